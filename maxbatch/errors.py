@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 
-EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 1, 2, 75
+EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
 
 class ConfigError(Exception):

@@ -1,13 +1,16 @@
-"""Stopping a command on request that trains in other processes. Without JAX, which would take their accelerator."""
+"""Stopping a command on request. Without JAX, which would take the accelerator of processes that a command starts."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Self
 
 
 class Stopping:
     """Remembers that SIGTERM or SIGINT asked to stop; a second SIGINT raises KeyboardInterrupt."""
+
+    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)  # that are listened to
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -22,8 +25,8 @@ class Stopping:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def __enter__(self) -> Stopping:
-        for number in (signal.SIGTERM, signal.SIGINT):
+    def __enter__(self) -> Self:
+        for number in self.numbers:
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 

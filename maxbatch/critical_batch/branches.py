@@ -27,13 +27,12 @@ from maxbatch.config import dump_config, load_config
 from maxbatch.critical_batch.choosing import Chunk, last_chunks
 from maxbatch.critical_batch.measured_run import MeasuredRun
 from maxbatch.critical_batch.plan import Branch, Plan
-from maxbatch.errors import ConfigError, TrainingError
+from maxbatch.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.run_files import read_metrics, write_whole
 from maxbatch.stopping import Stopping
 
 _POLL_S = 0.2
 _LOCK_S = 20  # for the branch of a command that was killed to end
-_DONE, _INPUT, _STOPPED = 0, 2, 75  # exit codes of `maxbatch train`
 _DIVERGED = "a gradient that is not finite"
 
 
@@ -230,19 +229,19 @@ class Branches:
 
     def _ended(self, branch: Branch, code: int) -> bool:
         folder = self.folder(branch)
-        if code == _STOPPED:
+        if code == EXIT_STOPPED:
             return False
         with open(folder / "log.txt", "rb") as log:
             line = last_line(log)
-        if code == _DONE:
+        if code == EXIT_DONE:
             status = "diverged" if self._last_chunks(branch) is None else "done"
-        elif code > 0 and code != _INPUT and _DIVERGED in line:
+        elif code > 0 and code != EXIT_INPUT and _DIVERGED in line:
             status = "diverged"
         elif code < 0:
             name = signal.Signals(-code).name
             raise TrainingError(f"{folder}: its process was killed by {name}; the same command goes on")
         else:
-            error = ConfigError if code == _INPUT else TrainingError
+            error = ConfigError if code == EXIT_INPUT else TrainingError
             raise error(f"{folder}: {line or f'exit code {code}'}")
         outcome: dict[str, Any] = {"status": status, "reason": line if status == "diverged" else ""}
         write_whole(folder / "outcome.json", json.dumps(outcome) + "\n")

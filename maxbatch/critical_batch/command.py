@@ -32,7 +32,7 @@ from maxbatch.critical_batch.results import (
     train_command,
     warmup_schedule,
 )
-from maxbatch.errors import ConfigError
+from maxbatch.errors import EXIT_STOPPED, ConfigError
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.run_files import write_whole
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             console.print(
                 f"stopped; {left} of {len(branches.all)} branches are left. The same command goes on."
             )
-            return 75
+            return EXIT_STOPPED
         results = fork_results(measured, plan, branches, args.tolerance)
         _conclude(measured, plan, results, args.tolerance, folder, console)
     return 0

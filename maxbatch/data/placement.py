@@ -13,6 +13,7 @@ placeholder.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +64,9 @@ class Placement:
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
         self._padding: dict[BatchShape, Batch] = {}
+        # The same for every batch of a shape, and asked several times for each.
+        self._local_slots = cache(self._find_local_slots)
+        self.local_rows = cache(self._find_local_rows)
         self.loads = is_loading(jax.process_index(), expansion)
         self.stages_all = expansion == 1 and final.is_fully_addressable
 
@@ -104,13 +108,13 @@ class Placement:
         row_exS = np.where(loads_S, first_e + np.cumsum(loads_S) - 1, -1)
         return np.where(row_exS < micro_batch, row_exS, -1)
 
-    def _local_slots(self, num_slots: int) -> dict[int, np.ndarray]:
+    def _find_local_slots(self, num_slots: int) -> dict[int, np.ndarray]:
         """This host's slots of an array: numbers of each run of them that a device holds, by the first."""
         indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
         runs = {(index[1].start or 0, index[1].stop or num_slots) for index in indices.values() if index}
         return {start: np.arange(start, stop) for start, stop in sorted(runs)}
 
-    def local_rows(self, shape: BatchShape) -> np.ndarray:
+    def _find_local_rows(self, shape: BatchShape) -> np.ndarray:
         """int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
         num_slots = self._num_slots(shape.micro_batch)
         slots = np.concatenate(list(self._local_slots(num_slots).values()))

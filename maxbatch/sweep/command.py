@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.config_keys import shown
-from maxbatch.errors import ConfigError, TrainingError
+from maxbatch.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.run_files import write_whole
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if not has_ended:
         left = sum(result.status == "unfinished" for result in results)
         console.print(f"stopped; {left} of {len(results)} trials are left. The same command goes on.")
-        return 75
+        return EXIT_STOPPED
     conclude(sweep, folder, results, console)
     return 0
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxbatch.child_process import last_line, start_child
+from maxbatch.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED
 from maxbatch.stopping import Stopping
 from maxbatch.sweep.trials import Claimed, TrialSource
 from maxbatch.sweep_folder import SweepFolder, Trial
 
 _POLL_S = 0.1
-_DONE, _INPUT, _STOPPED = 0, 2, 75  # exit codes of `maxbatch train`
 _GRADIENTS_DIVERGED = "a gradient that is not finite"
 
 
@@ -119,14 +119,14 @@ class Runner:
 
 def _judge(code: int, folder: Path) -> tuple[str, str]:
     """Return the status and the reason that a trial's exit code and its log's last line tell."""
-    if code == _DONE:
+    if code == EXIT_DONE:
         return "done", ""
-    if code == _STOPPED:
+    if code == EXIT_STOPPED:
         return "unfinished", ""
     with open(folder / "log.txt", "rb") as log:
         line = last_line(log)
     if code < 0:
         return "failed", f"killed by {signal.Signals(-code).name}"
-    if code != _INPUT and _GRADIENTS_DIVERGED in line:
+    if code != EXIT_INPUT and _GRADIENTS_DIVERGED in line:
         return "diverged", line
     return "failed", line or f"exit code {code}"

@@ -1,4 +1,4 @@
-"""Stopping on request: SIGTERM and SIGINT ask, the loop answers at the next update."""
+"""Stopping a run on request: SIGTERM and SIGINT ask, the loop answers at the next update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
+from maxbatch.stopping import Stopping
 
-class StopRequest:
+
+class StopRequest(Stopping):
     """Remembers that somebody asked the run to stop; a second SIGINT stops it at once.
 
     With several hosts JAX's preemption service listens for SIGTERM (a handler of Python's would silence it) and lets
@@ -21,33 +23,23 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
-        self._previous: dict[int, object] = {}
+        super().__init__()
         self._several_hosts = jax.process_count() > 1
+        if threading.current_thread() is not threading.main_thread():
+            self.numbers = ()
+        elif self._several_hosts:
+            self.numbers = (signal.SIGINT,)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal_name == "SIGINT":
-            raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        super()._on_signal(number, frame)
         if self._several_hosts:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def before(self, step: int) -> bool:
         """Whether to stop before this update; asked before each, and answered alike on all hosts."""
         if not self._several_hosts:
-            return self.signal_name is not None
+            return self.is_asked
         if multihost_utils.reached_preemption_sync_point(step):
             self.signal_name = self.signal_name or "SIGTERM"
             return True
         return False
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGINT,) if self._several_hosts else (signal.SIGTERM, signal.SIGINT)
-            for number in numbers:
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
