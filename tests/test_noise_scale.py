@@ -66,31 +66,34 @@ def test_it_is_that_of_per_example_gradients(
             float(metrics.grad_norm),
             float(metrics.weight),
             32,
-            float(metrics.squares.gradients),
-            float(metrics.squares.weights),
+            *(float(figure) for figure in metrics.parts),
         )
     assert measured.samples == pytest.approx(exact_noise_scale(), rel=0.1)
 
 
-def test_the_estimate_is_exact_where_the_moments_are() -> None:
-    """Four parts of one weight: E|g|^2 = w^2 G + w V and E|sum g|^2 = W^2 G + W V, in numbers."""
+@pytest.mark.parametrize("num_measured", [1, 3, 4])
+def test_the_estimate_is_exact_where_the_moments_are(num_measured: int) -> None:
+    """Parts of one weight, some of four: E|g|^2 = w^2 G + w V and E|sum g|^2 = W^2 G + W V, in numbers."""
     square, variance, weight = 3.0, 50.0, 10.0
     part = weight**2 * square + weight * variance
     whole = (4 * weight) ** 2 * square + 4 * weight * variance
-    noise = NoiseScale().after(whole**0.5 / (4 * weight), 4 * weight, 8, 4 * part, 4 * weight**2)
+    parts = (num_measured * part, num_measured * weight, num_measured * weight**2)
+    noise = NoiseScale().after(whole**0.5 / (4 * weight), 4 * weight, 8, *parts)
     assert noise.samples == pytest.approx(variance / square * 8 / (4 * weight))
 
 
 @pytest.mark.parametrize(
     "update",
     [
-        (1.0, 10.0, 4, 0.0, 0.0),  # not measured
-        (1.0, 10.0, 4, 100.0, 100.0),  # one part
-        (float("nan"), 10.0, 4, 50.0, 25.0),
-        (1.0, 10.0, 4, float("inf"), 25.0),
+        (1.0, 10.0, 4, 0.0, 0.0, 0.0),  # not measured
+        (1.0, 10.0, 4, 100.0, 10.0, 100.0),  # one part
+        (float("nan"), 10.0, 4, 50.0, 10.0, 25.0),
+        (1.0, 10.0, 4, float("inf"), 10.0, 25.0),
     ],
 )
-def test_an_update_that_says_nothing_changes_nothing(update: tuple[float, float, int, float, float]) -> None:
+def test_an_update_that_says_nothing_changes_nothing(
+    update: tuple[float, float, int, float, float, float],
+) -> None:
     before = NoiseScale(2.0, 1.0, 0.5)
     assert before.after(*update) == before
     assert NoiseScale().after(*update).samples is None

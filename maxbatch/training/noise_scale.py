@@ -3,9 +3,10 @@
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (https://arxiv.org/abs/1812.06162), appendix A.1.
 Let G be the true gradient of the mean loss and V the trace of the covariance of one unit of loss weight. A part of
 the batch with weight w has a summed gradient g with E|g|^2 = w^2 |G|^2 + w V, and so has the whole batch, of weight
-W = sum of w. From T = |sum of g|^2 and Q = sum of |g|^2 both follow without bias:
+W. From the parts of a small batch, with Q = sum of |g|^2, u = sum of w and q = sum of w^2, and from the whole batch,
+with T = |sum of g|^2, both follow without bias:
 
-    |G|^2 = (T - Q) / (W^2 - sum of w^2)        V = (Q - |G|^2 x sum of w^2) / W
+    |G|^2 = (T / W - Q / u) / (W - q / u)        V = Q / u - |G|^2 q / u
 
 Each is noisy, and |G|^2 can come out negative, so both are averaged over updates before they are divided.
 """
@@ -32,23 +33,31 @@ class NoiseScale(NamedTuple):
     mass: float = 0.0
 
     def after(
-        self, grad_norm: float, weight: float, num_rows: int, square_sum: float, weight_square_sum: float
+        self,
+        grad_norm: float,
+        weight: float,
+        num_rows: int,
+        part_gradient_squares: float,
+        part_weights: float,
+        part_weight_squares: float,
     ) -> NoiseScale:
-        """The averages with one more update; the same where it had one part only, or was not finite.
+        """The averages with one more update; the same where it was one part only, or was not finite.
 
         Args:
           grad_norm: global norm of the mean gradient, before clipping.
           weight: W, the batch's loss weight.
           num_rows: samples in the batch.
-          square_sum: Q, sum over the parts of the squared norm of their summed gradients.
-          weight_square_sum: sum over the parts of their squared weights.
+          part_gradient_squares: Q, sum over the measured parts of the squared norm of their summed gradients.
+          part_weights: u, sum over these parts of their loss weight; 0 where nothing was measured.
+          part_weight_squares: q, sum over these parts of their squared weight.
         """
-        between = weight**2 - weight_square_sum
-        has_parts = weight_square_sum > 0 and between > 1e-6 * weight**2
-        if not (has_parts and math.isfinite(grad_norm) and math.isfinite(square_sum)):
+        part = part_weight_squares / part_weights if part_weights > 0 else 0.0
+        is_part = 0 < part < (1 - 1e-6) * weight
+        if not (is_part and math.isfinite(grad_norm) and math.isfinite(part_gradient_squares)):
             return self
-        square = ((grad_norm * weight) ** 2 - square_sum) / between
-        trace = (square_sum - square * weight_square_sum) / weight * (num_rows / weight)
+        square_per_weight = part_gradient_squares / part_weights
+        square = (grad_norm**2 * weight - square_per_weight) / (weight - part)
+        trace = (square_per_weight - square * part) * num_rows / weight
         return NoiseScale(
             DECAY * self.trace + (1 - DECAY) * trace,
             DECAY * self.square + (1 - DECAY) * square,

@@ -133,7 +133,6 @@ class Recorder:
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
         skipped = bool(metrics.skipped)
-        squares = metrics.squares
         self.position = Position(
             step=update.step,
             samples_seen=update.feeding.first_sample + update.feeding.num_rows,
@@ -143,8 +142,7 @@ class Recorder:
                 float(metrics.grad_norm),
                 float(metrics.weight),
                 update.feeding.num_rows,
-                float(squares.gradients),
-                float(squares.weights),
+                *(float(figure) for figure in metrics.parts),
             ),
         )
 

@@ -33,13 +33,18 @@ from maxbatch.training.optimizers import make_optimizer
 from maxbatch.training.state import TrainState, abstract_model, with_layers
 
 
-class PartSquares(NamedTuple):
-    """What the gradient noise scale needs of the parts of a batch: micro-batches, per shard of the data axis."""
+class Parts(NamedTuple):
+    """What the gradient noise scale needs of the first micro-batch, whose parts are its shards of the data axis.
 
-    gradients: jax.Array  # float32, sum over the parts of the squared norm of the part's summed gradient
-    weights: (
+    One micro-batch is enough for an unbiased estimate, and reading all their gradients once more would cost a
+    measurable share of an update.
+    """
+
+    gradient_squares: (
         jax.Array
-    )  # float32, sum over the parts of the squared loss weight; 0 where there is one part only
+    )  # float32, sum over the parts of the squared norm of the part's summed gradient
+    weights: jax.Array  # float32, sum over the parts of the loss weight; 0 where the batch is one part only
+    weight_squares: jax.Array  # float32, sum over the parts of its square
 
 
 class StepMetrics(NamedTuple):
@@ -49,7 +54,7 @@ class StepMetrics(NamedTuple):
     weight: jax.Array  # float32, sum of loss weights
     grad_norm: jax.Array  # float32, global norm of the mean gradient before clipping
     skipped: jax.Array  # bool, the gradient was not finite and the state stayed as it was
-    squares: PartSquares
+    parts: Parts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
 
 
@@ -94,39 +99,42 @@ def make_train_step(
         lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
     )
 
+    def measured(gradients: nnx.State, weight_d: jax.Array) -> Parts:
+        squares_d = sum(jnp.sum(jnp.square(g), range(1, g.ndim)) for g in jax.tree.leaves(gradients))
+        return Parts(squares_d, weight_d, jnp.square(weight_d))
+
     def accumulate(params: nnx.State, batch: Batch, num_micro_batches: jax.Array) -> Any:
         accumulator = optax.MultiSteps(
             optax.identity(), every_k_schedule=lambda _: num_micro_batches + 1, use_grad_mean=False
         )
 
         def add_micro_batch(j: jax.Array, carried: Any) -> Any:
-            accumulated, losses, weights, squares, fingerprints = carried
+            accumulated, losses, weights, parts, fingerprints = carried
             micro = arrange(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch))
             shards = jax.tree.map(lambda x: x.reshape(data_shards, -1, x.shape[-1]), micro)
             (loss, weight), gradients = partial_gradients(params, shards)
             if measures_noise:
-                norms = sum(jnp.sum(jnp.square(g), range(1, g.ndim)) for g in jax.tree.leaves(gradients))
-                squares = PartSquares(squares.gradients + norms, squares.weights + jnp.square(weight))
+                parts = jax.lax.cond(j == 0, measured, lambda *_: parts, gradients, weight)
             with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
                 _, accumulated = accumulator.update(gradients, accumulated)
             fingerprints = add_fingerprints(fingerprints, shards)
-            return accumulated, losses + loss, weights + weight, squares, fingerprints
+            return accumulated, losses + loss, weights + weight, parts, fingerprints
 
         zeros = jax.tree.map(lambda p: jnp.zeros((data_shards, *p.shape), p.dtype), params)
         zeros = jax.lax.with_sharding_constraint(zeros, partial_sharding)
         nothing = jnp.zeros(data_shards, jnp.float32)
         limbs = jnp.zeros((data_shards, 4), jnp.uint32)
-        start = (accumulator.init(zeros), nothing, nothing, PartSquares(nothing, nothing), limbs)
+        start = (accumulator.init(zeros), nothing, nothing, Parts(nothing, nothing, nothing), limbs)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
         measures_noise = config.gradient_noise_scale and max_micro_batches * data_shards > 1
         if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
             accumulated, *sums = add_micro_batch(jnp.int32(0), start)
         else:
             accumulated, *sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, start)
-        gradients, losses, weights, squares, fingerprints = jax.tree.map(
+        gradients, losses, weights, parts, fingerprints = jax.tree.map(
             lambda x: x.sum(axis=0), (accumulated.acc_grads, *sums)
         )
-        return gradients, losses, weights, squares, carry(jnp, fingerprints)
+        return gradients, losses, weights, parts, carry(jnp, fingerprints)
 
     def train_step(
         state: TrainState,
@@ -136,7 +144,7 @@ def make_train_step(
         batch_ratio: jax.Array,
     ) -> tuple[TrainState, StepMetrics]:
         params = with_layers(state.params, pipeline.stage_order) if pipeline else state.params
-        gradient_sum, loss_sum, weight, squares, fingerprint = accumulate(params, batch, num_micro_batches)
+        gradient_sum, loss_sum, weight, parts, fingerprint = accumulate(params, batch, num_micro_batches)
         if pipeline:
             gradient_sum = with_layers(gradient_sum, pipeline.layer_order)
         denominator = jnp.where(weight > 0, weight, 1.0)
@@ -153,7 +161,7 @@ def make_train_step(
         stepped = TrainState(optax.apply_updates(state.params, updates), opt_state)
         applies = finite & (weight > 0)
         state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), stepped, state)
-        return state, StepMetrics(loss_sum / denominator, weight, norm, ~finite, squares, fingerprint)
+        return state, StepMetrics(loss_sum / denominator, weight, norm, ~finite, parts, fingerprint)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
