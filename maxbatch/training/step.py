@@ -100,8 +100,10 @@ def make_train_step(
     )
 
     def measured(gradients: nnx.State, weight_d: jax.Array) -> Parts:
-        squares_d = sum(jnp.sum(jnp.square(g), range(1, g.ndim)) for g in jax.tree.leaves(gradients))
-        return Parts(squares_d, weight_d, jnp.square(weight_d))
+        squares = [
+            jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)
+        ]
+        return Parts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))
 
     def accumulate(params: nnx.State, batch: Batch, num_micro_batches: jax.Array) -> Any:
         accumulator = optax.MultiSteps(
