@@ -27,6 +27,14 @@ RAMP_KEYS = (
     "per_device_batch_size_increment",
     "global_rampup_samples",
 )
+# What batch_size stands in place of: in reinforcement learning the batch is stated in prompts.
+PRETRAINING_BATCH_KEYS = (
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "batch_size_schedule",
+    *RAMP_KEYS,
+)
 _ENVIRONMENT = "MAXBATCH_"
 
 _Layer = Mapping[str, Value]
@@ -68,7 +76,10 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 def dump_config(config: ConfigDict) -> str:
     """Return the config as YAML that `load_config` reads back as an equal config."""
     lines = []
+    left_out = () if config.batch_size is None else PRETRAINING_BATCH_KEYS
     for name, key in keys().items():
+        if name in left_out:
+            continue
         text = key.write(config[name])
         is_text = key.kind == "text" and config[name] is not None
         lines.append(f"{name}: {_quoted(text) if is_text else text}\n")
@@ -256,6 +267,8 @@ def _apply(values: dict[str, Value], layer: _Layer) -> None:
     """Put a layer over the values below it: its alternatives displace theirs."""
     stated = {name for name, value in layer.items() if value is not None}
     values.update(layer)
+    if values["batch_size"] is not None:
+        _displace_pretraining_batch(values, stated)
     lengths = stated.intersection(LENGTH_KEYS)
     if lengths:
         values.update(dict.fromkeys(set(LENGTH_KEYS) - lengths, None))
@@ -267,6 +280,18 @@ def _apply(values: dict[str, Value], layer: _Layer) -> None:
         values["enable_rampup_batch_size"] = False
         if "gradient_accumulation_steps" not in stated:
             values["gradient_accumulation_steps"] = None
+
+
+def _displace_pretraining_batch(values: dict[str, Value], stated: set[str]) -> None:
+    """Put the keys that batch_size stands in place of back to their defaults; refuse those of batch_size's layer."""
+    refused = [name for name in PRETRAINING_BATCH_KEYS if name in stated]
+    if refused:
+        name = refused[0]
+        raise ConfigError(
+            f"{name}={values[name]}: must not be stated beside batch_size={values['batch_size']}, which states the "
+            f"batch in prompts; works: micro_batch_size, or batch_size=null for pre-training"
+        )
+    values.update({name: _base_layer()[name] for name in PRETRAINING_BATCH_KEYS})
 
 
 def _check_rules(values: Mapping[str, Value]) -> None:

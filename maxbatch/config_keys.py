@@ -26,10 +26,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "weight_dtype": ("float32", "bfloat16"),
     "remat_policy": ("none", "minimal", "full"),
     "attention": ("auto", "dot_product", "cudnn", "splash"),
-    "dataset_type": ("python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens"),
+    "dataset_type": (
+        "python_stdlib",
+        "synthetic",
+        "text",
+        "jsonl",
+        "parquet",
+        "arrayrecord",
+        "tokens",
+        "arithmetic",
+    ),
     "record_format": ("text", "example"),
     "packing_strategy": ("concatenate", "best_fit"),
     "tokenizer_type": ("byte", "huggingface", "sentencepiece"),
+    "loss_algo": ("grpo", "gspo-token"),
+    "loss_agg_mode": ("token-mean", "sequence-mean", "sequence-mean-token-mean"),
 }
 
 # Keys that a config file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
@@ -39,7 +50,7 @@ NULLABLE = frozenset({
     "steps", "train_samples", "train_tokens", "num_epochs",
     "gradient_accumulation_steps", "global_batch_size", "batch_size_schedule",
     "eval_per_device_batch_size", "reference_batch_size", "max_num_checkpoints_to_keep",
-    "peak_tflops_per_device",
+    "peak_tflops_per_device", "batch_size", "epsilon_high",
 })  # fmt: skip
 
 # Numbers that enter batch arithmetic: decimals and fractions ("1/3") mean exactly what they say.
@@ -49,8 +60,8 @@ EXACT = frozenset({
 })  # fmt: skip
 # Whole numbers of data: suffixes K, M, B, and decimals where the product is whole (1.5M).
 QUANTITIES = frozenset({"train_samples", "train_tokens", "global_rampup_samples", "synthetic_samples"})
-WHOLE = frozenset({"global_batch_size", "reference_batch_size"})
-REAL = frozenset({"eval_fraction", "peak_tflops_per_device", "rope_max_timescale"})
+WHOLE = frozenset({"global_batch_size", "reference_batch_size", "batch_size"})
+REAL = frozenset({"eval_fraction", "peak_tflops_per_device", "rope_max_timescale", "epsilon_high"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +119,18 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("adam_weight_decay", "gradient_clipping_threshold", "grain_worker_count"), _FROM_ZERO),
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), _SEED),
     **dict.fromkeys(("num_pipeline_microbatches", "eval_interval", "eval_steps"), _COUNT_OR_OFF),
+    **dict.fromkeys(("batch_size", "num_iterations", "reward_worker_count", "eval_num_generations"), _COUNT),
+    "num_generations": Bounds(at_least=2),
+    **dict.fromkeys(("micro_batch_size", "train_micro_batch_size", "rollout_micro_batch_size"), _COUNT_OR_OFF),
+    **dict.fromkeys(("grpo_beta", "decode_sampling_top_k", "warm_start_steps"), _FROM_ZERO),
+    "grpo_epsilon": Bounds(above=0, below=1),
+    **dict.fromkeys(("epsilon_high", "decode_sampling_temperature", "reward_timeout_s"), _POSITIVE),
+    **dict.fromkeys(
+        ("decode_sampling_nucleus_p", "trainer_devices_fraction", "sampler_devices_fraction"),
+        Bounds(above=0, at_most=1),
+    ),
+    "sampler_seed": _SEED,
+    "max_prefill_predict_length": _COUNT,
     "max_target_length": Bounds(at_least=2),
     "head_dim": Bounds(at_least=2),
     **{f"{net}_{axis}_parallelism": _COUNT_OR_OFF
