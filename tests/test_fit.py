@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -34,38 +36,61 @@ class Compiler:
         self.fixed, self.per_row, self.limit, self.bend, self.mute = fixed, per_row, limit, bend, mute
         self.asked: list[int] = []
 
-    def __call__(self, rows: int) -> Said:
-        self.asked.append(rows)
+    def says(self, rows: int) -> Said:
         needed = self.fixed + self.per_row * rows + self.bend * rows * rows
         return Said(needed <= self.limit, None if self.mute else needed)
 
+    def __call__(self, numbers: Sequence[int]) -> list[Said]:
+        self.asked += numbers
+        return [self.says(rows) for rows in numbers]
 
-@pytest.mark.parametrize("estimate", [Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1)], ids=str)
-@pytest.mark.parametrize("bend", [0, 2])
-@pytest.mark.parametrize("mute", [False, True])
+    @property
+    def fitted(self) -> list[int]:
+        return [rows for rows in self.asked if self.says(rows).fits]
+
+
+@pytest.mark.parametrize("from_above", [False, True], ids=["line", "above"])
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("limit", [1_000, 1_006, 1_007, 5_000, 100_000])
+@pytest.mark.parametrize("count", [None, 9, 2**16])
 def test_the_answer_fits_and_the_next_size_does_not(
-    estimate: Line, bend: int, mute: bool, limit: int
+    from_above: bool, at_once: int, limit: int, count: int | None
 ) -> None:
-    compiler = Compiler(1_000, 7, limit, bend, mute)
-    size = largest_fitting(lambda i: 4 * i, None, limit, estimate, compiler)
-    assert 4 * (size + 1) in compiler.asked, "that it does not fit is the compiler's word"
-    assert size == 0 or 4 * size in compiler.asked
-    assert size == 0 or compiler(4 * size).fits
-    assert not compiler(4 * (size + 1)).fits
+    estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
+    for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
+        compiler = Compiler(1_000, 7, limit, bend, mute)
+        size = largest_fitting(lambda i: 4 * i, count, limit, estimate, compiler, at_once, from_above)
+        assert len(compiler.asked) == len(set(compiler.asked)) <= 90
+        assert size == 0 or (4 * size in compiler.asked and compiler.says(4 * size).fits)
+        if size != count:
+            assert 4 * (size + 1) in compiler.asked, "that it does not fit is the compiler's word"
+            assert not compiler.says(4 * (size + 1)).fits
 
 
 @pytest.mark.parametrize("estimate", [Line(900, 9), Line(1_000, 4), Line(300, 20)], ids=str)
-def test_a_fair_estimate_needs_few_compilations(estimate: Line) -> None:
+@pytest.mark.parametrize("count", [None, 2**16])
+def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int | None) -> None:
     compiler = Compiler(1_000, 7, 2_000)
-    assert largest_fitting(lambda i: i, None, 2_000, estimate, compiler) == 142
+    assert largest_fitting(lambda i: i, count, 2_000, estimate, compiler) == 142
     assert len(compiler.asked) <= 4
 
 
+@pytest.mark.parametrize("fixed", [0, 100, 1_000, 1_600])
+@pytest.mark.parametrize("per_row", [1, 7, 90])
+@pytest.mark.parametrize("estimate", [Line(900, 9), Line(300, 200), Line(0, 1)], ids=str)
+def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: int, estimate: Line) -> None:
+    compiler = Compiler(fixed, per_row, 2_000)
+    largest_fitting(lambda i: i, 2**16, 2_000, estimate, compiler, refusals_are_cheap=True)
+    begins_too_low = 4 * int(estimate.rows_within(2_000)) * per_row + fixed <= 2_000
+    assert len(compiler.fitted) <= (8 if begins_too_low else 1)
+
+
 def test_sizes_that_end_need_no_failure() -> None:
-    compiler = Compiler(0, 1, 10**9)
-    assert largest_fitting(lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), compiler) == 6
-    assert compiler.asked == [32]
+    for from_above in (False, True):
+        compiler = Compiler(0, 1, 10**9)
+        size = largest_fitting(lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), compiler, 2, from_above)
+        assert size == 6
+        assert compiler.asked == [32]
 
 
 def sizes_of(*overrides: str, devices: int = 8) -> Sizes:

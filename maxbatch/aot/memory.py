@@ -33,6 +33,8 @@ class Memory:
       output_bytes: what it returns, of which `alias_bytes` lie where arguments lay.
       temp_bytes: what lives only while it runs.
       code_bytes: the program itself.
+      peak_bytes: the most that is in use at once, code aside, where the TPU compiler says it: it lets the parts
+        overlap, so that their sum is larger. None where nobody says.
     """
 
     argument_bytes: int
@@ -40,10 +42,13 @@ class Memory:
     alias_bytes: int
     temp_bytes: int
     code_bytes: int
+    peak_bytes: int | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """All of it at once."""
+        """What must be there for it: the peak and the code where the peak is known, else all parts at once."""
+        if self.peak_bytes is not None:
+            return self.peak_bytes + self.code_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
@@ -72,6 +77,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
       TrainingError: the compiler fails for another reason than memory.
     """
     started = time.perf_counter()
+    is_tpu = target.devices[0].platform == "tpu"
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -93,10 +99,11 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
         stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
         stats.generated_code_size_in_bytes,
+        (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None,
     )
-    # The TPU compiler has compared already, and counts more finely than the sum of these parts.
+    # The TPU compiler has compared already: what it compiles fits.
     limit = target.memory_bytes
-    fits = target.devices[0].platform == "tpu" or limit is None or memory.needed_bytes <= limit
+    fits = is_tpu or limit is None or memory.needed_bytes <= limit
     verdict = Verdict(fits, memory.needed_bytes, limit, memory, time.perf_counter() - started)
     return verdict, compiled if fits else None
 

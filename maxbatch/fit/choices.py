@@ -115,7 +115,7 @@ class Choice:
         }
 
 
-def choose(judge: Judge, plan: BatchPlan, sizes: Sizes, limit: int) -> Choice | None:
+def choose(judge: Judge, plan: BatchPlan, sizes: Sizes, limit: int, at_once: int) -> Choice | None:
     """Return the largest that fits under the judge's config; None where nothing does.
 
     Args:
@@ -123,23 +123,31 @@ def choose(judge: Judge, plan: BatchPlan, sizes: Sizes, limit: int) -> Choice | 
       plan: the batch plan; its mesh counts.
       sizes: what may be tried.
       limit: bytes of a device.
+      at_once: how many sizes to ask about at a time.
     """
     size = largest_fitting(
-        sizes.rows_at, sizes.count, limit, judge.estimate(), lambda rows: judge.ask(sizes.shape(rows))
+        sizes.rows_at,
+        sizes.count,
+        limit,
+        judge.estimate(),
+        lambda numbers: judge.ask(*map(sizes.shape, numbers)),
+        at_once,
+        refusals_are_cheap=judge.target.devices[0].platform == "tpu",
     )
     if not size:
         return None
     rows = sizes.rows_at(size)
     shape = sizes.shape(rows)
-    verdict = judge.ask(shape)
+    (verdict,) = judge.ask(shape)
     has_next = size < sizes.count
-    chip, temp = judge.target.chip, verdict.memory.temp_bytes if verdict.memory else 0
+    chip = judge.target.chip
+    temp = (verdict.needed_bytes or 0) - (verdict.memory.argument_bytes if verdict.memory else 0)
     return Choice(
         judge.config.remat_policy,
         shape,
         sizes.per_device(rows),
         verdict,
-        judge.ask(sizes.shape(sizes.rows_at(size + 1))) if has_next else None,
+        judge.ask(sizes.shape(sizes.rows_at(size + 1)))[0] if has_next else None,
         judge.parts(shape, verdict),
         cost(judge.config, plan.mesh, chip, *shape, judge.num_parameters, temp) if chip else None,
     )

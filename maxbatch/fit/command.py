@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     target = chosen_target(args)
     plan = plan_for(config, target)
     from maxbatch.fit.choices import Sizes, choose
-    from maxbatch.fit.verdicts import Judge
+    from maxbatch.fit.verdicts import CORES, Judge
 
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
@@ -48,7 +49,10 @@ def run(args: argparse.Namespace) -> int:
     policies = _POLICIES if wants_batch else (config.remat_policy,)
     sizes = Sizes.of(config, plan)
     judges = [Judge(_with(config, remat_policy=policy), target, _say(args.json)) for policy in policies]
-    found = [choose(judge, plan, sizes, target.memory_bytes) for judge in judges]
+    # A size and the next one, that would have to fail, or several policies side by side.
+    at_once = min(2, max(1, CORES // len(judges)))
+    with ThreadPoolExecutor(len(judges), "maxbatch-fit") as pool:
+        found = list(pool.map(lambda j: choose(j, plan, sizes, target.memory_bytes or 0, at_once), judges))
     choices = [choice for choice in found if choice is not None]
     if not choices:
         return _nothing_fits(args.json, judges, target, sizes.per_device(sizes.rows_at(1)))

@@ -6,7 +6,10 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +30,12 @@ _BATCH_KEYS = frozenset({
     "eval_per_device_batch_size", "enable_rampup_batch_size", "per_device_batch_size_start",
     "per_device_batch_size_increment", "global_rampup_samples", "init_weights_seed",
 })  # fmt: skip
+
+_FORMAT = 2  # of a verdict on disk
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_compiling = threading.Semaphore(CORES)  # one compilation keeps about one core busy
+_tracing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Judge:
         self.asked: list[Asked] = []
         self._folder = cache_folder(config).parent / "fit"
         identity = {
+            "format": _FORMAT,
             "keys": {k: v for k, v in program_keys(config).items() if k not in _BATCH_KEYS},
             "versions": versions(target.devices[0].platform),
             "target": [target.name, dict(target.facts), target.memory_bytes],
@@ -70,28 +80,35 @@ class Judge:
         """Of the whole model."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._programs.abstract.params))
 
-    def ask(self, shape: BatchShape) -> Verdict:
-        """The verdict on the update for batches of a shape.
+    def ask(self, *shapes: BatchShape) -> list[Verdict]:
+        """The verdicts on the updates for batches of these shapes, compiled side by side as far as there are cores.
 
         Raises:
           TrainingError: the compiler fails for another reason than memory.
         """
-        before = next((a for a in self.asked if a.shape == shape), None)
-        if before:
-            return before.verdict
+        before = {asked.shape: asked for asked in self.asked}
+        new = [shape for shape in shapes if shape not in before]
+        with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
+            self.asked += pool.map(self._find_out, new)
+        found = {asked.shape: asked.verdict for asked in self.asked}
+        return [found[shape] for shape in shapes]
+
+    def _find_out(self, shape: BatchShape) -> Asked:
         digest = hashlib.sha256(f"{self._identity}{list(shape)}".encode()).hexdigest()[:32]
         path = self._folder / f"{digest}.json"
         verdict = _read(path)
-        cached = verdict is not None
-        if verdict is None:
+        if verdict is not None:
+            return Asked(shape, verdict, cached=True)
+        with _compiling:
+            with _tracing:
+                lowered = self._programs.step(shape)
             self._say(
                 f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of them, "
                 f"remat_policy={self.config.remat_policy}, for {self.target.name}"
             )
-            verdict, _ = compile_for(self._programs.step(shape), self.target)
-            _write(path, verdict)
-        self.asked.append(Asked(shape, verdict, cached))
-        return verdict
+            verdict, _ = compile_for(lowered, self.target)
+        _write(path, verdict)
+        return Asked(shape, verdict, cached=False)
 
     def parts(self, shape: BatchShape, verdict: Verdict) -> Parts:
         """What the memory of one device holds, by kind."""
