@@ -25,7 +25,6 @@ _RUN = (
     "max_target_length=128",
     "generate_prompt=",
     "eval_interval=-1",
-    "compilation_cache_dir=none",
     "gradient_noise_scale=false",
 )
 # Batches of 8 to 32 at 16 rows in one pass; 10 to 30 updates in a stage.

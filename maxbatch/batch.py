@@ -17,6 +17,7 @@ from maxbatch.config_keys import exact, plain_number
 from maxbatch.cuts import Divisor
 from maxbatch.errors import ConfigError
 from maxbatch.rampup import RampupBatchManager, Stage
+from maxbatch.rl_batch import RLBatch
 from maxbatch.stages import increments, nearest_multiple, stated_batches
 from maxbatch.topology import MeshShape, check_layers_fit
 
@@ -24,11 +25,16 @@ Number = int | float | Fraction
 
 
 def check_batch_keys(config: ConfigDict) -> None:
-    """Check what the batch keys say without knowing any device; `BatchPlan.from_config` checks the rest.
+    """Check what pre-training's batch keys say without knowing any device; `BatchPlan.from_config` checks the rest.
 
     Raises:
-      ConfigError: the expansion factor, the ramp or the schedule breaks its rule.
+      ConfigError: the expansion factor, the ramp or the schedule breaks its rule, or the batch is one of prompts.
     """
+    if config.batch_size is not None:
+        raise ConfigError(
+            f"batch_size={config.batch_size}: states a batch of prompts, which is for `maxbatch rl` alone; "
+            "works: batch_size=null"
+        )
     _check_expansion(config)
     if config.enable_rampup_batch_size:
         increments(config)
@@ -40,7 +46,9 @@ def check_batch_keys(config: ConfigDict) -> None:
 class BatchPlan:
     """Every number of the batch of one run on given devices and hosts; its fields are those of `to_dict`.
 
-    Top-level numbers are the last stage's. Counts are samples (rows) unless they say otherwise.
+    Top-level numbers are the last stage's. Counts are samples (rows) unless they say otherwise. In reinforcement
+    learning (`rl`) rows are prompt-response pairs, and what counts along the run (`total_samples`, epochs, positions)
+    prompts.
     """
 
     num_devices: int
@@ -72,6 +80,7 @@ class BatchPlan:
     rampup_end_step: int
     rampup_end_sample: int
     warnings: tuple[str, ...]
+    rl: RLBatch | None
     manager: RampupBatchManager
     mesh: MeshShape
 
@@ -103,9 +112,11 @@ class BatchPlan:
         """
         _check_machine(num_devices, num_hosts, samples_per_epoch)
         e = expansion_factor(config, num_hosts, checkpoint_hosts)
-        mesh = MeshShape.from_config(config, num_devices, num_slices)
+        rl = None if config.batch_size is None else RLBatch.from_config(config, num_devices, num_slices)
+        trainers = rl.num_trainer_devices if rl else num_devices
+        mesh = MeshShape.from_config(config, trainers, num_slices)
         check_layers_fit(config, mesh)
-        divisor = Divisor.from_config(config, num_devices, mesh)
+        divisor = Divisor.from_config(config, trainers, mesh)
         manager = RampupBatchManager.from_config(
             config,
             num_devices,
@@ -115,8 +126,8 @@ class BatchPlan:
         )
         last = manager.stages[-1]
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        eval_batch = _eval_batch(config, num_devices, divisor)
-        total = manager.total_samples
+        eval_batch = _eval_batch(config, trainers, divisor, micro if rl else None)
+        total, rows = manager.total_samples, rl.num_generations if rl else 1
         return cls(
             num_devices=num_devices,
             num_hosts=num_hosts,
@@ -125,7 +136,7 @@ class BatchPlan:
             expansion_factor_real_data=plain_number(e),
             micro_batch_size_to_train_on=micro,
             global_batch_size_to_train_on=batch,
-            per_replica_batch_size=plain_number(Fraction(batch, num_devices)),
+            per_replica_batch_size=plain_number(Fraction(batch, trainers)),
             global_batch_size_to_load=int(batch * e) if e > 1 else batch,
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=mesh.batch_shards,
@@ -136,19 +147,22 @@ class BatchPlan:
             pipeline_bubble=_bubble(
                 mesh.num_pipeline_stages, divisor.num_pipeline_microbatches, config.num_pipeline_repeats
             ),
-            eval_per_device_batch_size=plain_number(Fraction(eval_batch, num_devices)),
+            eval_per_device_batch_size=plain_number(Fraction(eval_batch, trainers)),
             eval_batch_size=eval_batch,
             max_target_length=config.max_target_length,
             tokens_per_step=batch * config.max_target_length,
             total_steps=manager.total_steps,
             total_samples=total,
-            total_tokens=None if total is None else total * config.max_target_length,
+            total_tokens=None if total is None else total * rows * config.max_target_length,
             samples_per_epoch=samples_per_epoch,
-            steps_per_epoch=None if samples_per_epoch is None else -(-samples_per_epoch // batch),
+            steps_per_epoch=None
+            if samples_per_epoch is None
+            else _steps_per_epoch(rl, batch, samples_per_epoch),
             epochs=_epochs(config, total, samples_per_epoch),
             rampup_end_step=last.first_step if len(manager.stages) > 1 else 0,
             rampup_end_sample=last.first_sample if len(manager.stages) > 1 else 0,
-            warnings=_warnings(manager),
+            warnings=(*_warnings(manager), *(rl.warnings if rl else ())),
+            rl=rl,
             manager=manager,
             mesh=mesh,
         )
@@ -161,6 +175,7 @@ class BatchPlan:
     def to_dict(self) -> dict[str, Any]:
         """Return what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
         plan = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_PRINTED}
+        plan |= dataclasses.asdict(self.rl) if self.rl else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {
@@ -191,7 +206,7 @@ class BatchPlan:
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_PRINTED = ("manager", "mesh", "warnings")
+_NOT_PRINTED = ("manager", "mesh", "warnings", "rl")
 
 
 def _json(value: Any) -> Any:
@@ -274,11 +289,13 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
-def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor) -> int:
-    """Return the samples of one eval pass: stated, or p's, then cut down to what the devices hold evenly."""
+def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor, chunk: int | None) -> int:
+    """Return the samples of one eval pass: stated, or as many as a chunk of pairs or p has, cut down to what the
+    devices hold evenly."""
     stated = config.eval_per_device_batch_size
     rows = exact(config.per_device_batch_size if stated is None else stated) * num_devices
     if stated is None:
+        rows = rows if chunk is None else Fraction(chunk)
         return max(1, math.floor(rows / divisor.rows)) * divisor.rows
     if rows % divisor.rows:
         key = "eval_per_device_batch_size"
@@ -288,6 +305,10 @@ def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor) -> int:
             f"must be divisible by {divisor}; works: {key}={plain_number(nearest)}"
         )
     return int(rows)
+
+
+def _steps_per_epoch(rl: RLBatch | None, batch: int, samples: int) -> int:
+    return -(-samples // rl.batch_size) * rl.num_iterations if rl else -(-samples // batch)
 
 
 def _epochs(config: ConfigDict, total_samples: int | None, samples_per_epoch: int | None) -> float | None:

@@ -57,6 +57,7 @@ NULLABLE = frozenset({
 EXACT = frozenset({
     "per_device_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment",
     "eval_per_device_batch_size", "expansion_factor_real_data", "num_epochs",
+    "trainer_devices_fraction", "sampler_devices_fraction",
 })  # fmt: skip
 # Whole numbers of data: suffixes K, M, B, and decimals where the product is whole (1.5M).
 QUANTITIES = frozenset({"train_samples", "train_tokens", "global_rampup_samples", "synthetic_samples"})
@@ -119,8 +120,8 @@ BOUNDS: dict[str, Bounds] = {
     **dict.fromkeys(("adam_weight_decay", "gradient_clipping_threshold", "grain_worker_count"), _FROM_ZERO),
     **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), _SEED),
     **dict.fromkeys(("num_pipeline_microbatches", "eval_interval", "eval_steps"), _COUNT_OR_OFF),
-    **dict.fromkeys(("batch_size", "num_iterations", "reward_worker_count", "eval_num_generations"), _COUNT),
-    "num_generations": Bounds(at_least=2),
+    **dict.fromkeys(("batch_size", "num_generations", "eval_num_generations"), _COUNT),
+    **dict.fromkeys(("num_iterations", "reward_worker_count"), _COUNT),
     **dict.fromkeys(("micro_batch_size", "train_micro_batch_size", "rollout_micro_batch_size"), _COUNT_OR_OFF),
     **dict.fromkeys(("grpo_beta", "decode_sampling_top_k", "warm_start_steps"), _FROM_ZERO),
     "grpo_epsilon": Bounds(above=0, below=1),

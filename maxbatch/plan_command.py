@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from maxbatch.arguments import add_config, config_of, count, note
+from maxbatch.errors import ConfigError
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -33,6 +34,10 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.batch import BatchPlan
 
     config = config_of(args)
+    if args.words and config.batch_size is not None:
+        raise ConfigError(
+            f"--words: is for the batch of pre-training, and batch_size={config.batch_size} states one of prompts"
+        )
     plan = BatchPlan.from_config(
         config,
         args.devices or 1,

@@ -42,6 +42,21 @@ _NUMBERS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "pairs of prompt and response",
+        (
+            ("batch_size", "prompts per batch"),
+            ("num_generations", "G: responses per prompt"),
+            ("effective_batch_size", "pairs per update: batch_size x G"),
+            ("micro_batch_size", "pairs per chunk of training"),
+            ("num_micro_batches", "chunks of training per update"),
+            ("train_micro_batch_size", "prompts per chunk of training"),
+            ("rollout_micro_batch_size", "prompts per chunk of generation"),
+            ("num_iterations", "mu: updates per batch"),
+            ("num_trainer_devices", "devices that train"),
+            ("num_sampler_devices", "devices that sample"),
+        ),
+    ),
+    (
         "loading",
         (
             ("expansion_factor_real_data", "e"),
@@ -90,6 +105,12 @@ def plan_console() -> Console:
 def equation(plan: BatchPlan) -> str:
     """Return the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
     last = plan.stages[-1]
+    if plan.rl:
+        return (
+            f"{plan.rl.effective_batch_size:,} pairs per update = {_counted(plan.rl.batch_size, 'prompt')} x "
+            f"{_counted(plan.rl.num_generations, 'response')}, in {_counted(plan.rl.num_micro_batches, 'chunk')} of "
+            f"{plan.rl.micro_batch_size:,}; {_counted(plan.rl.num_iterations, 'update')} per batch"
+        )
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} samples per update = {_number(last.per_device_batch_size)} per device x "
@@ -136,7 +157,9 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
 def render_layout(plan: BatchPlan, console: Console) -> None:
     """Draw which sample lands on which device in which micro-batch, in the first and in the last stage."""
     console.print()
-    console.print("one update from samples_seen = s on; S1 is stream[s]; devices in the order of the mesh")
+    group = plan.rl.num_generations if plan.rl else 1
+    first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
+    console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     for index in sorted({0, len(plan.stages) - 1}):
         stage = plan.stages[index]
         if len(plan.stages) > 1:
@@ -170,7 +193,8 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
     table = _table()
     table.add_column("micro-batch", justify="right", no_wrap=True)
     table.add_column("holds", no_wrap=True)
-    together = plan.num_devices // plan.batch_shards
+    devices = plan.rl.num_trainer_devices if plan.rl else plan.num_devices
+    together = devices // plan.batch_shards
     shards = _abridged(plan.batch_shards, _MOST_SHARDS)
     for shard in shards:
         table.add_column(_GAP if shard is None else _devices(shard * together, together), no_wrap=True)
@@ -180,7 +204,8 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
             continue
         first, end = plan.samples_of(stage, j, 0)[0], plan.samples_of(stage, j, plan.batch_shards - 1)[1]
         cells = [_GAP if d is None else _samples(*plan.samples_of(stage, j, d)) for d in shards]
-        table.add_row(str(j), Text(f"stream[s+{first}:s+{end}]"), *cells)
+        holds = f"pairs {first}:{end}" if plan.rl else f"stream[s+{first}:s+{end}]"
+        table.add_row(str(j), Text(holds), *cells)
     return table
 
 
@@ -190,11 +215,19 @@ def _numbers_table(plan: BatchPlan) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     for title, numbers in _NUMBERS:
+        source = plan if hasattr(plan, numbers[0][0]) else plan.rl
+        if source is None:
+            continue
         table.add_row()
         table.add_row(Text(title, style="bold"))
         for name, meaning in numbers:
-            table.add_row(f"  {name}", _number(getattr(plan, name)), meaning)
+            table.add_row(f"  {name}", _number(getattr(source, name)), _said_of(plan, meaning))
     return table
+
+
+def _said_of(plan: BatchPlan, meaning: str) -> str:
+    """Return what a number counts: along a run of reinforcement learning samples are prompts."""
+    return meaning.replace("samples", "prompts") if plan.rl and "pass" not in meaning else meaning
 
 
 def _table() -> Table:

@@ -3,6 +3,9 @@
 The batch is a pure function of `samples_seen` at the start of a step; a step may straddle a threshold. Within
 a stage the batch is constant, so everything here is closed form per stage: O(stages), never O(steps).
 
+In reinforcement learning a sample is a prompt: positions count prompts, a stage's batch its prompt-response pairs, and
+a position advances after the last of a batch's updates.
+
 This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08053) under MaxText's names.
 """
 
@@ -20,6 +23,7 @@ from ml_collections import ConfigDict
 from maxbatch.config_keys import exact, plain_number
 from maxbatch.cuts import Cut, Divisor, check_held, cut
 from maxbatch.errors import ConfigError
+from maxbatch.rl_batch import RLBatch
 from maxbatch.stages import targets
 from maxbatch.topology import MeshShape
 
@@ -105,12 +109,17 @@ class RampupBatchManager:
           ConfigError: a ramp or schedule that breaks its rule, stages ahead that the devices cannot hold,
             lengths that disagree.
         """
-        divisor = Divisor.from_config(
-            config, num_devices, MeshShape.from_config(config, num_devices, num_slices)
-        )
-        most_rows = math.floor(exact(config.per_device_batch_size) * num_devices)
-        cuts = tuple(cut(target, most_rows, divisor) for target in targets(config, num_devices))
-        check_held(config, num_devices, divisor, cuts, ahead=_stage_at(cuts, anchor[1]))
+        rl = None
+        cuts: tuple[Cut, ...]
+        if config.batch_size is not None:
+            rl = RLBatch.from_config(config, num_devices, num_slices)
+            cuts = (Cut(Fraction(0), rl.batch_size, rl.train_micro_batch_size, rl.num_micro_batches),)
+        else:
+            mesh = MeshShape.from_config(config, num_devices, num_slices)
+            divisor = Divisor.from_config(config, num_devices, mesh)
+            most_rows = math.floor(exact(config.per_device_batch_size) * num_devices)
+            cuts = tuple(cut(target, most_rows, divisor) for target in targets(config, num_devices))
+            check_held(config, num_devices, divisor, cuts, ahead=_stage_at(cuts, anchor[1]))
         reference = config.reference_batch_size or cuts[-1].batch
         if config.adam_scaling == "sde":
             _check_adam_scaling(config, max(c.batch for c in cuts), reference)
@@ -118,9 +127,11 @@ class RampupBatchManager:
         plan = _Plan(
             cuts=cuts,
             scales=tuple(scale(Fraction(c.batch, reference)) for c in cuts),
-            num_devices=num_devices,
+            num_devices=rl.num_trainer_devices if rl else num_devices,
             steps=config.steps,
             data_end=_data_end(config, samples_per_epoch),
+            rows_per_sample=rl.num_generations if rl else 1,
+            steps_per_batch=rl.num_iterations if rl else 1,
         )
         manager = plan.anchored(anchor)
         if plan.steps is not None and plan.data_end is not None and not manager._lengths_agree():
@@ -169,9 +180,9 @@ class RampupBatchManager:
 
     def rows_at(self, samples_seen: int) -> int:
         """Return the real rows of a step that starts at samples_seen: its batch, or the rest of the run."""
-        batch = self.batch_size_at(samples_seen)
-        end = self._plan.data_end
-        return batch if end is None else max(0, min(batch, end - samples_seen))
+        plan = self._plan
+        batch, end = plan.cuts[self.stage_at(samples_seen)].batch, plan.data_end
+        return (batch if end is None else max(0, min(batch, end - samples_seen))) * plan.rows_per_sample
 
     def position_after(self, steps: int) -> int:
         """Return samples_seen after so many updates of the whole run.
@@ -201,7 +212,8 @@ class RampupBatchManager:
             assert self.total_steps is not None
             return self.total_steps
         visit = self._visits[bisect.bisect_right(self._visits, samples_seen, key=lambda v: v.sample) - 1]
-        return visit.step + (samples_seen - visit.sample) // self._plan.cuts[visit.stage].batch
+        batches = (samples_seen - visit.sample) // self._plan.cuts[visit.stage].batch
+        return visit.step + batches * self._plan.steps_per_batch
 
     def _lengths_agree(self) -> bool:
         steps, end = self._plan.steps, self._plan.data_end
@@ -221,6 +233,10 @@ class _Plan:
     num_devices: int
     steps: int | None
     data_end: int | None
+    rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
+    steps_per_batch: (
+        int  # 1; in reinforcement learning the updates of a batch, which ends with the last of them
+    )
 
     def anchored(self, anchor: tuple[int, int]) -> RampupBatchManager:
         """Return the manager that goes on from the anchor.
@@ -243,14 +259,15 @@ class _Plan:
             if not batch:
                 break
             steps = math.ceil((self.cuts[stage + 1].threshold - sample) / batch)
-            step, sample = step + steps, sample + steps * batch
+            step, sample = step + steps * self.steps_per_batch, sample + steps * batch
             visits.append(_Visit(_stage_at(self.cuts, sample), step, sample))
         return visits
 
     def position_after(self, visits: Sequence[_Visit], steps: int) -> int:
         """Return samples_seen after so many updates, at least those of the first visit."""
         visit = visits[bisect.bisect_right(visits, steps, key=lambda v: v.step) - 1]
-        position = visit.sample + (steps - visit.step) * self.cuts[visit.stage].batch
+        batches = (steps - visit.step) // self.steps_per_batch
+        position = visit.sample + batches * self.cuts[visit.stage].batch
         return position if self.data_end is None else min(position, max(self.data_end, visits[0].sample))
 
     def _totals(self, visits: Sequence[_Visit], anchor: tuple[int, int]) -> tuple[int | None, int | None]:
@@ -259,7 +276,7 @@ class _Plan:
                 return anchor
             visit = visits[bisect.bisect_left(visits, self.data_end, key=lambda v: v.sample) - 1]
             rest = -(-(self.data_end - visit.sample) // self.cuts[visit.stage].batch)
-            return visit.step + rest, self.data_end
+            return visit.step + rest * self.steps_per_batch, self.data_end
         if self.steps is None:
             return None, None
         return (self.steps, self.position_after(visits, self.steps)) if self.steps > anchor[0] else anchor
@@ -276,11 +293,12 @@ class _Plan:
             last_step = after.step if total_steps is None else min(after.step, total_steps)
             last_sample = after.sample if total_samples is None else min(after.sample, total_samples)
         own = self.cuts[index]
+        micro_batch = own.micro_batch * self.rows_per_sample
         return Stage(
-            per_device_batch_size=plain_number(Fraction(own.micro_batch, self.num_devices)),
-            global_batch_size=own.batch,
+            per_device_batch_size=plain_number(Fraction(micro_batch, self.num_devices)),
+            global_batch_size=own.batch * self.rows_per_sample,
             gradient_accumulation_steps=own.accumulation_steps,
-            micro_batch_size_to_train_on=own.micro_batch,
+            micro_batch_size_to_train_on=micro_batch,
             first_step=entry.step,
             num_steps=None if last_step is None else max(0, last_step - entry.step),
             first_sample=entry.sample,
