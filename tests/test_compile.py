@@ -142,3 +142,23 @@ def test_json_has_the_largest_step_and_every_program(
     assert set(record["programs"]) == {path.stem for path in Path("out").glob("*.bin")}
     for key in ("argument_bytes", "temp_bytes", "alias_bytes", "hbm_bytes_needed", "hbm_bytes_available"):
         assert isinstance(record[key], int)
+
+
+def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["compile", *TINY_RUN, "per_device_batch_size=9000"]) == 2
+    refusal = capsys.readouterr().err.splitlines()[-1]
+    assert "at most 65,536" in refusal and "works: per_device_batch_size=8192 " in refusal
+
+
+@pytest.mark.parametrize("command", ["train", "compile", "fit"])
+def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxbatch.training.run.open_stream", None)
+    assert main([command, *TINY_RUN, "attention=cudnn"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "
+        "works: attention=auto (here dot_product)"
+    ]

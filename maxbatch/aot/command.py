@@ -78,9 +78,10 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_for(config, target)
     from maxbatch.aot.memory import Verdict, compile_for, gigabytes, known_parts
     from maxbatch.training.executables import plan_shapes
-    from maxbatch.training.programs import Programs, step_name
+    from maxbatch.training.programs import Programs, check_devices, step_name
     from maxbatch.training.saved_programs import save_programs
 
+    check_devices(config, target.devices)
     expansion = max(1, int(expansion_factor(config, target.num_hosts)))
     programs = Programs(config, target.devices, expansion)
     shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])

@@ -18,7 +18,7 @@ import numpy as np
 _FMIX = (0x85EBCA6B, 0xC2B2AE35)
 _POSITION, _TOKEN, _SEGMENT, _WEIGHT = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1
 _LANES = (0x2545F491, 0x8F1BBCDC)
-_MAX_ROWS = 1 << 16
+MAX_ROWS = 1 << 16  # that `limb_sums` adds in one call
 
 
 def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) -> Any:
@@ -63,8 +63,8 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
 def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
     """Returns uint32[4]: the sum of row hashes in limbs of 16 bits, not carried. At most 65,536 rows a
     call."""
-    if hashes_Rx2.shape[0] > _MAX_ROWS:
-        raise ValueError(f"{hashes_Rx2.shape[0]} rows in one call; at most {_MAX_ROWS}")
+    if hashes_Rx2.shape[0] > MAX_ROWS:
+        raise ValueError(f"{hashes_Rx2.shape[0]} rows in one call; at most {MAX_ROWS}")
     mask, shift = xp.asarray(0xFFFF, dtype=xp.uint32), xp.asarray(16, dtype=xp.uint32)
     limbs_Rx2x2 = xp.stack([hashes_Rx2 & mask, hashes_Rx2 >> shift], axis=2)
     return limbs_Rx2x2.reshape(-1, 4).sum(axis=0, dtype=xp.uint32)

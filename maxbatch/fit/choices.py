@@ -13,14 +13,11 @@ from maxbatch.aot.memory import Parts, Verdict
 from maxbatch.batch import BatchPlan
 from maxbatch.config_keys import exact, plain_number
 from maxbatch.cuts import Divisor
+from maxbatch.data.fingerprint import MAX_ROWS
 from maxbatch.data.placement import BatchShape
 from maxbatch.fit.costs import Cost, cost
 from maxbatch.fit.search import largest_fitting
 from maxbatch.fit.verdicts import Judge
-
-_MOST_ROWS = (
-    2**16
-)  # of a micro-batch: what the data fingerprint sums in one call (`data.fingerprint.limb_sums`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,34 +34,38 @@ class Sizes:
     step: int
     global_batch: int | None
     accumulation: int
+    most_rows: int  # that a step takes in one pass
 
     @classmethod
     def of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
         """The sizes on the plan's devices."""
         rows = Divisor.from_config(config, plan.num_devices, plan.mesh).rows
+        most, accumulation = MAX_ROWS * plan.mesh.sizes["data"], plan.gradient_accumulation_steps
         if config.enable_rampup_batch_size and exact(config.per_device_batch_size_increment) > 0:
             start, step = (
                 int(exact(config[f"per_device_batch_size_{key}"]) * plan.num_devices)
                 for key in ("start", "increment")
             )
-            return cls(plan.num_devices, start + step, step, None, plan.gradient_accumulation_steps)
+            return cls(plan.num_devices, start + step, step, None, accumulation, most)
         stated = config.gradient_accumulation_steps is None
         step = math.lcm(rows, plan.num_devices) if rows % plan.num_devices == 0 else rows
         batch = plan.global_batch_size_to_train_on if stated else None
-        return cls(plan.num_devices, step, step, batch, plan.gradient_accumulation_steps)
+        return cls(plan.num_devices, step, step, batch, accumulation, most)
 
     @property
     def count(self) -> int:
         """How many there are."""
         if self.global_batch:
             return len(self._divisors)
-        return max(0, (_MOST_ROWS - self.first) // self.step + 1)
+        return max(0, (self.most_rows - self.first) // self.step + 1)
 
     @property
     def _divisors(self) -> list[int]:
         assert self.global_batch is not None
         units = self.global_batch // self.step
-        return [d * self.step for d in range(1, units + 1) if units % d == 0 and d * self.step <= _MOST_ROWS]
+        return [
+            d * self.step for d in range(1, units + 1) if units % d == 0 and d * self.step <= self.most_rows
+        ]
 
     def rows_at(self, size: int) -> int:
         """The rows of the micro-batch of a size, from 1 on."""

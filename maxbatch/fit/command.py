@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_for(config, target)
     from maxbatch.fit.choices import Sizes, choose
     from maxbatch.fit.verdicts import CORES, Judge
+    from maxbatch.training.programs import check_devices
 
+    check_devices(config, target.devices)
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
     wants_batch = config.gradient_accumulation_steps is None

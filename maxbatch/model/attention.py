@@ -62,13 +62,28 @@ def choose_implementation(config: ConfigDict, constrain: Constrain) -> Implement
     Raises:
       ConfigError: the platform or the shapes do not allow what `attention` states.
     """
-    wanted = config.attention
-    if constrain.mesh is None or wanted == "dot_product":
+    if constrain.mesh is None:
         return "dot_product"
-    context = constrain.mesh.shape.get("context", 1)
+    return implementation_on(config, constrain.platform, constrain.mesh.shape.get("context", 1))
+
+
+def implementation_on(config: ConfigDict, platform: str, context: int) -> Implementation:
+    """Return what computes the attention on devices of a platform, before there is a mesh or a model.
+
+    Args:
+      config: as above.
+      platform: "cpu", "gpu" or "tpu".
+      context: size of the context axis.
+
+    Raises:
+      ConfigError: as above.
+    """
+    wanted = config.attention
+    if wanted == "dot_product":
+        return "dot_product"
     reasons: dict[Implementation, str | None] = {
-        "splash": _why_not_splash(config, constrain.platform, context),
-        "cudnn": _why_not_cudnn(config, constrain.platform, context),
+        "splash": _why_not_splash(config, platform, context),
+        "cudnn": _why_not_cudnn(config, platform, context),
     }
     possible: list[Implementation] = [name for name, reason in reasons.items() if reason is None]
     best: Implementation = possible[0] if possible else "dot_product"

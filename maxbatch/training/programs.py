@@ -6,6 +6,7 @@ so do the commands that compile ahead of time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
@@ -13,9 +14,14 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxbatch.cuts import Divisor
+from maxbatch.data.fingerprint import MAX_ROWS
 from maxbatch.data.placement import BatchShape, Placement
-from maxbatch.parallel.mesh import make_mesh
+from maxbatch.errors import ConfigError
+from maxbatch.model.attention import implementation_on
+from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.topology import MeshShape, check_model_fits
 from maxbatch.training.checkpoints import CHECKSUM, state_checksum
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.state import TrainState, abstract_state, init_state
@@ -27,6 +33,17 @@ INIT = "init"
 def step_name(shape: BatchShape) -> str:
     """Name of the compiled update on batches of a shape."""
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
+
+
+def check_devices(config: ConfigDict, devices: Sequence[jax.Device]) -> None:
+    """Checks that the devices can run the model, before data are opened or anything is compiled.
+
+    Raises:
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot do the stated `attention`.
+    """
+    shape = MeshShape.from_config(config, len(devices), num_slices(devices))
+    check_model_fits(config, shape)
+    implementation_on(config, devices[0].platform, shape.sizes["context"])
 
 
 class Programs:
@@ -52,11 +69,29 @@ class Programs:
         return abstract_state(self.config, self.mesh)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
-        """The update on batches of that shape (`make_train_step`)."""
+        """The update on batches of that shape (`make_train_step`).
+
+        Raises:
+          ConfigError: the micro-batch has more rows than the step can sum the fingerprint of.
+        """
+        self._check_rows(shape)
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(self.config, self.mesh, self.abstract, arrange)
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
         return train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
+
+    def _check_rows(self, shape: BatchShape) -> None:
+        most = MAX_ROWS * self.mesh.shape["data"]
+        if shape.micro_batch <= most:
+            return
+        devices = self.mesh.size
+        mesh = MeshShape.from_config(self.config, devices, num_slices(list(self.mesh.devices.flat)))
+        unit = math.lcm(Divisor.from_config(self.config, devices, mesh).rows, devices)
+        raise ConfigError(
+            f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} rows "
+            f"({devices} devices), and it must have at most {most:,}; "
+            f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
+        )
 
     def init(self) -> jax.stages.Lowered:
         """The first state, from the config's seed: each device makes its own shard."""

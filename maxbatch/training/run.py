@@ -20,7 +20,7 @@ from maxbatch.parallel.hosts import all_tell, first_tells, is_first
 from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity, restore_parameters
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.executables import Background, StepExecutables, compile_here
-from maxbatch.training.programs import INIT, Programs, step_name
+from maxbatch.training.programs import INIT, Programs, check_devices, step_name
 from maxbatch.training.run_folder import RunFolder
 from maxbatch.training.saved_programs import SavedPrograms
 from maxbatch.training.state import TrainState, init_opt_state
@@ -56,6 +56,7 @@ class Run:
         self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
     ) -> None:
         self.config, self.devices = config, devices
+        check_devices(config, devices)
         expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), expansion)
         self.stream: Stream | None = open_stream(config) if self._loads else None
