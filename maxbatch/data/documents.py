@@ -74,7 +74,8 @@ class DocumentSource:
       key, value: the config key and value that name the dataset, for messages.
       files: in order.
       missing_shards: names of shards that are not there, left out as one record each.
-      text_field: field of a record that holds its text; "" where records have no fields.
+      text_field: field of a record that holds its text; "" where records have no fields; None: a document is a
+        whole record, as JSON (jsonl and parquet).
       record_format: text or example, of arrayrecord.
       skip_bad_records: leave out records that cannot be read.
     """
@@ -84,13 +85,16 @@ class DocumentSource:
     value: str
     files: tuple[SourceFile, ...]
     missing_shards: tuple[str, ...]
-    text_field: str
+    text_field: str | None
     record_format: str
     skip_bad_records: bool
 
     @classmethod
-    def from_config(cls, config: ConfigDict, key: str = "dataset_path") -> DocumentSource:
-        """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
+    def from_config(
+        cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False
+    ) -> DocumentSource:
+        """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them. The documents are texts,
+        or whole records.
 
         A file below both paths is held out: it is no part of `dataset_path`.
 
@@ -109,13 +113,14 @@ class DocumentSource:
         has_fields = dataset_type in ("jsonl", "parquet") or (
             dataset_type == "arrayrecord" and config.record_format == "example"
         )
+        text_field = config.text_field if has_fields else ""
         source = cls(
             dataset_type=dataset_type,
             key=key,
             value=value,
             files=files,
             missing_shards=missing,
-            text_field=config.text_field if has_fields else "",
+            text_field=None if whole_records else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
         )

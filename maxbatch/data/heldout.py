@@ -8,6 +8,8 @@ from fractions import Fraction
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class HeldOutFraction:
@@ -24,6 +26,22 @@ class HeldOutFraction:
     def from_config(cls, config: ConfigDict) -> HeldOutFraction:
         """Reads `eval_fraction`; 0.1 means one tenth."""
         return cls(Fraction(str(config.eval_fraction)))
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, for identities."""
+        return f"fraction {self.fraction}" if self.fraction else "none"
+
+    def refuse_empty(self, records: int, what: str) -> None:
+        """Raises ConfigError where there is a share to hold out and none of `records` is in it; `what` they are."""
+        if not self.fraction or self.count(records, held_out=True):
+            return
+        digits = 10 ** (len(str(records)) + 1)
+        least = -(-digits // records) / digits
+        works = f"eval_fraction={least if records > 1 else 0}"
+        raise ConfigError(
+            f"eval_fraction={float(self.fraction)}: holds out none of {records} {what}; works: {works}"
+        )
 
     def count(self, records: int, held_out: bool) -> int:
         """Returns how many of the first `records` records are held out (or train)."""

@@ -53,11 +53,7 @@ class Epochs:
         self._shuffle = shuffle
 
     def place(self, index: int) -> Place:
-        epoch, slot = divmod(operator.index(index), self.rows.num_rows)
-        if self._shuffle is None:
-            return Place(epoch, slot)
-        key = epoch_key(*self._shuffle, epoch)
-        return Place(epoch, _index_shuffle()(slot, max_index=self.rows.num_rows - 1, seed=key, rounds=4))
+        return place_in_epochs(index, self.rows.num_rows, self._shuffle)
 
     def batch(self, indices: Indices) -> Rows:
         return self.rows.batch([self.place(index).row for index in indices])
@@ -145,6 +141,16 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
         "documents": sum(rows.num_documents for rows in parts),
         "skipped_records": sum(rows.skipped_records for rows in parts),
     }
+
+
+def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> Place:
+    """Returns where sample `index` lies when n rows follow one another epoch after epoch, each epoch permuted anew
+    by a seed and a name (None: in order). O(1) in `index`."""
+    epoch, slot = divmod(operator.index(index), num_rows)
+    if shuffle is None:
+        return Place(epoch, slot)
+    key = epoch_key(*shuffle, epoch)
+    return Place(epoch, _index_shuffle()(slot, max_index=num_rows - 1, seed=key, rounds=4))
 
 
 @lru_cache(maxsize=64)

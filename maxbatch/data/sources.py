@@ -47,7 +47,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     Raises:
       ConfigError: settings or data that cannot be used, by key, value, and file.
     """
-    _check_keys(config)
+    check_paths(config)
     tokenizer = make_tokenizer(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
@@ -86,7 +86,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
 
 def num_rows_if_cached(config: ConfigDict) -> int | None:
     """Returns the number of training rows where it is known without reading data, else None."""
-    _check_keys(config)
+    check_paths(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
         return fraction.count(config.synthetic_samples, held_out=False)
@@ -117,9 +117,10 @@ def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> RowPl
     return plan(store.offsets, documents, config.max_target_length)
 
 
-def _check_keys(config: ConfigDict) -> None:
+def check_paths(config: ConfigDict) -> None:
+    """Raises ConfigError for a path that nothing would read, or held-out data that are stated twice."""
     for key in ("dataset_path", "eval_dataset_path"):
-        if config[key] and config.dataset_type in ("python_stdlib", "synthetic"):
+        if config[key] and config.dataset_type in ("python_stdlib", "synthetic", "arithmetic"):
             raise ConfigError(
                 f"{key}={config[key]!r}: dataset_type={config.dataset_type} reads no path; "
                 f"set dataset_type=text or dataset_type=jsonl"
@@ -135,7 +136,7 @@ def _synthetic_rows(
     config: ConfigDict, tokenizer: Tokenizer, fraction: HeldOutFraction, held_out: bool
 ) -> SourceRows | None:
     samples, seed = config.synthetic_samples, config.data_shuffle_seed
-    _refuse_empty_part(config, fraction, samples, "samples")
+    fraction.refuse_empty(samples, "samples")
     if held_out and not fraction.fraction:
         return None
     # A model may have a smaller vocabulary than bytes need: the rows then use what there is.
@@ -147,7 +148,7 @@ def _synthetic_rows(
         "data_shuffle_seed": seed,
         "token_range": token_range,
         "max_target_length": config.max_target_length,
-        "held_out": _fraction_rule(fraction),
+        "held_out": fraction.rule,
     }
     return SourceRows(rows, identity, tokenizer)
 
@@ -158,8 +159,8 @@ def _split_documents(
     """Returns the documents of a split and the rule that chose them."""
     total = store.manifest["documents"]
     if fraction.fraction:
-        _refuse_empty_part(config, fraction, total, "documents")
-        return fraction.records(fraction.count(total, held_out), held_out), _fraction_rule(fraction)
+        fraction.refuse_empty(total, "documents")
+        return fraction.records(fraction.count(total, held_out), held_out), fraction.rule
     listed = np.zeros(total, bool)
     listed[store.manifest["held_out"]] = True
     if not listed.any():
@@ -170,18 +171,3 @@ def _split_documents(
             f"dataset_type={config.dataset_type!r}: all {total} documents are held out, none trains"
         )
     return documents, "list"
-
-
-def _fraction_rule(fraction: HeldOutFraction) -> str:
-    return f"fraction {fraction.fraction}" if fraction.fraction else "none"
-
-
-def _refuse_empty_part(config: ConfigDict, fraction: HeldOutFraction, records: int, what: str) -> None:
-    if not fraction.fraction or fraction.count(records, held_out=True):
-        return
-    digits = 10 ** (len(str(records)) + 1)
-    least = -(-digits // records) / digits
-    works = f"eval_fraction={least if records > 1 else 0}"
-    raise ConfigError(
-        f"eval_fraction={config.eval_fraction}: holds out none of {records} {what}; works: {works}"
-    )

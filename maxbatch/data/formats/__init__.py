@@ -7,9 +7,10 @@ handed on as the empty document, so that whoever reads on can count it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from maxbatch.data.files import SourceFile
 
@@ -57,8 +58,10 @@ FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
 }
 
 
-def make_format(dataset_type: str, record_format: str, text_field: str, bad: Bad) -> Format:
+def make_format(dataset_type: str, record_format: str, text_field: str | None, bad: Bad) -> Format:
     """Returns the reader of a `dataset_type` that names files.
+
+    Without a text_field (jsonl and parquet) its documents are whole records, each as `record_as_json` writes it.
 
     Raises:
       ConfigError: its package is not installed.
@@ -71,6 +74,7 @@ def make_format(dataset_type: str, record_format: str, text_field: str, bad: Bad
         from maxbatch.data.formats.parquet import Parquet
 
         return Parquet(text_field, bad)
+    assert text_field is not None, "only jsonl and parquet give whole records"
     if dataset_type == "arrayrecord":
         from maxbatch.data.formats.arrayrecord import ArrayRecords
 
@@ -78,6 +82,24 @@ def make_format(dataset_type: str, record_format: str, text_field: str, bad: Bad
     from maxbatch.data.formats.text import TextFiles
 
     return TextFiles(bad)
+
+
+def record_as_json(record: Mapping[str, Any]) -> bytes:
+    """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records, equal bytes.
+
+    Values that JSON has no form for (bytes, dates, decimals of Parquet) become text.
+
+    Raises:
+      UnicodeEncodeError: half of a surrogate pair, which is no text.
+    """
+    text = json.dumps(
+        record, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_without_json_form
+    )
+    return text.encode("utf-8")
+
+
+def _without_json_form(value: Any) -> str:
+    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def checked_utf8(utf8: bytes, place: str, bad: Bad) -> bytes:

@@ -1,4 +1,4 @@
-"""`jsonl`: every line is a JSON object, one of its fields the document; plain or gzip."""
+"""`jsonl`: every line is a JSON object, one of its fields the document, or all of them; plain or gzip."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from maxbatch.data.files import SourceFile, open_file
-from maxbatch.data.formats import PIECE_BYTES, Bad, Piece
+from maxbatch.data.formats import PIECE_BYTES, Bad, Piece, record_as_json
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
@@ -20,7 +20,7 @@ _BOM = b"\xef\xbb\xbf"
 class JsonLines:
     """Lines of JSON; blank ones are nothing. Pieces are bytes: a line belongs to the piece that it begins in."""
 
-    text_field: str
+    text_field: str | None  # None: the whole record, as JSON
     bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
@@ -78,6 +78,8 @@ class JsonLines:
             return b"", f"not UTF-8 at byte {error.start} of the line"
         except (ValueError, RecursionError) as error:
             return b"", f"not JSON ({error})"
+        if self.text_field is None:
+            return _whole(record)
         field = f"field text_field={self.text_field!r}"
         if not isinstance(record, dict):
             return b"", f"a {type(record).__name__}, not an object with a field {self.text_field!r}"
@@ -91,6 +93,15 @@ class JsonLines:
             return text.encode("utf-8"), ""
         except UnicodeEncodeError:
             return b"", f"{field} has half of a surrogate pair: no text"
+
+
+def _whole(record: Any) -> tuple[bytes, str]:
+    if not isinstance(record, dict):
+        return b"", f"a {type(record).__name__}, not an object"
+    try:
+        return record_as_json(record), ""
+    except UnicodeEncodeError:
+        return b"", "a field has half of a surrogate pair: no text"
 
 
 def _lines_before(piece: Piece) -> int:

@@ -1,4 +1,5 @@
-"""`parquet`: every row is a document, the column `text_field` its text. Needs pyarrow (extra `parquet`)."""
+"""`parquet`: every row is a document, the column `text_field` its text, or all columns. Needs pyarrow (extra
+`parquet`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxbatch.data.files import SourceFile, open_file
-from maxbatch.data.formats import PIECE_BYTES, Bad, Piece, checked_utf8
+from maxbatch.data.formats import PIECE_BYTES, Bad, Piece, checked_utf8, record_as_json
 from maxbatch.errors import ConfigError
 
 _BATCH_ROWS = 512
@@ -15,10 +16,11 @@ _READ_AHEAD_BYTES = 1 << 20
 
 
 class Parquet:
-    """Rows of Parquet files. Pieces are row groups; of one only the text column is read, a few rows at a time."""
+    """Rows of Parquet files. Pieces are row groups; of one only the text column is read (without one, all), a few
+    rows at a time."""
 
-    def __init__(self, text_field: str, bad: Bad):
-        """Makes a reader of the column `text_field`.
+    def __init__(self, text_field: str | None, bad: Bad):
+        """Makes a reader of the column `text_field`; None: of whole rows, as JSON.
 
         Raises:
           ConfigError: pyarrow is not installed.
@@ -31,6 +33,7 @@ class Parquet:
             ) from error
         self._arrow = pyarrow
         self._text_field = text_field
+        self._columns = None if text_field is None else [text_field]
         self._bad = bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
@@ -60,7 +63,7 @@ class Parquet:
         try:
             with self._opened(piece.file) as parquet:
                 names = parquet.schema_arrow.names
-                if self._text_field not in names:
+                if self._text_field is not None and self._text_field not in names:
                     columns = ", ".join(map(repr, names[:12]))
                     raise ConfigError(
                         f"text_field={self._text_field!r}: {path} has no such column; its columns: {columns}; "
@@ -86,10 +89,11 @@ class Parquet:
         rows = parquet.metadata.row_group(group).num_rows
         number = 0
         try:
-            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._text_field]):
-                for value in self._texts(batch.column(0), place):
+            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self._columns):
+                for value in self._texts(batch, place):
                     if value is None:
-                        yield self._bad(f"{place} row {number}: {self._text_field} is null")
+                        problem = f"{self._text_field} is null" if self._text_field else "not UTF-8"
+                        yield self._bad(f"{place} row {number}: {problem}")
                     else:
                         yield checked_utf8(value, f"{place} row {number}", self._bad)
                     number += 1
@@ -98,7 +102,10 @@ class Parquet:
             for lost in range(number, rows):
                 yield self._bad(f"{place} row {lost}: damaged ({_in_one_line(error)})")
 
-    def _texts(self, column: Any, place: str) -> list[bytes | None]:
+    def _texts(self, batch: Any, place: str) -> list[bytes | None]:
+        if self._text_field is None:
+            return [_whole(batch.slice(row, 1)) for row in range(batch.num_rows)]
+        column = batch.column(0)
         types = self._arrow.types
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
         if not any(
@@ -111,6 +118,13 @@ class Parquet:
                 "name a column of strings"
             )
         return column.cast(self._arrow.large_binary()).to_pylist()
+
+
+def _whole(row: Any) -> bytes | None:
+    try:
+        return record_as_json(row.to_pylist()[0])
+    except UnicodeDecodeError:
+        return None
 
 
 def _likely_text(schema: Any) -> str:

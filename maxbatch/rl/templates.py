@@ -1,0 +1,62 @@
+"""`prompt_template`: from the fields of a record to the text of a prompt, by the rules of `str.format`."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from maxbatch.config_keys import nearest_name, shown
+from maxbatch.errors import ConfigError
+
+
+class Template:
+    """A text with fields in braces, such as "Q: {question}\\nA:"; a brace of its own is written twice.
+
+    `{messages[0][content]}` reaches into a field that holds lists or objects.
+    """
+
+    def __init__(self, text: str):
+        """Takes the value of `prompt_template`.
+
+        Raises:
+          ConfigError: not a template, or one without a field.
+        """
+        self.text = text
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+        except ValueError as error:
+            doubled = re.sub(r"[{}]", lambda brace: brace[0] * 2, text)
+            raise self._error(
+                f"not a template ({error}); a brace that is text is written twice: {doubled!r}"
+            ) from None
+        self._fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
+        if not names:
+            raise self._error(
+                'has no field, so that all prompts would be the same; works: prompt_template="{prompt}"'
+            )
+        if "" in self._fields or any(name.isdigit() for name in self._fields):
+            raise self._error('fields go by their names; works: prompt_template="{prompt}"')
+
+    def fill(self, record: Mapping[str, Any], place: str) -> str:
+        """Returns the text for a record; `place` names it in messages.
+
+        Raises:
+          ConfigError: a field that the record does not have, that is null, or that cannot be written this way.
+        """
+        for name in self._fields:
+            if name not in record:
+                known = ", ".join(map(repr, list(record)[:12])) or "none"
+                nearest = nearest_name(name, record)
+                works = f"; nearest: {{{nearest}}}" if nearest else ""
+                raise self._error(f"{place} has no field {name!r}; its fields: {known}{works}")
+            if record[name] is None:
+                raise self._error(f"{place}: field {name!r} is null")
+        try:
+            return self.text.format_map(record)
+        except (LookupError, AttributeError, ValueError, TypeError) as error:
+            raise self._error(f"cannot be filled by {place} ({type(error).__name__}: {error})") from None
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"prompt_template={shown(self.text)!r}: {problem}")
