@@ -1,13 +1,12 @@
 """The whole update: accumulate over micro-batches, reduce once, divide once, clip, step.
 
-Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Of the A micro-batches the first
-`num_micro_batches` are trained on; the number is an argument, so one executable serves every stage of a ramp that
-keeps M.
+Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row, d shards of the data axis. Of the A
+micro-batches the first `num_micro_batches` are trained on; the number is an argument, so one executable serves every
+stage of a ramp that keeps M.
 
-Loss and gradient are the token-weighted mean over the global batch (sum of losses over sum of weights), so the
-update does not depend on how the batch is cut; a batch without weight changes nothing. `optax.MultiSteps`
-accumulates sums and never emits: its state lives inside one call, where a NaN cannot outlive it and a checkpoint
-cannot see it.
+Loss and gradient are the weighted mean over the global batch (sum of losses over sum of weights), so the update does
+not depend on how the batch is cut; a batch without weight changes nothing. `optax.MultiSteps` accumulates sums and
+never emits: its state lives inside one update, where a NaN cannot outlive it and a checkpoint cannot see it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,34 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.data.placement import Batch
+from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
 from maxbatch.training.optimizers import make_optimizer
 from maxbatch.training.state import TrainState, abstract_model, with_layers
+
+_NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
+
+
+class Objective(NamedTuple):
+    """What is trained for.
+
+    Attributes:
+      sums: `(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums)` of a micro-batch: float32 scalars,
+        the others by name. Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
+      others: names of the other sums.
+    """
+
+    sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+    others: tuple[str, ...] = ()
+
+
+def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
+    return *loss_sums(decoder, *rows, batch_shards=batch_shards), {}
+
+
+NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each token
 
 
 class Parts(NamedTuple):
@@ -47,6 +69,17 @@ class Parts(NamedTuple):
     weight_squares: jax.Array  # float32, sum over the parts of its square
 
 
+class Sums(NamedTuple):
+    """What the micro-batches of an update add up to so far, a row for each shard of the data axis."""
+
+    accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
+    losses_d: jax.Array
+    weights_d: jax.Array
+    others_d: dict[str, jax.Array]
+    parts_d: Parts
+    fingerprints_dx4: jax.Array
+
+
 class StepMetrics(NamedTuple):
     """Scalars of one update, on device: what was trained on and what came of it."""
 
@@ -56,99 +89,97 @@ class StepMetrics(NamedTuple):
     skipped: jax.Array  # bool, the gradient was not finite and the state stayed as it was
     parts: Parts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    others: dict[str, jax.Array]  # float32, the objective's other sums
 
 
-def make_train_step(
-    config: ConfigDict,
-    mesh: Mesh,
-    abstract: TrainState,
-    arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
-) -> Any:
-    """Builds the jitted, donated update.
+class Update:
+    """The update in its parts: start from nothing, add micro-batches, step. Traced inside of a program.
 
     Args:
       config: the run's config.
       mesh: the device mesh.
-      abstract: shapes and shardings of the state.
-      arrange: what turns a staged micro-batch into the rows to train on (`Placement.arrange`).
-
-    Returns:
-      `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
-      `state` donated, `num_micro_batches` an int32 scalar, `learning_rate` and `batch_ratio` (of the batch to the
-      reference batch, for `adam_scaling=sde`) float32 scalars.
+      objective: what is trained for.
     """
-    pipeline = make_pipeline(config, mesh, ("fsdp",))
-    # Outside of the pipeline its devices share the rows of the embedding and of the loss.
-    row_axes = ("fsdp", "pipeline")
-    graphdef, params_shape = abstract_model(config, activation_constraint(mesh, row_axes), pipeline)
-    row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
-    data_shards = mesh.shape["data"]
-    partial_sharding = jax.tree.map(
-        lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(params_shape, mesh)
-    )
 
-    def loss_fn(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return loss_sums(nnx.merge(graphdef, params), *batch, batch_shards=row_shards)
-
-    # Per data shard one partial gradient, so that the sum over the data axis can wait for the last micro-batch.
-    partial_gradients = jax.vmap(
-        jax.value_and_grad(loss_fn, has_aux=True), in_axes=(None, 0), spmd_axis_name="data"
-    )
-
-    add_fingerprints = jax.vmap(
-        lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
-    )
-
-    def measured(gradients: nnx.State, weight_d: jax.Array) -> Parts:
-        squares = [
-            jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)
-        ]
-        return Parts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))
-
-    def accumulate(params: nnx.State, batch: Batch, num_micro_batches: jax.Array) -> Any:
-        accumulator = optax.MultiSteps(
-            optax.identity(), every_k_schedule=lambda _: num_micro_batches + 1, use_grad_mean=False
+    def __init__(self, config: ConfigDict, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
+        self._config, self._mesh, self._objective = config, mesh, objective
+        self._pipeline = make_pipeline(config, mesh, ("fsdp",))
+        # Outside of the pipeline its devices share the rows of the embedding and of the loss.
+        row_axes = ("fsdp", "pipeline")
+        graphdef, params_shape = abstract_model(config, activation_constraint(mesh, row_axes), self._pipeline)
+        row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        self.data_shards = mesh.shape["data"]
+        self._partial_sharding = jax.tree.map(
+            lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(params_shape, mesh)
+        )
+        self._accumulator = optax.MultiSteps(
+            optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
         )
 
-        def add_micro_batch(j: jax.Array, carried: Any) -> Any:
-            accumulated, losses, weights, parts, fingerprints = carried
-            micro = arrange(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch))
-            shards = jax.tree.map(lambda x: x.reshape(data_shards, -1, x.shape[-1]), micro)
-            (loss, weight), gradients = partial_gradients(params, shards)
-            if measures_noise:
-                parts = jax.lax.cond(j == 0, measured, lambda *_: parts, gradients, weight)
-            with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
-                _, accumulated = accumulator.update(gradients, accumulated)
-            fingerprints = add_fingerprints(fingerprints, shards)
-            return accumulated, losses + loss, weights + weight, parts, fingerprints
+        def loss_fn(params: nnx.State, rows: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            loss, weight, others = objective.sums(nnx.merge(graphdef, params), rows, row_shards)
+            return loss, (weight, others)
 
-        zeros = jax.tree.map(lambda p: jnp.zeros((data_shards, *p.shape), p.dtype), params)
-        zeros = jax.lax.with_sharding_constraint(zeros, partial_sharding)
-        nothing = jnp.zeros(data_shards, jnp.float32)
-        limbs = jnp.zeros((data_shards, 4), jnp.uint32)
-        start = (accumulator.init(zeros), nothing, nothing, Parts(nothing, nothing, nothing), limbs)
-        max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        measures_noise = config.gradient_noise_scale and max_micro_batches * data_shards > 1
-        if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
-            accumulated, *sums = add_micro_batch(jnp.int32(0), start)
-        else:
-            accumulated, *sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, start)
-        gradients, losses, weights, parts, fingerprints = jax.tree.map(
-            lambda x: x.sum(axis=0), (accumulated.acc_grads, *sums)
+        # Per data shard one partial gradient, so that the sum over the data axis can wait for the last micro-batch.
+        self._partial_gradients = jax.vmap(
+            jax.value_and_grad(loss_fn, has_aux=True), in_axes=(None, 0), spmd_axis_name="data"
         )
-        return gradients, losses, weights, parts, carry(jnp, fingerprints)
+        self._add_fingerprints = jax.vmap(
+            lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))),
+            spmd_axis_name="data",
+        )
 
-    def train_step(
-        state: TrainState,
-        batch: Batch,
-        num_micro_batches: jax.Array,
-        learning_rate: jax.Array,
-        batch_ratio: jax.Array,
+    def staged(self, params: nnx.State) -> nnx.State:
+        """The parameters in the order in which the model's layers run, for `start` and `add`."""
+        return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
+
+    def start(self, params: nnx.State) -> Sums:
+        """The sums of no micro-batch."""
+        shards = self.data_shards
+        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), params)
+        zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
+        nothing = jnp.zeros(shards, jnp.float32)
+        others = dict.fromkeys(self._objective.others, nothing)
+        parts = Parts(nothing, nothing, nothing)
+        limbs = jnp.zeros((shards, 4), jnp.uint32)
+        return Sums(self._accumulator.init(zeros), nothing, nothing, others, parts, limbs)
+
+    def add(self, params: nnx.State, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
+        """The sums with one more micro-batch.
+
+        Args:
+          params: `staged` parameters.
+          sums: so far.
+          rows: [M, L] arrays, as the objective takes them.
+          measures_noise: whether to take the noise scale's parts from it: of an update the first micro-batch.
+        """
+        shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
+        (loss_d, (weight_d, others_d)), gradients = self._partial_gradients(params, shards)
+        parts = sums.parts_d
+        if measures_noise is not False:
+            parts = jax.lax.cond(measures_noise, _measured, lambda *_: sums.parts_d, gradients, weight_d)
+        with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
+            _, accumulator = self._accumulator.update(gradients, sums.accumulator)
+        return Sums(
+            accumulator,
+            sums.losses_d + loss_d,
+            sums.weights_d + weight_d,
+            jax.tree.map(jnp.add, sums.others_d, others_d),
+            parts,
+            self._add_fingerprints(sums.fingerprints_dx4, tuple(shards)[:3]),
+        )
+
+    def step(
+        self, state: TrainState, sums: Sums, learning_rate: jax.Array, batch_ratio: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
-        params = with_layers(state.params, pipeline.stage_order) if pipeline else state.params
-        gradient_sum, loss_sum, weight, parts, fingerprint = accumulate(params, batch, num_micro_batches)
-        if pipeline:
-            gradient_sum = with_layers(gradient_sum, pipeline.layer_order)
+        """The state after the update, and its metrics; not finite or without weight, it changes nothing."""
+        config = self._config
+        gradient_sum, loss_sum, weight, others, parts, fingerprint = jax.tree.map(
+            lambda x: x.sum(axis=0), (sums.accumulator.acc_grads, *sums[1:])
+        )
+        fingerprint = carry(jnp, fingerprint)
+        if self._pipeline:
+            gradient_sum = with_layers(gradient_sum, self._pipeline.layer_order)
         denominator = jnp.where(weight > 0, weight, 1.0)
         gradient = jax.tree.map(lambda g: g / denominator, gradient_sum)
         norm = optax.tree.norm(gradient)
@@ -163,7 +194,58 @@ def make_train_step(
         stepped = TrainState(optax.apply_updates(state.params, updates), opt_state)
         applies = finite & (weight > 0)
         state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), stepped, state)
-        return state, StepMetrics(loss_sum / denominator, weight, norm, ~finite, parts, fingerprint)
+        return state, StepMetrics(loss_sum / denominator, weight, norm, ~finite, parts, fingerprint, others)
+
+
+def _measured(gradients: nnx.State, weight_d: jax.Array) -> Parts:
+    squares = [
+        jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)
+    ]
+    return Parts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))
+
+
+def make_train_step(
+    config: ConfigDict,
+    mesh: Mesh,
+    abstract: TrainState,
+    arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
+) -> Any:
+    """Builds the jitted, donated update of pre-training.
+
+    Args:
+      config: the run's config.
+      mesh: the device mesh.
+      abstract: shapes and shardings of the state.
+      arrange: what turns a staged micro-batch into the rows to train on (`Placement.arrange`).
+
+    Returns:
+      `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
+      `state` donated, `num_micro_batches` an int32 scalar, `learning_rate` and `batch_ratio` (of the batch to the
+      reference batch, for `adam_scaling=sde`) float32 scalars.
+    """
+    update = Update(config, mesh)
+
+    def train_step(
+        state: TrainState,
+        batch: Batch,
+        num_micro_batches: jax.Array,
+        learning_rate: jax.Array,
+        batch_ratio: jax.Array,
+    ) -> tuple[TrainState, StepMetrics]:
+        params = update.staged(state.params)
+        max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        measures_noise = config.gradient_noise_scale and max_micro_batches * update.data_shards > 1
+
+        def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
+            micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
+            return update.add(params, sums, arrange(micro), (j == 0) if measures_noise else False)
+
+        sums = update.start(params)
+        if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
+            sums = add_micro_batch(jnp.int32(0), sums)
+        else:
+            sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
+        return update.step(state, sums, learning_rate, batch_ratio)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
