@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -31,7 +32,8 @@ _NEAREST_TYPE = {"arrayrecord": "parquet", "text": "jsonl", "tokens": "jsonl"}
 _TEXTS_AT_ONCE = 1024
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Prompt:
     """One prompt.
 
     Attributes:
