@@ -1,0 +1,289 @@
+"""Rewards: every response is scored once, whatever the functions do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.rl.rewards import Question, Rewards, Scores, parse_rewards
+
+# What the response says is what the function does.
+FUNCTIONS = """
+    import ctypes, os, re, sys, time
+    import helper
+
+    def obeys(prompt, response, record):
+        with open(record["log"], "a") as log:
+            log.write(response + "\\n")
+        if response == "raises":
+            raise ValueError("two\\nlines")
+        if response == "leaves":
+            sys.exit(0)
+        if response == "dies":
+            os._exit(3)
+        if response == "crashes":
+            ctypes.string_at(0)
+        if response == "sleeps":
+            time.sleep(60)
+        if response == "spins":  # and never lets go of the interpreter
+            re.match("(a+)+b", "a" * 40)
+        if response == "prints":
+            print("to standard output")
+            os.write(1, b"by its number" * 1000)
+        return {"nan": float("nan"), "huge": 1e300, "text": "1.0", "none": None}.get(response, len(response))
+
+    def prompt_length(prompt, response, record):
+        return len(prompt)
+
+    def imports_jax(prompt, response, record):
+        return "jax" in sys.modules
+
+    def helps(prompt, response, record):
+        return helper.VALUE
+
+    def process(prompt, response, record):
+        time.sleep(0.05)
+        return os.getpid()
+
+    def takes_two(prompt, response):
+        return 0.0
+
+    NUMBER = 1
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    (tmp_path / "helper.py").write_text("VALUE = 7\n")
+    path = tmp_path / "functions.py"
+    path.write_text(textwrap.dedent(FUNCTIONS))
+    return path
+
+
+def rewards(reward: str, *overrides: str) -> Rewards:
+    return Rewards(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides]))
+
+
+def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[Question]:
+    return [Question(prompt, response, {"log": str(log)}) for response in responses]
+
+
+def score(reward: str, responses: list[str], *overrides: str) -> Scores:
+    with rewards(reward, *overrides) as scorer:
+        return scorer.submit(questions(responses)).result()
+
+
+def test_a_module_and_a_file_name_the_same_function(functions: Path) -> None:
+    for reward in ("functions:obeys", "functions.py:obeys", f"{functions}:obeys"):
+        scores = score(reward, ["a", "bb"])
+        assert scores.rewards.tolist() == [1, 2]
+        assert scores.rewards.dtype == np.float32
+
+
+def test_a_file_imports_what_lies_beside_it(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = functions.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert score("../functions.py:helps", ["a"]).rewards.tolist() == [7]
+
+
+def test_several_rewards_add_up_by_their_weights_as_they_are(functions: Path) -> None:
+    scores = score("functions:obeys,0.5; functions:prompt_length,-2", ["a", "bbb"])
+    assert scores.rewards.tolist() == [0.5 - 2, 1.5 - 2]
+    assert {name: values.tolist() for name, values in scores.by_name.items()} == {
+        "obeys": [1, 3],
+        "prompt_length": [1, 1],
+    }
+
+
+def test_functions_of_one_name_are_called_by_their_whole_term() -> None:
+    assert [(term.name, term.weight) for term in parse_rewards("a:f,0.7;b:f,0.3;b:g")] == [
+        ("a:f", 0.7),
+        ("b:f", 0.3),
+        ("g", 1.0),
+    ]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_what_goes_wrong_fails_one_response_and_no_other(
+    functions: Path, tmp_path: Path, workers: int
+) -> None:
+    failing = ["raises", "leaves", "dies", "crashes", "nan", "huge", "text", "none"]
+    responses = ["a"]
+    for number, response in enumerate([*failing, "sleeps"]):
+        responses += [response, "b" * (number + 1)]
+    expected = [-1 if response in (*failing, "sleeps") else len(response) for response in responses]
+    log = tmp_path / "log"
+    limit = ("reward_timeout_s=1.5", f"reward_worker_count={workers}")
+    with rewards("functions:obeys;functions:prompt_length,0", *limit) as scorer:
+        pending = [scorer.submit(questions(responses, log)) for _ in range(2)]
+        for scores in (each.result() for each in pending):
+            assert scores.rewards.tolist() == expected
+            assert scores.by_name["prompt_length"].tolist() == [
+                -1 if reward < 0 else 1 for reward in expected
+            ]
+            assert (scores.num_failed, scores.num_timed_out) == (len(failing), 1)
+            assert scores.problem == "obeys raised ValueError: two lines"
+    # Nothing is lost and nothing is asked twice.
+    assert sorted(log.read_text().split()) == sorted(responses * 2)
+
+
+def test_a_response_that_takes_too_long_says_so(functions: Path) -> None:
+    begin = time.monotonic()
+    scores = score("functions:obeys", ["spins", "a"], "reward_timeout_s=0.5")
+    assert time.monotonic() - begin < 10
+    assert scores.rewards.tolist() == [-1, 1]
+    assert (scores.num_failed, scores.num_timed_out, scores.problem) == (0, 1, "took more than 0.5 s")
+
+
+def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
+    scores = score("functions:process", ["a"] * 20, "reward_timeout_s=0.7")
+    assert scores.num_timed_out == 0
+    assert len(set(scores.rewards.tolist())) == 1
+
+
+def test_what_a_function_prints_goes_to_standard_error(
+    functions: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert score("functions:obeys", ["prints"] * 3).rewards.tolist() == [6] * 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("to standard output") == 3 and err.count("by its number") == 3000
+
+
+def test_workers_do_not_import_jax(functions: Path) -> None:
+    assert score("functions:imports_jax", ["a"]).rewards.tolist() == [0]
+
+
+def test_batches_are_handed_in_at_once_and_keep_their_order(functions: Path) -> None:
+    with rewards("functions:process;functions:obeys", "reward_worker_count=2") as scorer:
+        begin = time.monotonic()
+        pending = [scorer.submit(questions(["x" * (n + i) for n in range(8)])) for i in range(3)]
+        assert time.monotonic() - begin < 0.1
+        results = [each.result() for each in reversed(pending)][::-1]
+        assert scorer.submit([]).result().rewards.tolist() == []
+    for i, scores in enumerate(results):
+        assert scores.by_name["obeys"].tolist() == [n + i for n in range(8)]
+    assert len({value for scores in results for value in scores.by_name["process"].tolist()}) == 2
+
+
+def test_a_batch_of_512_takes_no_time() -> None:
+    record = {"prompt": "1+1=", "answer": "200"}
+    with rewards("maxbatch.rl.arithmetic:is_right") as scorer:
+        times = []
+        for _ in range(5):
+            begin = time.monotonic()
+            scores = scorer.submit([Question("1+1=", "200", record)] * 512).result()
+            times.append(time.monotonic() - begin)
+    assert scores.rewards.sum() == 512
+    assert min(times) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (
+            "obeys",
+            "'obeys' is not module:function or FILE.py:function; works: reward=maxbatch.rl.arithmetic:",
+        ),
+        ("functions:obeys;", "'' is not module:function"),
+        ("functions:obeys,heavy", "the weight 'heavy' is no finite number; works: functions:obeys,1"),
+        ("functions:obeys,inf", "the weight 'inf' is no finite number"),
+        ("functions:obeys;functions:obeys,2", "functions:obeys stands there twice"),
+        ("no_such:f", "cannot import no_such (ModuleNotFoundError: No module named 'no_such')"),
+        ("no_such.py:f", "cannot import no_such.py (FileNotFoundError:"),
+        ("functions:obey", "functions has no obey; works: functions:obeys"),
+        ("functions:NUMBER", "NUMBER is no function"),
+        ("functions:takes_two", "takes_two must take (prompt, response, record) (too many positional"),
+        ("dies_early:f", "the process ended with exit code 5"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_one_line(functions: Path, reward: str, said: str) -> None:
+    (functions.parent / "dies_early.py").write_text("import os\nos._exit(5)\n")
+    with pytest.raises(ConfigError) as error:
+        rewards(reward, "reward_worker_count=2").close()
+    assert str(error.value).startswith(f"reward={reward!r}: ") and "\n" not in str(error.value)
+    assert said in str(error.value)
+
+
+def test_a_function_that_vanished_fails_responses_and_ends_nothing(functions: Path) -> None:
+    with rewards("functions:obeys") as scorer:
+        functions.unlink()
+        scores = scorer.submit(questions(["dies", "a", "b"])).result()
+    assert scores.rewards.tolist() == [-1, -1, -1]
+    assert scores.num_failed == 3
+
+
+def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
+    scorer = rewards("functions:obeys", "reward_worker_count=2")
+    pids = [process._process.pid for process in scorer._processes if process._process is not None]
+    assert len(pids) == 2 and all(map(alive, pids))
+    pending = [scorer.submit(questions(["sleeps"] * 4)), scorer.submit(questions(["a"]))]
+    scorer.close()
+    assert not any(map(alive, pids))
+    for each in pending:
+        with pytest.raises(RuntimeError, match="given up"):
+            each.result()
+
+
+COMMAND = """
+    import sys, time
+    from maxbatch import load_config
+    from maxbatch.rl.rewards import Question, Rewards
+
+    scorer = Rewards(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"]))
+    pids = [process._process.pid for process in scorer._processes]
+    pending = scorer.submit([Question("p", "spins", {"log": sys.argv[1]})])
+    print(*pids, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_processes_end_with_a_parent_that_is_killed(functions: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(COMMAND), log], stdout=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
+        pids = [int(pid) for pid in command.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        assert all(os.getpgid(pid) == os.getpgid(command.pid) for pid in pids)
+        wait_for(lambda: log.exists())
+        command.kill()
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_ctrl_c_is_left_to_the_parent(functions: Path) -> None:
+    with rewards("functions:obeys") as scorer:
+        process = scorer._processes[0]._process
+        assert process is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(process.pid, number)
+        scores = scorer.submit(questions(["a"])).result()
+    assert scores.rewards.tolist() == [1]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a child that has ended and is not waited for does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Any, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
