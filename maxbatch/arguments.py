@@ -21,8 +21,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(args: argparse.Namespace) -> ConfigDict:
+def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
     """Return the config that the positional arguments state: at most one file, any number of overrides.
+
+    Args:
+      args: parsed arguments.
+      default: the file where they state none; None: base.yml alone.
 
     Raises:
       ConfigError: two files, or a config that cannot be used.
@@ -36,7 +40,7 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
             raise ConfigError(f"{text}: an override is key=value; works: {text}={keys()[text].default}")
     if len(files) > 1:
         raise ConfigError(f"{files[1]}: only one config file is read ({files[0]}); an override is key=value")
-    return load_config(files[0] if files else None, overrides)
+    return load_config(files[0] if files else default, overrides)
 
 
 def count(text: str) -> int:

@@ -176,6 +176,16 @@ COMMANDS: dict[str, Command] = {
         ),
         "maxbatch.generate",
     ),
+    "rl": Command(
+        "Train a policy with GRPO: prompts, sampled responses, rewards.",
+        "[CONFIG.yml] [key=value ...] [--simulate-devices N]",
+        (
+            "maxbatch rl",
+            "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
+            "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score",
+        ),
+        "maxbatch.rl.command",
+    ),
     "sweep": Command(
         "Train a run for each combination of swept config keys, and compare them.",
         "SWEEP.yml [--retry-failed]",

@@ -131,6 +131,7 @@ BOUNDS: dict[str, Bounds] = {
         Bounds(above=0, at_most=1),
     ),
     "sampler_seed": _SEED,
+    "warm_start_learning_rate": _POSITIVE,
     "max_prefill_predict_length": _COUNT,
     "max_target_length": Bounds(at_least=2),
     "head_dim": Bounds(at_least=2),

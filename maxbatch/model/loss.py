@@ -102,6 +102,54 @@ def loss_sums(
     )
 
 
+def token_logprobs(
+    decoder: Decoder,
+    tokens_MxL: jax.Array,
+    segments_MxL: jax.Array,
+    *,
+    batch_shards: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each token given those before it, and the entropy of what it was drawn from.
+
+    Logits exist for one piece of the length at a time, and again in the backward pass. Softmax is float32.
+
+    Args:
+      decoder: the model.
+      tokens_MxL: int32.
+      segments_MxL: int32: as in `loss_sums`.
+      batch_shards: see `token_losses`.
+
+    Returns:
+      (logprobs_MxL, entropies_MxL), float32, in nats; at the first token of a row both are 0.
+    """
+    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
+    width, vocabulary = w_DxV.shape
+    rows, length = tokens_MxL.shape
+    most = max(MAX_LOGITS[decoder.constrain.platform], width // 2 * vocabulary)
+    pieces = _num_pieces(length, rows // batch_shards * vocabulary, most)
+
+    def cut(array_MxL: jax.Array) -> jax.Array:
+        return jnp.moveaxis(array_MxL.reshape(rows, pieces, length // pieces, *array_MxL.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_MxTxV = jnp.einsum("mtd,dv->mtv", x_MxTxD, w_DxV, preferred_element_type=jnp.float32)
+        logprobs_MxTxV = jax.nn.log_softmax(logits_MxTxV)
+        entropies_MxT = -jnp.sum(jnp.exp(logprobs_MxTxV) * logprobs_MxTxV, axis=-1)
+        drawn_MxT = jnp.take_along_axis(logprobs_MxTxV, targets_MxT[..., None], axis=-1)[..., 0]
+        return drawn_MxT, entropies_MxT
+
+    targets_MxL = jnp.roll(tokens_MxL, -1, axis=1)
+    _, found = jax.lax.scan(lambda _, xs: (None, piece(*xs)), None, (cut(x_MxLxD), cut(targets_MxL)))
+    is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1) == 0
+    logprobs_MxL, entropies_MxL = (
+        jnp.where(is_first_MxL, 0.0, jnp.roll(jnp.moveaxis(f, 0, 1).reshape(rows, length), 1, axis=1))
+        for f in found
+    )
+    return logprobs_MxL, entropies_MxL
+
+
 def _num_pieces(length: int, logits_per_position: int, max_logits: int) -> int:
     """Return the smallest divisor of the length that keeps a piece's logits within the limit, or the length."""
     fits = (

@@ -30,7 +30,6 @@ from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
 from maxbatch.training.run import Run
 from maxbatch.training.run_folder import MetricsLog, RunFolder
 from maxbatch.training.signals import StopRequest
-from maxbatch.training.state import abstract_model
 
 
 class Outcome(NamedTuple):
@@ -148,7 +147,17 @@ def train_to_the_end(
         )
         if behind:
             recorder.record(behind)
-        behind = Dispatched(step, feeding, learning_rate, feed.waited_s, metrics)
+        behind = Dispatched(
+            step=step,
+            samples_seen=feeding.first_sample + feeding.num_rows,
+            num_rows=feeding.num_rows,
+            stage=feeding.stage,
+            micro_batch_size=feeding.shape.micro_batch,
+            num_micro_batches=feeding.num_micro_batches,
+            learning_rate=learning_rate,
+            data_wait_s=feed.waited_s,
+            metrics=metrics,
+        )
         background.check()
 
         evaluates = evaluator is not None and (step == last_step or step % config.eval_interval == 0)
@@ -199,9 +208,8 @@ def conclude(run: Run, console: Console, outcome: Outcome) -> None:
         return
     console.print(f"done: {where}")
     if config.generate_prompt:
-        graphdef, _ = abstract_model(config)
         text = generate_text(
-            graphdef, run.state.params, make_tokenizer(config), config.generate_prompt, 128, 0.8, 0, 0, config
+            run.state.params, make_tokenizer(config), config.generate_prompt, config, mesh=run.mesh
         )
         console.print(f"{'--- a sample ':-<80}\n{text}\n{'':-<80}")
     if run.checkpoints:

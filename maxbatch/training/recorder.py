@@ -11,7 +11,6 @@ import jax
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from maxbatch.data.feed import Feeding
 from maxbatch.data.fingerprint import to_hex
 from maxbatch.data.stream import Stream
 from maxbatch.errors import TrainingError
@@ -26,7 +25,11 @@ class Dispatched(NamedTuple):
     """An update on its way: what was asked for, and metrics that may not be there yet."""
 
     step: int
-    feeding: Feeding
+    samples_seen: int  # once it is done
+    num_rows: int  # real rows, padding left out
+    stage: int
+    micro_batch_size: int
+    num_micro_batches: int
     learning_rate: float
     data_wait_s: float
     metrics: StepMetrics
@@ -62,7 +65,8 @@ class Recorder:
     ) -> None:
         self.position = position
         self._samples_by_source = stream.samples_by_source if stream else lambda position: None
-        self._length = config.max_target_length
+        rows_per_sample = config.num_generations if config.batch_size else 1
+        self._slots_per_sample = rows_per_sample * config.max_target_length
         self._measures_noise = config.gradient_noise_scale
         self._max_skips = config.max_consecutive_skips
         self._meter = ThroughputMeter(config, devices)
@@ -85,15 +89,15 @@ class Recorder:
         """
         metrics = jax.device_get(update.metrics)
         now = time.perf_counter()
-        throughput = self._meter(update.feeding.num_rows, now - self._last_done)
+        throughput = self._meter(update.num_rows, now - self._last_done)
         self._last_done = now
         self._advance(update, metrics)
         record = {
             "step": update.step,
             "samples_seen": self.position.samples_seen,
-            "tokens_seen": self.position.samples_seen * self._length,
-            "global_batch_size": update.feeding.num_rows,
-            "stage": update.feeding.stage,
+            "tokens_seen": self.position.samples_seen * self._slots_per_sample,
+            "global_batch_size": update.num_rows,
+            "stage": update.stage,
             "loss": float(metrics.loss),
             "learning_rate": update.learning_rate,
             "grad_norm": float(metrics.grad_norm),
@@ -102,8 +106,8 @@ class Recorder:
             "data_wait_s": update.data_wait_s,
             "data_wait_fraction": update.data_wait_s / throughput.step_time_s,
             "loss_weight": float(metrics.weight),
-            "micro_batch_size": update.feeding.shape.micro_batch,
-            "num_micro_batches": update.feeding.num_micro_batches,
+            "micro_batch_size": update.micro_batch_size,
+            "num_micro_batches": update.num_micro_batches,
             "skipped": bool(metrics.skipped),
             "skipped_updates": self.position.skipped_updates,
             "compiles": self._compiles.count,
@@ -135,13 +139,13 @@ class Recorder:
         skipped = bool(metrics.skipped)
         self.position = Position(
             step=update.step,
-            samples_seen=update.feeding.first_sample + update.feeding.num_rows,
+            samples_seen=update.samples_seen,
             skipped_updates=self.position.skipped_updates + skipped,
             consecutive_skips=self.position.consecutive_skips + 1 if skipped else 0,
             noise_scale=self.position.noise_scale.after(
                 float(metrics.grad_norm),
                 float(metrics.weight),
-                update.feeding.num_rows,
+                update.num_rows,
                 *(float(figure) for figure in metrics.parts),
             ),
         )
@@ -168,6 +172,10 @@ class Board:
         for key, value in (record | counts).items():
             if isinstance(value, int | float) and math.isfinite(value) and key != "step":
                 self._writer.add_scalar(key, value, record["step"])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Adds a text."""
+        self._writer.add_text(name, text, step)
 
     def sync(self) -> None:
         self._writer.flush()

@@ -64,7 +64,7 @@ class RunFolder:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one line per update, and never two for one step.
+    """`metrics.jsonl`: one line per update, and never two for one step; or another file that is kept like it.
 
     Args:
       folder: the run's folder.
@@ -72,12 +72,12 @@ class MetricsLog:
         last line.
     """
 
-    def __init__(self, folder: RunFolder, step: int) -> None:
-        path = folder.path / "metrics.jsonl"
+    def __init__(self, folder: RunFolder, step: int, name: str = "metrics.jsonl") -> None:
+        path = folder.path / name
         old = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
         kept = [line for line in old if 0 < _step_of(line) <= step]
         if kept != old:
-            folder.write("metrics.jsonl", "".join(kept))
+            folder.write(name, "".join(kept))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115  closed by close()
 
     def append(self, record: dict[str, Any]) -> None:

@@ -1,0 +1,133 @@
+"""Group-relative policy optimisation as an objective of the update: the loss is what is new, the step is not.
+
+GRPO: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4; `epsilon_high` is DAPO's
+(Yu et al. 2025, https://arxiv.org/abs/2503.14476). gspo-token: Zheng et al. 2025 (https://arxiv.org/abs/2507.18071),
+equations 13 and 14.
+
+Shapes: M pairs of a chunk, L tokens of prompt and response, B pairs of a batch, G responses to a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.loss import token_logprobs
+from maxbatch.training.step import Objective
+
+
+class Pairs(NamedTuple):
+    """A chunk of prompt-response pairs, as rows to train on.
+
+    Attributes:
+      tokens_MxL: int32: prompt, response, padding.
+      segments_MxL: int32: 1 where there is a token, 0 at padding.
+      weights_MxL: float32: 1 at the tokens of the response, else 0.
+      old_logprobs_MxL: float32: log-probability of each token when it was sampled.
+      reference_logprobs_MxL: float32: under the reference parameters; not read where `grpo_beta` is 0.
+      advantages_MxL: float32: the response's advantage, at each of its tokens.
+    """
+
+    tokens_MxL: jax.Array
+    segments_MxL: jax.Array
+    weights_MxL: jax.Array
+    old_logprobs_MxL: jax.Array
+    reference_logprobs_MxL: jax.Array
+    advantages_MxL: jax.Array
+
+
+# Sums over the tokens of the responses, besides the loss.
+SUMS = ("tokens", "entropy", "kl", "clipped", "old_kl")
+
+
+def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
+    """Return how much better each response did than the others to its prompt: (r - mean) / standard deviation.
+
+    Args:
+      rewards_B: float[B], the responses to a prompt next to each other.
+      num_generations: G.
+
+    Returns:
+      float32[B]; 0 where all responses to a prompt have the same reward.
+    """
+    rewards_PxG = np.asarray(rewards_B, np.float64).reshape(-1, num_generations)
+    differences_PxG = rewards_PxG - rewards_PxG.mean(axis=1, keepdims=True)
+    deviations_Px1 = rewards_PxG.std(axis=1, keepdims=True)
+    scaled_PxG = np.divide(
+        differences_PxG, deviations_Px1, out=np.zeros_like(differences_PxG), where=deviations_Px1 > 1e-9
+    )
+    return scaled_PxG.reshape(-1).astype(np.float32)
+
+
+def pair_losses(
+    logprobs_MxL: jax.Array, pairs: Pairs, config: ConfigDict
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Return the loss of a chunk, its weight, and what else there is to know of it, all as sums.
+
+    Args:
+      logprobs_MxL: float32, of each token under the parameters that are trained.
+      pairs: the chunk.
+      config: `loss_algo`, `loss_agg_mode`, `grpo_epsilon`, `epsilon_high`, `grpo_beta`.
+
+    Returns:
+      (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens (token-mean), over
+      the responses' sums (sequence-mean) or over the responses' means (sequence-mean-token-mean).
+    """
+    mask_MxL = pairs.weights_MxL
+    lengths_Mx1 = jnp.sum(mask_MxL, axis=1, keepdims=True)
+    log_ratio_MxL = (logprobs_MxL - pairs.old_logprobs_MxL) * mask_MxL
+    if config.loss_algo == "gspo-token":
+        mean_Mx1 = jnp.sum(log_ratio_MxL, axis=1, keepdims=True) / jnp.maximum(lengths_Mx1, 1.0)
+        ratio_MxL = jnp.exp(
+            jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL)
+        )
+    else:
+        ratio_MxL = jnp.exp(log_ratio_MxL)
+    low = 1 - config.grpo_epsilon
+    high = 1 + (config.grpo_epsilon if config.epsilon_high is None else config.epsilon_high)
+    gain_MxL = ratio_MxL * pairs.advantages_MxL
+    clipped_gain_MxL = jnp.clip(ratio_MxL, low, high) * pairs.advantages_MxL
+    losses_MxL = -jnp.minimum(gain_MxL, clipped_gain_MxL)
+    kl = jnp.float32(0)
+    if config.grpo_beta:
+        # Schulman's estimator of the divergence, unbiased and never negative: http://joschu.net/blog/kl-approx.html
+        to_reference_MxL = pairs.reference_logprobs_MxL - logprobs_MxL
+        kl_MxL = jnp.exp(to_reference_MxL) - to_reference_MxL - 1
+        losses_MxL = losses_MxL + config.grpo_beta * kl_MxL
+        kl = jnp.sum(kl_MxL * mask_MxL)
+    losses_MxL = losses_MxL * mask_MxL
+    is_response_Mx1 = (lengths_Mx1 > 0).astype(jnp.float32)
+    if config.loss_agg_mode == "token-mean":
+        loss, weight = jnp.sum(losses_MxL), jnp.sum(mask_MxL)
+    elif config.loss_agg_mode == "sequence-mean":
+        loss, weight = jnp.sum(losses_MxL), jnp.sum(is_response_Mx1)
+    else:
+        loss, weight = jnp.sum(losses_MxL / jnp.maximum(lengths_Mx1, 1.0)), jnp.sum(is_response_Mx1)
+    sums = {
+        "tokens": jnp.sum(mask_MxL),
+        "kl": kl,
+        "clipped": jnp.sum((clipped_gain_MxL < gain_MxL) * mask_MxL),
+        "old_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
+    }
+    return loss, weight, sums
+
+
+def policy_objective(config: ConfigDict) -> Objective:
+    """Return the objective of `maxbatch rl`, over rows that are `Pairs`."""
+
+    def sums(
+        decoder: Decoder, pairs: Pairs, batch_shards: int
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        logprobs_MxL, entropies_MxL = token_logprobs(
+            decoder, pairs.tokens_MxL, pairs.segments_MxL, batch_shards=batch_shards
+        )
+        loss, weight, others = pair_losses(logprobs_MxL, pairs, config)
+        entropy = jnp.sum(jax.lax.stop_gradient(entropies_MxL) * pairs.weights_MxL)
+        return loss, weight, {**others, "entropy": entropy}
+
+    return Objective(sums, SUMS)

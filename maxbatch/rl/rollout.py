@@ -1,0 +1,121 @@
+"""Responses to prompts: sampled chunk by chunk, read back as text, scored.
+
+Shapes: P prompts of a chunk, G responses to each, R = P x G pairs, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxbatch.data.tokenizers import Tokenizer
+from maxbatch.model.sampling import Responses, Sampler
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.rewards import Pending, Question, Rewards
+from maxbatch.training.state import abstract_model
+
+WORD = 1 << 32  # a prompt's index is folded into its key in two words
+
+
+class Drawn(NamedTuple):
+    """The pairs of a chunk, on the host; the responses to a prompt lie next to each other."""
+
+    prompts: Sequence[Prompt]
+    tokens_RxL: np.ndarray  # int32: prompt, response, padding
+    mask_RxL: np.ndarray  # bool: where the response is
+    logprobs_RxL: np.ndarray  # float32, of the response's tokens
+    lengths_R: np.ndarray  # int32, tokens of prompt and response
+    texts: Sequence[str]  # of the responses
+
+
+class Roller:
+    """The side that samples.
+
+    Args:
+      config: the run's config.
+      tokenizer: of the prompts.
+      devices: those that sample.
+      num_pairs: R of every call, with rows that only fill it where there are fewer.
+    """
+
+    def __init__(
+        self, config: ConfigDict, tokenizer: Tokenizer, devices: Sequence[jax.Device], num_pairs: int
+    ) -> None:
+        self.mesh: Mesh = make_mesh(config, devices)
+        self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
+        self._prompt_length = config.max_prefill_predict_length
+        self._shardings = parameter_shardings(abstract_model(config)[1], self.mesh)
+        self._sampler = Sampler(
+            config,
+            tokenizer,
+            self.mesh,
+            top_k=config.decode_sampling_top_k,
+            nucleus_p=config.decode_sampling_nucleus_p,
+            prompt_length=self._prompt_length,
+        )
+
+    def take(self, params: nnx.State) -> nnx.State:
+        """Parameters as the sampling devices hold them; moved where those are not the ones that train."""
+        return jax.device_put(params, self._shardings)
+
+    def start(
+        self,
+        params: nnx.State,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        temperature: float,
+        first_generation: int = 0,
+    ) -> Responses:
+        """Starts sampling; the arrays that it returns are there later.
+
+        What is drawn depends on the seed, the prompt's index, the number of the generation and the parameters, on
+        nothing else.
+        """
+        rows = [prompt for prompt in prompts for _ in range(num_generations)]
+        filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
+        prompts_RxP = np.full((self._num_pairs, self._prompt_length), self._tokenizer.pad_id, np.int32)
+        lengths_R = np.array([len(prompt.tokens) for prompt in filled], np.int32)
+        draws_Rx3 = np.zeros((self._num_pairs, 3), np.uint32)
+        for row, prompt in enumerate(filled):
+            prompts_RxP[row, : lengths_R[row]] = prompt.tokens
+            generation = first_generation + row % num_generations
+            draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
+        seed = self._config.sampler_seed
+        return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, temperature, seed)
+
+    def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> Drawn:
+        """Waits for responses and reads them as text."""
+        rows = len(prompts) * num_generations
+        tokens_RxL, starts_R, lengths_R, logprobs_RxL = (
+            np.asarray(x)[:rows] for x in jax.device_get(responses)
+        )
+        slots_L = np.arange(tokens_RxL.shape[1])
+        mask_RxL = (slots_L >= starts_R[:, None]) & (slots_L < lengths_R[:, None])
+        texts = [
+            self._tokenizer.decode([t for t in tokens[start:end] if t != self._tokenizer.eos_id])
+            for tokens, start, end in zip(tokens_RxL.tolist(), starts_R, lengths_R, strict=True)
+        ]
+        return Drawn(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
+
+
+def ask(rewards: Rewards, drawn: Drawn) -> Pending:
+    """Sends the pairs of a chunk to be scored."""
+    group = len(drawn.texts) // len(drawn.prompts)
+    return rewards.submit([
+        Question(drawn.prompts[row // group].text, text, drawn.prompts[row // group].record)
+        for row, text in enumerate(drawn.texts)
+    ])  # fmt: skip
+
+
+def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, number) of the prompts of each chunk; the last may be short."""
+    for start in range(first, first + count, size):
+        yield start, min(size, first + count - start)

@@ -1,0 +1,117 @@
+"""What a run of reinforcement learning is made of, in the order in which it can be refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+import jax
+from ml_collections import ConfigDict
+
+from maxbatch.batch import BatchPlan
+from maxbatch.rl.evaluation import PolicyEvaluator
+from maxbatch.rl.learner import Learner
+from maxbatch.rl.prompts import Prompts, open_prompts
+from maxbatch.rl.rewards import Rewards
+from maxbatch.rl.rollout import Roller
+from maxbatch.rl.warm_start import first_parameters, first_state
+from maxbatch.rl_batch import RLBatch
+from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
+from maxbatch.training.run import warn
+from maxbatch.training.run_folder import RunFolder
+
+
+class PolicyRun:
+    """A run that is ready to take its next batch, once `prepare` was called.
+
+    Attributes:
+      prompts: the stream of prompts.
+      plan: the batch plan, anchored at `position`.
+      batch: its numbers of prompts and pairs.
+      position: where training stands.
+      learner, roller: the devices that train and those that sample.
+      shares_devices: whether they are the same.
+      checkpoints: None where `enable_checkpointing` is false.
+
+    Raises:
+      ConfigError: something in the config, the data or the checkpoint cannot be used.
+    """
+
+    def __init__(
+        self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
+    ) -> None:
+        self.config = config
+        self.prompts: Prompts = open_prompts(config)
+        self.checkpoints: Checkpoints | None = None
+        if config.enable_checkpointing:
+            identity = {"data": self.prompts.identity, "model": model_identity(config)}
+            self.checkpoints = Checkpoints(folder.path, config.max_num_checkpoints_to_keep, identity, warn)
+            stack.enter_context(closing(self.checkpoints))
+        newest = self.checkpoints.newest() if self.checkpoints else None
+        self._stand_at(newest.position if newest else Position(), len(devices))
+        for message in self.plan.warnings:
+            warn(message)
+        assert self.plan.rl is not None, "the config states a batch of prompts"
+        self.batch: RLBatch = self.plan.rl
+        self.shares_devices = self.batch.num_trainer_devices + self.batch.num_sampler_devices > len(devices)
+        trainers = devices[: self.batch.num_trainer_devices]
+        samplers = devices if self.shares_devices else devices[-self.batch.num_sampler_devices :]
+        self.learner = Learner(config, trainers)
+        tokenizer = self.prompts.tokenizer
+        group = self.batch.num_generations
+        self.roller = Roller(config, tokenizer, samplers, self.batch.rollout_micro_batch_size * group)
+        self._samplers = samplers
+
+    def _stand_at(self, position: Position, num_devices: int) -> None:
+        self.position = position
+        self.plan = BatchPlan.from_config(
+            self.config,
+            num_devices=num_devices,
+            samples_per_epoch=self.prompts.num_prompts,
+            anchor=(position.step, position.samples_seen),
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """Updates of the whole run, those before a resume included."""
+        assert self.plan.total_steps is not None, "prompts that are here have known epochs"
+        return self.plan.total_steps
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Of two programs in flight on one set of CPU devices, each can hold the threads that the other waits for."""
+        return self.shares_devices and self._samplers[0].platform == "cpu" and len(self._samplers) > 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.position.step >= self.total_steps
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.learner.abstract.params))
+
+    def prepare(self) -> None:
+        """Makes or restores the state, and the reference that the divergence is measured from."""
+        abstract = self.learner.abstract
+        restored = self.checkpoints.restore(abstract) if self.checkpoints else None
+        if restored:
+            self.learner.state = restored.state
+            if restored.position != self.position:  # the newest checkpoint was damaged
+                self._stand_at(restored.position, self.plan.num_devices)
+        else:
+            self.learner.state = first_state(self.config, abstract)
+        if self.config.grpo_beta:
+            reference = first_parameters(self.config, abstract)
+            self.learner.refer_to(
+                first_state(self.config, abstract).params if reference is None else reference
+            )
+
+    def evaluator(self, rewards: Rewards) -> PolicyEvaluator | None:
+        """The evaluator; None where no eval is wanted or nothing is held out."""
+        held_out = open_prompts(self.config, held_out=True) if self.config.eval_interval > 0 else None
+        if held_out is None:
+            return None
+        num_pairs = self.plan.eval_batch_size
+        roller = Roller(self.config, held_out.tokenizer, self._samplers, num_pairs)
+        return PolicyEvaluator(self.config, held_out, roller, num_pairs, rewards)

@@ -1,0 +1,90 @@
+"""The parameters that reinforcement learning starts from.
+
+Those of `load_parameters_path`, or of a short supervised training (an ordinary run in `run_dir/warm_start`), or new.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config import keys
+from maxbatch.rl.arithmetic import worked_examples
+from maxbatch.rl_batch import RLBatch
+from maxbatch.run_files import write_whole
+from maxbatch.training.checkpoints import restore_parameters
+from maxbatch.training.loop import Outcome, train
+from maxbatch.training.state import TrainState, init_opt_state, init_state
+
+FOLDER = "warm_start"
+
+
+def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
+    """Trains on worked examples as far as it was not done before; None where no warm start is wanted.
+
+    Each update takes as many documents as an update of reinforcement learning takes pairs.
+    """
+    if not config.warm_start_steps:
+        return None
+    folder = Path(config.run_dir).expanduser() / FOLDER
+    documents = config.warm_start_path
+    if not documents:
+        documents = str(folder / "worked_examples.jsonl")
+        if not Path(documents).exists():
+            count = config.warm_start_steps * batch.effective_batch_size
+            folder.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps({"text": text}) + "\n" for text in worked_examples(config, count))
+            write_whole(Path(documents), "".join(lines))
+    return train(_pretraining(config, batch, folder, documents), devices)
+
+
+def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: str) -> ConfigDict:
+    """Return the config of the warm start: the same model and devices, a document a row."""
+    changed = ConfigDict(config.to_dict())
+    defaults = {name: keys()[name].read(keys()[name].default) for name in _AS_BY_DEFAULT}
+    changed.update(
+        defaults
+        | {
+            "batch_size": None,
+            "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
+            "gradient_accumulation_steps": None,
+            "global_batch_size": batch.effective_batch_size,
+            "steps": config.warm_start_steps,
+            "learning_rate": config.warm_start_learning_rate,
+            "run_dir": str(folder),
+            "dataset_type": "jsonl",
+            "dataset_path": documents,
+            "packing": False,
+            "generate_prompt": "",
+            "trainer_devices_fraction": 1,
+            "sampler_devices_fraction": 1,
+        }
+    )
+    return changed.lock()
+
+
+# What the run says of reinforcement learning and not of its warm start.
+_AS_BY_DEFAULT = (
+    "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field", "eval_interval",
+    "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path", "packing_strategy",
+    "expansion_factor_real_data", "adam_weight_decay", "profile_steps",
+)  # fmt: skip
+
+
+def first_state(config: ConfigDict, abstract: TrainState) -> TrainState:
+    """Return the state before the first update of reinforcement learning."""
+    params = first_parameters(config, abstract)
+    return init_state(config, abstract) if params is None else init_opt_state(config, abstract, params)
+
+
+def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State | None:
+    """Return the parameters it starts from; None: new ones."""
+    if config.warm_start_steps:
+        return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, abstract.params)
+    if config.load_parameters_path:
+        return restore_parameters(config.load_parameters_path, abstract.params)
+    return None
