@@ -1,0 +1,88 @@
+"""The task that needs no download."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from ml_collections import ConfigDict
+
+from maxbatch import load_config
+from maxbatch.config import configs_dir
+from maxbatch.rl import arithmetic
+from maxbatch.rl.prompts import open_prompts
+
+
+def config(*overrides: str) -> ConfigDict:
+    return load_config(configs_dir() / "post_train" / "rl.yml", overrides)
+
+
+def test_every_sum_is_a_record_once_and_its_answer_is_right() -> None:
+    records = arithmetic.records()
+    numbers = range(arithmetic.OPERANDS)
+    assert sorted((record["a"], record["b"]) for record in records) == [
+        (a, b) for a in numbers for b in numbers
+    ]
+    for record in records:
+        prompt, answer = record["prompt"], record["answer"]
+        a, b = prompt.removesuffix("=").split("+")
+        assert int(a) + int(b) == int(answer[::-1]) == record["a"] + record["b"]
+        assert arithmetic.is_right(prompt, answer, record) == 1.0
+    assert len({len(record["answer"]) for record in records}) == 1
+
+
+def test_only_the_answer_is_right_whatever_spaces_are_around_it() -> None:
+    record = next(record for record in arithmetic.records() if record["a"] + record["b"] == 85)
+    scores = {
+        response: arithmetic.is_right(record["prompt"], response, record)
+        for response in ("580", " 580\n", "581", "085", "58", "5800", "", "580 1")
+    }
+    assert scores == {
+        "580": 1.0,
+        " 580\n": 1.0,
+        **dict.fromkeys(["581", "085", "58", "5800", "", "580 1"], 0.0),
+    }
+
+
+def test_every_part_of_the_records_is_as_good_as_a_sample() -> None:
+    held_out = open_prompts(config(), held_out=True)
+    assert held_out is not None and held_out.num_prompts == 1000
+    records = [prompt.record for prompt in held_out.read(0, 1000)]
+    for digit in (
+        lambda r: r["a"] % 10,
+        lambda r: r["b"] % 10,
+        lambda r: r["a"] // 10,
+        lambda r: r["b"] // 10,
+    ):
+        counts = Counter(map(digit, records))
+        assert len(counts) == 10 and min(counts.values()) > 60
+
+
+def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() -> None:
+    held_out = open_prompts(config(), held_out=True)
+    assert held_out is not None
+    unseen = {prompt.text for prompt in held_out.read(0, held_out.num_prompts)}
+    slips: Counter[int] = Counter()
+    prompts = set()
+    for text in arithmetic.worked_examples(config(), 20_000):
+        question, answer = text.split("=")
+        prompts.add(f"{question}=")
+        slips[int(answer[::-1]) - sum(map(int, question.split("+")))] += 1
+    assert not prompts & unseen
+    assert len(prompts) > 7500
+    assert set(slips) == set(arithmetic.SLIPS)
+    assert slips[0] / 20_000 == pytest.approx(0.2, abs=0.01)
+
+
+def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> None:
+    def some(count: int, *overrides: str) -> list[str]:
+        return list(arithmetic.worked_examples(config(*overrides), count))
+
+    assert some(50) == some(100)[:50]
+    assert some(50) != some(50, "data_shuffle_seed=1")
+    assert some(50, "eval_fraction=0") != some(50)
+
+
+def test_worked_examples_are_written_as_the_template_says() -> None:
+    text = next(arithmetic.worked_examples(config("prompt_template=Sum: {a} and {b}\n"), 1))
+    assert text.startswith("Sum: ") and text.split("\n")[1].isdigit()
