@@ -83,7 +83,7 @@ def test_a_run_killed_with_9_goes_on_as_if_it_had_not_been(tmp_path: Path) -> No
     log = tmp_path / "killed/metrics.jsonl"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, killed)
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     assert maxbatch("rl", *keys, f"run_dir={tmp_path}/killed").returncode == 0
     assert maxbatch("rl", *keys, f"run_dir={tmp_path}/whole").returncode == 0
     assert_same(read_metrics(tmp_path / "killed"), read_metrics(tmp_path / "whole"))
@@ -96,7 +96,8 @@ def test_asked_to_stop_it_saves_and_exits_with_75(tmp_path: Path) -> None:
     log = tmp_path / "run/metrics.jsonl"
     wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 2, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75
+    process.communicate(timeout=60)
+    assert process.returncode == 75
     saved = max(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit())
     assert saved == read_metrics(tmp_path / "run")[-1]["step"]
 
