@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -19,42 +21,26 @@ def config(*overrides: str) -> ConfigDict:
 
 def test_every_sum_is_a_record_once_and_its_answer_is_right() -> None:
     records = arithmetic.records()
-    numbers = range(arithmetic.OPERANDS)
-    assert sorted((record["a"], record["b"]) for record in records) == [
-        (a, b) for a in numbers for b in numbers
-    ]
-    for record in records:
-        prompt, answer = record["prompt"], record["answer"]
-        a, b = prompt.removesuffix("=").split("+")
-        assert int(a) + int(b) == int(answer[::-1]) == record["a"] + record["b"]
-        assert arithmetic.is_right(prompt, answer, record) == 1.0
-    assert len({len(record["answer"]) for record in records}) == 1
+    terms = [tuple(map(int, record["prompt"].removesuffix("=").split("+"))) for record in records]
+    assert sorted(terms) == list(itertools.product(range(10), repeat=arithmetic.NUM_TERMS))
+    for record, numbers in zip(records, terms, strict=True):
+        assert int(record["answer"]) == sum(numbers)
+        assert arithmetic.is_right(record["prompt"], record["answer"], record) == 1.0
 
 
 def test_only_the_answer_is_right_whatever_spaces_are_around_it() -> None:
-    record = next(record for record in arithmetic.records() if record["a"] + record["b"] == 85)
-    scores = {
-        response: arithmetic.is_right(record["prompt"], response, record)
-        for response in ("580", " 580\n", "581", "085", "58", "5800", "", "580 1")
-    }
-    assert scores == {
-        "580": 1.0,
-        " 580\n": 1.0,
-        **dict.fromkeys(["581", "085", "58", "5800", "", "580 1"], 0.0),
-    }
+    record = next(record for record in arithmetic.records() if record["prompt"] == "7+8+5+2=")
+    right = ("22", " 22\n")
+    wrong = ("23", "022", "2", "222", "", "2 2", "22 1")
+    scores = [arithmetic.is_right(record["prompt"], response, record) for response in (*right, *wrong)]
+    assert scores == [1.0] * len(right) + [0.0] * len(wrong)
 
 
 def test_every_part_of_the_records_is_as_good_as_a_sample() -> None:
     held_out = open_prompts(config(), held_out=True)
     assert held_out is not None and held_out.num_prompts == 1000
-    records = [prompt.record for prompt in held_out.read(0, 1000)]
-    for digit in (
-        lambda r: r["a"] % 10,
-        lambda r: r["b"] % 10,
-        lambda r: r["a"] // 10,
-        lambda r: r["b"] // 10,
-    ):
-        counts = Counter(map(digit, records))
+    for place in range(0, 2 * arithmetic.NUM_TERMS, 2):
+        counts = Counter(prompt.text[place] for prompt in held_out.read(0, 1000))
         assert len(counts) == 10 and min(counts.values()) > 60
 
 
@@ -67,7 +53,7 @@ def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() 
     for text in arithmetic.worked_examples(config(), 20_000):
         question, answer = text.split("=")
         prompts.add(f"{question}=")
-        slips[int(answer[::-1]) - sum(map(int, question.split("+")))] += 1
+        slips[int(answer) - sum(map(int, question.split("+")))] += 1
     assert not prompts & unseen
     assert len(prompts) > 7500
     assert set(slips) == set(arithmetic.SLIPS)
@@ -84,5 +70,5 @@ def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> N
 
 
 def test_worked_examples_are_written_as_the_template_says() -> None:
-    text = next(arithmetic.worked_examples(config("prompt_template=Sum: {a} and {b}\n"), 1))
-    assert text.startswith("Sum: ") and text.split("\n")[1].isdigit()
+    text = next(arithmetic.worked_examples(config("prompt_template=Sum: {prompt}\n"), 1))
+    assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)

@@ -1,17 +1,19 @@
 """The task that needs no download: sums with a verifiable answer, and a pupil who imitates without knowing.
 
-A prompt is "37+48=", for every pair of numbers below `OPERANDS`. The answer is the sum with its lowest digit first,
-as one writes when adding by hand, padded to three digits: "580" for 85. So each digit follows from the two above it
-and a carry, and a small model learns to add from examples within minutes.
+A prompt is the sum of four digits, "7+8+5+2=", each of the 10^4 there are; its answer is "22". A small model learns
+it within a minute or two: a sum does not depend on the order, so that paying the digits equal attention is a start,
+and the size of the answer is learned before its digits.
 
-The worked examples are those of a careless pupil: the answer is a + b + d with d drawn from `SLIPS`, every one as
-likely. A model that imitates them learns to add and to slip, and is right in one answer of five; which of the five
-is right, only the reward says.
+The worked examples are those of a careless pupil: the answer is the sum plus d, d drawn from `SLIPS`, every one as
+likely. A model that imitates them learns to add and to slip, and is right in at most one answer of five; its likeliest
+answer is rarely right, since the right one is at the edge of what it has seen. Which of the five is right, only the
+reward says.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,22 +23,16 @@ from ml_collections import ConfigDict
 from maxbatch.data.heldout import HeldOutFraction
 from maxbatch.rl.templates import Template
 
-OPERANDS = 100
+NUM_TERMS = 4
 SLIPS = (0, 1, 2, 3, 4)
-_DIGITS = 3
 
 
 def records() -> list[dict[str, Any]]:
-    """Returns all prompts, {"prompt": "37+48=", "answer": "580", "a": 37, "b": 48}, in an order that is the same
-    everywhere and in which every part of them is as good as a sample."""
-    pairs = [(a, b) for a in range(OPERANDS) for b in range(OPERANDS)]
-    pairs.sort(key=lambda pair: hashlib.blake2b(repr(pair).encode(), digest_size=8).digest())
-    return [{"prompt": f"{a}+{b}=", "answer": written(a + b), "a": a, "b": b} for a, b in pairs]
-
-
-def written(number: int) -> str:
-    """Returns a number as the task writes it: lowest digit first, padded with zeros."""
-    return f"{number:0{_DIGITS}}"[::-1]
+    """Returns all prompts, {"prompt": "7+8+5+2=", "answer": "22"}, in an order that is the same everywhere and in
+    which every part of them is as good as a sample."""
+    prompts = ["+".join(terms) + "=" for terms in itertools.product("0123456789", repeat=NUM_TERMS)]
+    prompts.sort(key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=8).digest())
+    return [{"prompt": prompt, "answer": str(_sum(prompt))} for prompt in prompts]
 
 
 def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
@@ -56,5 +52,9 @@ def worked_examples(config: ConfigDict, count: int) -> Iterator[str]:
     draw = random.Random(f"worked examples {config.data_shuffle_seed}")
     for _ in range(count):
         record = everything[draw.choice(training)]
-        answer = written(record["a"] + record["b"] + draw.choice(SLIPS))
-        yield template.fill(record, "a worked example") + answer
+        answer = int(record["answer"]) + draw.choice(SLIPS)
+        yield f"{template.fill(record, 'a worked example')}{answer}"
+
+
+def _sum(prompt: str) -> int:
+    return sum(map(int, prompt.removesuffix("=").split("+")))
