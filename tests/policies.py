@@ -25,8 +25,8 @@ def is_long(prompt, response, record):
 KEYS = (
     *TINY_MODEL[:-1],
     "base_num_decoder_layers=1",
-    "max_target_length=16",
-    "max_prefill_predict_length=8",
+    "max_target_length=24",
+    "max_prefill_predict_length=16",
     "warm_start_steps=0",
     "batch_size=8",
     f"num_generations={GROUP}",
