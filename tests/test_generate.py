@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import string
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -14,36 +18,38 @@ from maxbatch import ConfigError, load_config
 from maxbatch.data.tokenizers import ByteTokenizer
 from maxbatch.generate import add_arguments, run
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.sampling import _next_token, generate_text
+from maxbatch.model.sampling import _respond, generate_text
 
 from .tiny import LENGTH, TINY_MODEL
 
 CONFIG = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false"])
+NO_BOS = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_bos=false"])
 TOKENIZER = ByteTokenizer()
 
 
-def trained_to_say(*bias: tuple[int, float]) -> tuple[nnx.GraphDef[Any], nnx.State]:
-    """A model in which the given ids have the given logits at every position, all others 0."""
-
-    class Biased(Decoder):
-        def output_projection(self) -> jax.Array:
-            logits = jnp.zeros(CONFIG.vocab_size)
-            for token, logit in bias:
-                logits = logits.at[token].set(logit)
-            return jnp.zeros((CONFIG.base_emb_dim, CONFIG.vocab_size)).at[0].set(logits)
-
-        def hidden(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-            return jnp.zeros((*tokens.shape, CONFIG.base_emb_dim)).at[:, :, 0].set(1.0)
-
-    return nnx.split(Biased(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
-
-
-RANDOM = nnx.split(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
+def trained_to_say(*bias: tuple[int, float]) -> nnx.State:
+    """Parameters with which the given ids have the given logits at every position, all others 0."""
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
+    attention, mlp = decoder.layers.attention, decoder.layers.mlp
+    # The stream is one everywhere: what the layers would add to it is nothing.
+    for weight, value in (
+        (decoder.embedding, 1.0),
+        (attention.out, 0.0),
+        (mlp.down, 0.0),
+        (decoder.output, 0.0),
+    ):
+        weight[...] = jnp.full_like(weight[...], value)
+    for token, logit in bias:
+        decoder.output[...] = decoder.output[...].at[0, token].set(logit)
+    return nnx.state(decoder, nnx.Param)
 
 
-def text(model: Any = RANDOM, prompt: str = "def ", n: int = 8, **options: Any) -> str:
-    options = {"temperature": 1.0, "top_k": 0, "seed": 0} | options
-    return generate_text(*model, TOKENIZER, prompt, n, config=CONFIG, **options)
+RANDOM = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
+
+
+def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, **options: Any) -> str:
+    options = {"temperature": 1.0, "config": CONFIG} | options
+    return generate_text(params, TOKENIZER, prompt, max_new_tokens=n, **options)
 
 
 def test_one_seed_one_text_and_another_seed_another() -> None:
@@ -58,19 +64,28 @@ def test_temperature_zero_and_top_one_take_the_likeliest_token_whatever_the_seed
     assert {text(top_k=1, seed=seed) for seed in range(3)} == greedy
 
 
-def test_the_likeliest_token_is_that_of_the_unpadded_model() -> None:
-    decoder = nnx.merge(*RANDOM)
-    ids = [TOKENIZER.bos_id, *TOKENIZER.encode("abc")]
+@pytest.mark.parametrize("prompt", ["abc", string.ascii_letters[: LENGTH - 2]])
+def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(prompt: str) -> None:
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
     tokens = jnp.asarray([ids])
     x = decoder.hidden(tokens, jnp.ones_like(tokens))[0, -1]
     logits = x @ decoder.output_projection()
-    assert text(prompt="abc", n=1, temperature=0.0) == TOKENIZER.decode([*ids, int(jnp.argmax(logits[:256]))])
+    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode(
+        [*ids, int(jnp.argmax(logits[:256]))]
+    )
 
 
 def test_top_k_draws_from_the_k_likeliest_alone() -> None:
-    model = trained_to_say((ord("a"), 3.0), (ord("b"), 2.5), (ord("c"), 2.0))
-    assert set(text(model, prompt="", n=40, top_k=2, temperature=5.0)) == {"a", "b"}
-    assert len(set(text(model, prompt="", n=40, temperature=5.0))) > 3
+    params = trained_to_say((ord("a"), 3.0), (ord("b"), 2.5), (ord("c"), 2.0))
+    assert set(text(params, prompt="", n=40, top_k=2, temperature=5.0)) == {"a", "b"}
+    assert len(set(text(params, prompt="", n=40, temperature=5.0))) > 3
+
+
+def test_the_nucleus_is_the_fewest_likeliest_that_have_the_probability() -> None:
+    params = trained_to_say((ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))  # 0.67, 0.24, 0.09
+    for nucleus_p, drawn in ((0.6, "a"), (0.8, "ab"), (0.95, "abc")):
+        assert set(text(params, prompt="", n=60, nucleus_p=nucleus_p)) == set(drawn)
 
 
 def test_it_stops_at_the_end_of_the_document() -> None:
@@ -84,24 +99,51 @@ def test_ids_that_are_no_text_are_never_drawn() -> None:
     assert said == "xxxxx"
 
 
-def test_a_long_prompt_keeps_its_tail_and_text_grows_past_the_window() -> None:
-    tail = "t" * LENGTH
-    short, long = (text(prompt=p, n=4, temperature=0.0) for p in (tail, "some other start" + tail))
-    assert long == "some other start" + short
-    assert len(text(trained_to_say((ord("x"), 50.0)), prompt="", n=2 * LENGTH)) == 2 * LENGTH
+class Latin1(ByteTokenizer):
+    """A character for every byte, and no other tokens."""
+
+    vocab_size, bos_id, eos_id, pad_id = 256, None, None, 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(list(ids)).decode("latin-1")
+
+
+def test_a_full_window_goes_on_from_its_last_half() -> None:
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, temperature=0.0)
+    whole = said("def ", max_new_tokens=2 * LENGTH)
+    assert len(whole) == len("def ") + 2 * LENGTH
+    half = LENGTH // 2
+    for full in (LENGTH, LENGTH + half):
+        assert whole[full - half : full + half] == said(whole[full - half : full], max_new_tokens=half)
+
+
+def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, max_new_tokens=4)
+    half = string.ascii_letters[: LENGTH // 2]
+    for start in ("x" * (LENGTH // 2), "some other start of a document, "):
+        assert said(start + half) == start + said(half)
+
+
+def test_every_window_has_draws_of_its_own() -> None:
+    half = LENGTH // 2
+    said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, max_new_tokens=4 * LENGTH)[LENGTH:]
+    assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
 
 
 def test_an_empty_prompt_starts_a_document() -> None:
-    config = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_bos=false"])
-    with_bos = generate_text(*RANDOM, TOKENIZER, "", 4, 0.0, 0, 0, CONFIG)
-    assert generate_text(*RANDOM, TOKENIZER, "", 4, 0.0, 0, 0, config) == with_bos
+    with_bos = text(prompt="", n=4, temperature=0.0)
+    assert text(prompt="", n=4, temperature=0.0, config=NO_BOS) == with_bos
 
 
 def test_one_compilation_serves_every_prompt_length_and_setting() -> None:
-    text()
-    before = _next_token._cache_size()
-    text(prompt="another, longer", n=3, temperature=0.3, top_k=5, seed=9)
-    assert _next_token._cache_size() == before
+    text(top_k=3)
+    before = _respond._cache_size()
+    text(prompt="another, longer", n=3, temperature=0.3, top_k=5, nucleus_p=0.9, seed=9)
+    text(prompt="a", n=2 * LENGTH, temperature=0.0, nucleus_p=0.5)
+    assert _respond._cache_size() == before
 
 
 @pytest.mark.parametrize(
@@ -111,6 +153,9 @@ def test_one_compilation_serves_every_prompt_length_and_setting() -> None:
         ("--temperature", "-1"),
         ("--temperature", "nan"),
         ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--top-p", "nan"),
         ("--seed", "-1"),
         ("--seed", "4294967296"),
     ],
@@ -130,10 +175,9 @@ def test_a_missing_run_folder_is_the_users_mistake() -> None:
 
 
 def test_parameters_may_be_sharded() -> None:
-    graphdef, params = RANDOM
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+    whole = jax.device_put(RANDOM, jax.NamedSharding(mesh, jax.P()))
     sharded = jax.tree.map(
         lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "fsdp"))), whole
     )
-    assert text((graphdef, sharded), temperature=0.0) == text(temperature=0.0)
+    assert text(sharded, temperature=0.0) == text(temperature=0.0)

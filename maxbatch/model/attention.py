@@ -1,6 +1,7 @@
 """Grouped-query attention with rotary positions: causal, and blind across the documents of a packed row.
 
-Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim.
+Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; where a model is sampled
+from, B rows and T tokens that come in, G = H / K.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.errors import ConfigError
+from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix, residual_matrix
 from maxbatch.model.placing import Constrain, unconstrained
 from maxbatch.model.splash import LANES, splash_attend
@@ -38,8 +40,13 @@ def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
 
 
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate each pair (i, i + h/2) of a head by its position's angle, in float32; returned in x's dtype."""
-    cos, sin = (table[None, :, None, :] for table in rope)
+    """Rotate each pair (i, i + h/2) of a head by its position's angle, in float32; returned in x's dtype.
+
+    Args:
+      x_MxLxHxh: the heads.
+      rope: the tables of their positions, [L, h/2], or [M, L, h/2] where every row has positions of its own.
+    """
+    cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
     first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_MxLxHxh.dtype)
@@ -148,6 +155,20 @@ def attend(
     )  # fmt: skip
 
 
+def attend_to_cache(
+    q_BxTxHxh: jax.Array, k_BxKxLxh: jax.Array, v_BxKxLxh: jax.Array, positions_BxT: jax.Array
+) -> jax.Array:
+    """Attention of each token to the slots up to its own; what `attend` computes. Returns [B, T, H, h] in q's dtype."""
+    rows, tokens, heads, head_dim = q_BxTxHxh.shape
+    kv_heads, length = k_BxKxLxh.shape[1:3]
+    q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32)
+    visible_BxTxL = jnp.arange(length)[None, None, :] <= positions_BxT[:, :, None]
+    logits = jnp.where(visible_BxTxL[:, None, None], logits * head_dim**-0.5, -jnp.inf)
+    weights_BxKxGxTxL = jax.nn.softmax(logits).astype(v_BxKxLxh.dtype)
+    return jnp.einsum("bkgtl,bklh->btkgh", weights_BxKxGxTxL, v_BxKxLxh).reshape(q_BxTxHxh.shape)
+
+
 class Attention(nnx.Module):
     """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of LLaMA 2."""
 
@@ -165,14 +186,38 @@ class Attention(nnx.Module):
 
     def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
         """Return the attention output, [M, L, D], in x's dtype."""
-        dtype = x_MxLxD.dtype
+        q, k, v = self._queries_keys_values(x_MxLxD, rope)
+        return self._joined(attend(q, k, v, segments_MxL, self.implementation, self.constrain))
+
+    def with_cache(
+        self, x_BxTxD: jax.Array, positions_BxT: jax.Array, rope: Rope, cache: Cache, layer: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Return the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
+
+        The plain path, whatever the model was trained with.
+
+        Args:
+          x_BxTxD: the tokens.
+          positions_BxT: int32, their places in their rows, which are their slots.
+          rope: of these positions, each [B, T, h/2].
+          cache: of all layers.
+          layer: which of them this is.
+        """
+        q, k, v = self._queries_keys_values(x_BxTxD, rope)
+        cache = cache.write(layer, positions_BxT, k, v)
+        return self._joined(attend_to_cache(q, *cache.of_layer(layer), positions_BxT)), cache
+
+    def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[M, L, H, h] and twice [M, L, K, h], queries and keys rotated."""
 
         def heads(weight: nnx.Param, name: str) -> jax.Array:
-            out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(dtype))
+            out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
             return self.constrain(out, ("batch", "length", name, "head_dim"))
 
         q_MxLxHxh = apply_rope(heads(self.query, "heads"), rope)
         k_MxLxKxh = apply_rope(heads(self.key, "kv_heads"), rope)
-        v_MxLxKxh = heads(self.value, "kv_heads")
-        attended = attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, self.implementation, self.constrain)
-        return jnp.einsum("mlnh,nhd->mld", attended, self.out[...].astype(dtype))
+        return q_MxLxHxh, k_MxLxKxh, heads(self.value, "kv_heads")
+
+    def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
+        """The heads' outputs as one, [M, L, D]."""
+        return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))

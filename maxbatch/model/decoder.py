@@ -3,7 +3,8 @@
 Pre-normalised residual blocks (RMSNorm), rotary grouped-query attention, a gated SiLU MLP, tied or untied
 embeddings: LLaMA (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
 
-Shapes: M micro-batch, L length, D model, F MLP, V vocabulary.
+Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; where it is sampled from, B rows and T tokens that come
+in.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.model.attention import Attention, Rope, rope_tables
+from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix, normal_parameter, residual_matrix
 from maxbatch.model.placing import Constrain, unconstrained
 
@@ -98,8 +100,21 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
         """Return the residual stream after this layer, [M, L, D], in x's dtype."""
+        return self._add(x_MxLxD, self.attention(self.attention_norm(x_MxLxD), segments_MxL, rope))
+
+    def with_cache(
+        self, x_BxTxD: jax.Array, positions_BxT: jax.Array, rope: Rope, cache: Cache, layer: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Return the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
+        attended_BxTxD, cache = self.attention.with_cache(
+            self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer
+        )
+        return self._add(x_BxTxD, attended_BxTxD), cache
+
+    def _add(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
+        """The stream with the attention's output, then with the MLP's."""
         stream = ("batch", "length", "embed")
-        x = self.constrain(x_MxLxD + self.attention(self.attention_norm(x_MxLxD), segments_MxL, rope), stream)
+        x = self.constrain(x_MxLxD + attended_MxLxD, stream)
         return self.constrain(x + self.mlp(self.mlp_norm(x)), stream)
 
 
@@ -159,10 +174,7 @@ class Decoder(nnx.Module):
           tokens_MxL: int32 in [0, V).
           segments_MxL: int32; a token sees the tokens before it of its own segment, and only those.
         """
-        # Whole in D for the lookup: rows are then placed by the batch, not by what the parameter is split over.
-        table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
-        x_MxLxD = table_VxD[tokens_MxL]
-        x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
+        x_MxLxD = self._embedded(tokens_MxL)
         rope = rope_tables(tokens_MxL.shape[-1], self.head_dim, self.rope_max_timescale)
         layerdef, stacked = nnx.split(self.layers)
 
@@ -177,6 +189,53 @@ class Decoder(nnx.Module):
         if self.remat_policy != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, stacked))
+
+    def empty_cache(self, num_rows: int, length: int) -> Cache:
+        """Return a cache in the compute dtype with room for `length` tokens in each of B rows."""
+        num_layers, _, kv_heads, head_dim = self.layers.attention.key.shape
+        zeros = jnp.zeros((num_layers, num_rows, kv_heads, length, head_dim), self.dtype)
+        zeros = self.constrain(zeros, (None, "batch", "kv_heads", None, "head_dim"))
+        return Cache(zeros, zeros)
+
+    def hidden_with_cache(
+        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Return `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
+
+        A token sees those before it in its row, which is one document from its start. The layers run without a
+        pipeline.
+
+        Args:
+          tokens_BxT: int32 in [0, V).
+          positions_BxT: int32 in [0, L): their places in their rows, one after the other.
+          cache: holds the tokens before them.
+        """
+        x_BxTxD = self._embedded(tokens_BxT)
+        cos_Lxh, sin_Lxh = rope_tables(cache.length, self.head_dim, self.rope_max_timescale)
+        rope = cos_Lxh[positions_BxT], sin_Lxh[positions_BxT]
+        layerdef, stacked = nnx.split(self.layers)
+
+        def layer(
+            carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, nnx.State]
+        ) -> tuple[tuple[jax.Array, Cache], None]:
+            (x_BxTxD, cache), (index, parameters) = carried, numbered
+            module = nnx.merge(layerdef, parameters)
+            return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index), None
+
+        carried = (x_BxTxD, cache)
+        if self.scan_layers:
+            layers_N = jnp.arange(cache.keys_NxBxKxLxh.shape[0])
+            carried, _ = jax.lax.scan(layer, carried, (layers_N, stacked))
+        else:
+            for numbered in enumerate(_unstack(stacked)):
+                carried, _ = layer(carried, numbered)
+        x_BxTxD, cache = carried
+        return self.final_norm(x_BxTxD), cache
+
+    def _embedded(self, tokens_MxL: jax.Array) -> jax.Array:
+        # Whole in D for the lookup: rows are then placed by the batch, not by what the parameter is split over.
+        table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
+        return self.constrain(table_VxD[tokens_MxL], ("batch", "length", "embed"))
 
     def output_projection(self) -> jax.Array:
         """Return the matrix from the stream to the logits, [D, V], in `weight_dtype`."""

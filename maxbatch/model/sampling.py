@@ -1,102 +1,341 @@
-"""Text from a model: token after token, each from one forward pass over the whole window.
+"""Responses from a model: the prompt in one pass, then token after token, each from the keys and values before it.
 
-The window has the length of training and its shapes never change, so there is one compilation, whatever the prompt.
-No keys and values are kept between tokens: a token costs a forward pass over `max_target_length` positions,
-which is fine for a look at a model and too slow for serving one.
+What a row draws depends on its own key, tokens and the parameters alone: not on the other rows, on how many there are
+or on the devices that share them (but for sums in another order, which may tip a draw between two tokens that are
+equal to float precision).
 
-Shapes: L length of the window, D model, V vocabulary.
+Shapes: B rows, P slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import Tokenizer
+from maxbatch.model.cache import Cache
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.placing import unconstrained
+from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.topology import BATCH_AXES
+
+_COOLEST = 1e-6  # temperature below which dividing by it could overflow
+
+
+class Responses(NamedTuple):
+    """What was drawn: device arrays."""
+
+    tokens_BxL: jax.Array  # int32: prompt, response (with its end token where it was drawn), then pad_id
+    prompt_lengths_B: jax.Array  # int32
+    lengths_B: jax.Array  # int32: tokens of prompt and response
+    # float32: log-probability of the token at t given those before it, in the model's own full softmax (temperature 1,
+    # nothing cut off); 0 outside of the response
+    logprobs_BxL: jax.Array
+
+
+class _Program(NamedTuple):
+    """What the compiled program depends on, besides the shapes of its arguments."""
+
+    graphdef: nnx.GraphDef[Decoder]
+    length: int  # L
+    row_shards: int  # devices that the rows are split over
+    cuts: bool  # draws from the top k or the nucleus alone
+    end_id: int | None
+    pad_id: int
+
+
+class Sampler:
+    """Draws responses to prompts. Compiled once for every number of rows; the layers run without a pipeline.
+
+    Weights are made whole before the first token (but for what the tensor axis splits) and cast to the compute dtype:
+    fetched once, not for every token.
+
+    Args:
+      config: the model keys, `max_target_length`, `dtype`.
+      tokenizer: ids that are no text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
+        never drawn; `eos_id` ends a response.
+      mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: as the parameters lie.
+      top_k: only the k likeliest tokens are drawn from; 0: all.
+      nucleus_p: only the likeliest tokens that together have this probability, at the temperature and among the top
+        k, are drawn from (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1); in (0, 1], 1: all.
+      prompt_length: P <= L.
+      max_new_tokens: most tokens of a response; None: as many as there are slots. May be set between calls.
+    """
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        tokenizer: Tokenizer,
+        mesh: Mesh | None,
+        *,
+        top_k: int = 0,
+        nucleus_p: float = 1.0,
+        prompt_length: int,
+        max_new_tokens: int | None = None,
+    ) -> None:
+        length = config.max_target_length
+        if not 1 <= prompt_length <= length:
+            raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
+        constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
+        self._program = _Program(
+            graphdef=nnx.graphdef(model),
+            length=length,
+            row_shards=math.prod(mesh.shape[axis] for axis in BATCH_AXES) if mesh else 1,
+            cuts=top_k > 0 or nucleus_p < 1,
+            end_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+        )
+        self._top_k = np.int32(min(top_k or config.vocab_size, config.vocab_size))
+        self._nucleus_p = np.float32(nucleus_p)
+        # One token may be several things, and the end of the text has to be drawable.
+        self._drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
+        never = (tokenizer.bos_id, tokenizer.pad_id)
+        self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
+        self._prompt_length = prompt_length
+        self.max_new_tokens = max_new_tokens
+
+    def __call__(
+        self,
+        params: nnx.State,
+        prompts_BxP: np.ndarray | jax.Array,
+        prompt_lengths_B: np.ndarray | jax.Array,
+        draw_ids_Bx3: np.ndarray,
+        temperature: float,
+        seed: int,
+    ) -> Responses:
+        """Return a response to each prompt; asynchronous, in one program.
+
+        Args:
+          params: of a `Decoder`, on one device or sharded.
+          prompts_BxP: int32, each from the start of its row; what lies behind it does not matter.
+          prompt_lengths_B: int32 in [1, P]. A prompt of L tokens has no response.
+          draw_ids_Bx3: uint32: what the draws of a row are to depend on, besides the seed.
+          temperature: >= 0; divides the logits. 0 takes the likeliest token.
+          seed: of the draws, in [0, 2^32).
+        """
+        if prompts_BxP.shape[1] != self._prompt_length:
+            raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
+        return _respond(
+            self._program,
+            params,
+            prompts_BxP,
+            prompt_lengths_B,
+            np.asarray(draw_ids_Bx3, np.uint32),
+            np.uint32(seed),
+            np.float32(temperature),
+            self._top_k,
+            self._nucleus_p,
+            self._drawable_V,
+            np.int32(self._program.length if self.max_new_tokens is None else self.max_new_tokens),
+        )
+
+
+@partial(jax.jit, static_argnums=0)
+def _respond(
+    program: _Program,
+    params: nnx.State,
+    prompts_BxP: jax.Array,
+    prompt_lengths_B: jax.Array,
+    draw_ids_Bx3: jax.Array,
+    seed: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    nucleus_p: jax.Array,
+    drawable_V: jax.Array,
+    max_new_tokens: jax.Array,
+) -> Responses:
+    """The whole response of every row: one prefill, then a loop that ends with the longest response."""
+    decoder = _fetched(nnx.merge(program.graphdef, params))
+    rows, length = prompts_BxP.shape[0], program.length
+    # Rows that make the number divisible by the devices; they are full from the start.
+    more = -rows % program.row_shards
+    prompts_BxP = jnp.pad(prompts_BxP, ((0, more), (0, 0)))
+    prompt_lengths_B = jnp.pad(prompt_lengths_B, (0, more), constant_values=1)
+    limits_B = jnp.minimum(prompt_lengths_B + max_new_tokens, length)
+    limits_B = jnp.where(jnp.arange(rows + more) < rows, limits_B, 1)
+    keys_B = _keys(seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0))))
+
+    slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows + more, length), 1)
+    tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
+    tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
+    tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
+    w_DxV = decoder.output_projection().astype(decoder.dtype)
+
+    def draw(logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
+        scaled_BxV = jnp.where(drawable_V[None], logits_BxV, -jnp.inf) / jnp.maximum(temperature, _COOLEST)
+        if program.cuts:
+            scaled_BxV = cut(scaled_BxV, top_k, nucleus_p)
+        drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BxV)
+        return jnp.where(temperature > 0, drawn_B, jnp.argmax(scaled_BxV, axis=1)).astype(jnp.int32)
+
+    def goes_on(loop: _Loop) -> jax.Array:
+        return jnp.any(~loop.done_B)
+
+    def next_token(loop: _Loop) -> _Loop:
+        """Read each row's last token, which the prefill may have read as well, and draw the one that follows."""
+        last_Bx1 = loop.lengths_B[:, None] - 1
+        token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
+        x_Bx1xD, cache = decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache)
+        logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], w_DxV, preferred_element_type=jnp.float32)
+        logits_BxV = decoder.constrain(logits_BxV, ("batch", None))
+        drawn_B = draw(logits_BxV, jax.vmap(jax.random.fold_in)(keys_B, loop.lengths_B))
+        logprobs_BxV = jax.nn.log_softmax(logits_BxV)
+        logprob_Bx1 = jnp.take_along_axis(logprobs_BxV, drawn_B[:, None], axis=1)
+        here_BxL = (slots_BxL == loop.lengths_B[:, None]) & ~loop.done_B[:, None]
+        lengths_B = loop.lengths_B + ~loop.done_B
+        done_B = loop.done_B | (lengths_B >= limits_B)
+        if program.end_id is not None:
+            done_B |= drawn_B == program.end_id
+        return _Loop(
+            cache,
+            jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL),
+            jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL),
+            lengths_B,
+            done_B,
+        )
+
+    start = _Loop(
+        _prefilled(decoder, prompts_BxP).with_room_for(length),
+        tokens_BxL,
+        jnp.zeros(tokens_BxL.shape, jnp.float32),
+        prompt_lengths_B,
+        prompt_lengths_B >= limits_B,
+    )
+    end = jax.lax.while_loop(goes_on, next_token, start)
+    # Rows that the devices do not divide come back whole.
+    row_axis = None if more else "batch"
+    return Responses(
+        decoder.constrain(end.tokens_BxL[:rows], (row_axis, None)),
+        decoder.constrain(prompt_lengths_B[:rows], (row_axis,)),
+        decoder.constrain(end.lengths_B[:rows], (row_axis,)),
+        decoder.constrain(end.logprobs_BxL[:rows], (row_axis, None)),
+    )
+
+
+class _Loop(NamedTuple):
+    """What a token leaves for the next."""
+
+    cache: Cache
+    tokens_BxL: jax.Array
+    logprobs_BxL: jax.Array
+    lengths_B: jax.Array  # of prompt and response so far
+    done_B: jax.Array  # bool: the end was drawn, or the row is full
+
+
+def _fetched(decoder: Decoder) -> Decoder:
+    """The decoder with its weights in the compute dtype and whole, but for what the tensor axis splits."""
+
+    def fetched(weight: nnx.Param) -> nnx.Param:
+        axes = weight.get_metadata("logical_axes")
+        if "norm" in axes:  # computes in float32
+            return weight
+        value = weight.get_value().astype(decoder.dtype)
+        return weight.replace(
+            decoder.constrain(value, tuple(None if name == "layers" else name for name in axes))
+        )
+
+    graphdef, params = nnx.split(decoder, nnx.Param)
+    params = jax.tree.map(fetched, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graphdef, params)
+
+
+def _prefilled(decoder: Decoder, prompts_BxP: jax.Array) -> Cache:
+    """The cache of whole prompts; what lies behind a prompt is overwritten before anything sees it."""
+    rows, length = prompts_BxP.shape
+    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
+    return decoder.hidden_with_cache(prompts_BxP, positions_BxP, decoder.empty_cache(rows, length))[1]
+
+
+def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
+    """A key for every row."""
+
+    def folded(ids_3: jax.Array) -> jax.Array:
+        key = jax.random.key(seed)
+        for i in range(3):
+            key = jax.random.fold_in(key, ids_3[i])
+        return key
+
+    return jax.vmap(folded)(draw_ids_Bx3)
+
+
+def cut(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float) -> jax.Array:
+    """Return the logits with -inf for all but the top k, and of those the nucleus; ties with the last of them stay.
+
+    The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to at least p
+    (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1).
+
+    Args:
+      logits_BxV: float32, divided by the temperature.
+      top_k: in [1, V].
+      nucleus_p: in (0, 1].
+    """
+    sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
+    among_k_BxV = jax.lax.broadcasted_iota(jnp.int32, sorted_BxV.shape, 1) < top_k
+    probs_BxV = jax.nn.softmax(jnp.where(among_k_BxV, sorted_BxV, -jnp.inf), axis=1)
+    before_BxV = jnp.cumsum(probs_BxV, axis=1) - probs_BxV
+    kept_BxV = among_k_BxV & ((before_BxV < nucleus_p) | (nucleus_p >= 1))
+    least_Bx1 = jnp.min(jnp.where(kept_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
+    return jnp.where(logits_BxV >= least_Bx1, logits_BxV, -jnp.inf)
 
 
 def generate_text(
-    model_graphdef: nnx.GraphDef[Any],
     params: nnx.State,
     tokenizer: Tokenizer,
     prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
     config: ConfigDict,
+    *,
+    mesh: Mesh | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    nucleus_p: float = 1.0,
+    seed: int = 0,
 ) -> str:
     """Return the prompt and what the model makes of it, up to the end of the document.
 
-    The same arguments give the same text. Ids that are no text (padding, beginning of text, rows of the embedding
-    beyond the tokenizer's vocabulary) are never drawn.
+    The same arguments give the same text. The window holds `max_target_length` tokens; where prompt or text fill it,
+    its last half becomes the prompt of the next one, and what lies before is seen no more.
 
     Args:
-      model_graphdef: graph of a `Decoder`.
-      params: its parameters, on one device or sharded.
+      params: of a `Decoder`, on one device or sharded.
       tokenizer: of the run that trained them.
-      prompt: where to start. Only its last `max_target_length` tokens are seen; an empty one starts a document.
+      prompt: where to start; an empty one starts a document.
+      config: of that run.
+      mesh: of the parameters; None: the compiler finds its way.
       max_new_tokens: most tokens to add, >= 1.
-      temperature: >= 0; divides the logits. 0 takes the likeliest token.
-      top_k: only the k likeliest tokens are drawn from; 0: all.
-      seed: of the draws, in [0, 2^32).
-      config: `max_target_length`, `add_bos`.
+      temperature, top_k, nucleus_p, seed: see `Sampler`.
     """
-    length = config.max_target_length
     ids = [int(i) for i in tokenizer.encode(prompt)]
     if config.add_bos or not ids:
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))
-    drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
-    # One token may be several things, and the end of the text has to be drawable.
-    drawable_V[[i for i in (tokenizer.bos_id, tokenizer.pad_id) if i not in (None, tokenizer.eos_id)]] = False
-    key = jax.random.key(np.uint32(seed))
-    kept = min(top_k or config.vocab_size, config.vocab_size)
-    for step in range(max_new_tokens):
-        window = ids[-length:]
-        padded_L = np.full(length, tokenizer.pad_id, np.int32)
-        padded_L[: len(window)] = window
-        token = _next_token(
-            model_graphdef,
-            params,
-            padded_L,
-            np.int32(len(window)),
-            drawable_V,
-            jax.random.fold_in(key, step),
-            np.float32(temperature),
-            np.int32(kept),
-        )
-        if int(token) == tokenizer.eos_id:
-            break
-        ids.append(int(token))
+    length = config.max_target_length
+    half = length // 2
+    # Few prompts are longer than half a window, and for the others the prefill is half as long.
+    prompt_length = length if half < len(ids) < length else half
+    sampler = Sampler(config, tokenizer, mesh, top_k=top_k, nucleus_p=nucleus_p, prompt_length=prompt_length)
+    full = len(ids) + max_new_tokens
+    window = 0
+    while len(ids) < full:
+        seen = ids if len(ids) < length else ids[-half:]
+        prompt_1xP = np.full((1, prompt_length), tokenizer.pad_id, np.int32)
+        prompt_1xP[0, : len(seen)] = seen
+        sampler.max_new_tokens = full - len(ids)
+        lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
+        responses = sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, temperature, seed)
+        tokens_1xL, ends_1 = jax.device_get((responses.tokens_BxL, responses.lengths_B))
+        response = tokens_1xL[0, len(seen) : ends_1[0]].tolist()
+        if response[-1] == tokenizer.eos_id:
+            return tokenizer.decode(ids + response[:-1])
+        ids += response
+        window += 1
     return tokenizer.decode(ids)
-
-
-@partial(jax.jit, static_argnums=0)
-def _next_token(
-    graphdef: nnx.GraphDef[Any],
-    params: nnx.State,
-    tokens_L: jax.Array,
-    num_tokens: jax.Array,
-    drawable_V: jax.Array,
-    key: jax.Array,
-    temperature: jax.Array,
-    kept: jax.Array,
-) -> jax.Array:
-    """Draw the token that follows the first `num_tokens` of the window, among the `kept` likeliest."""
-    decoder = nnx.merge(graphdef, params)
-    segments_L = (jnp.arange(tokens_L.shape[0]) < num_tokens).astype(jnp.int32)
-    x_LxD = decoder.hidden(tokens_L[None], segments_L[None])[0]
-    w_DxV = decoder.output_projection().astype(x_LxD.dtype)
-    logits_V = jnp.einsum("d,dv->v", x_LxD[num_tokens - 1], w_DxV, preferred_element_type=jnp.float32)
-    logits_V = jnp.where(drawable_V, logits_V, -jnp.inf)
-    threshold = jnp.sort(logits_V, descending=True)[kept - 1]
-    kept_V = jnp.where(logits_V >= threshold, logits_V, -jnp.inf)
-    drawn = jax.random.categorical(key, kept_V / jnp.maximum(temperature, 1e-6))
-    return jnp.where(temperature > 0, drawn, jnp.argmax(logits_V))
