@@ -147,7 +147,7 @@ def test_a_response_that_takes_too_long_says_so(functions: Path) -> None:
 
 
 def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
-    scores = score("functions:process", ["a"] * 20, "reward_timeout_s=0.7")
+    scores = score("functions:process", ["a"] * 40, "reward_timeout_s=0.7")  # of 0.05 s each
     assert scores.num_timed_out == 0
     assert len(set(scores.rewards.tolist())) == 1
 
@@ -258,9 +258,13 @@ def test_processes_end_with_a_parent_that_is_killed(functions: Path, tmp_path: P
         pids = [int(pid) for pid in command.stdout.readline().split()]
         assert len(pids) == 2 and all(map(alive, pids))
         assert all(os.getpgid(pid) == os.getpgid(command.pid) for pid in pids)
-        wait_for(lambda: log.exists())
+        wait_for(log.exists)
         command.kill()
-    wait_for(lambda: not any(map(alive, pids)))
+    try:
+        wait_for(lambda: not any(map(alive, pids)))
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_is_left_to_the_parent(functions: Path) -> None:
