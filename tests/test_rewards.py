@@ -55,6 +55,11 @@ FUNCTIONS = """
         time.sleep(0.05)
         return os.getpid()
 
+    def takes_away(prompt, response, record):
+        del record["log"]
+        record["more"] = []
+        return "more" in record
+
     def takes_two(prompt, response):
         return 0.0
 
@@ -159,6 +164,12 @@ def test_what_a_function_prints_goes_to_standard_error(
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("to standard output") == 3 and err.count("by its number") == 3000
+
+
+def test_a_function_that_changes_its_record_changes_no_other(functions: Path) -> None:
+    scores = score("functions:takes_away;functions:obeys", ["a"] * 20)
+    assert scores.num_failed == 0
+    assert scores.rewards.tolist() == [2] * 20
 
 
 def test_workers_do_not_import_jax(functions: Path) -> None:

@@ -97,13 +97,18 @@ class RewardProcess:
         self._messages = Messages()
         self._received: deque[Any] = deque()
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "maxbatch.rl.reward_worker", str(requests), str(answers)],
                 stdin=subprocess.PIPE, stdout=2, pass_fds=(requests, answers),
             )  # fmt: skip
+        except OSError as error:
+            os.close(self._requests)
+            os.close(self._answers)
+            raise Ended(f"cannot start a process ({error})") from error
         finally:
             os.close(requests)
             os.close(answers)
+        self._process = process
 
     def _kill(self) -> int | None:
         """Ends the process, if there is one, and returns its exit code."""

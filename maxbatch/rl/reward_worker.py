@@ -8,6 +8,7 @@ function may print, and standard input is the pipe of `maxbatch.child_process`, 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib
 import importlib.util
@@ -26,6 +27,7 @@ from maxbatch.config_keys import nearest_name
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 16
+_LONGEST_PROBLEM = 400
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 RewardFunction = Callable[[str, str, dict[str, Any]], Any]
@@ -68,14 +70,15 @@ def _send(descriptor: int, message: Any) -> None:
 
 
 def score(functions: list[RewardFunction], request: Request) -> Answer:
-    """Calls the functions one after the other; the first that fails ends it.
+    """Calls the functions one after the other, each with a record of its own; the first that fails ends it.
 
     Fails: an exception, `sys.exit`, a value that is no number. Whether numbers are finite is not looked at.
     """
+    prompt, response, record = request
     values = []
     for function in functions:
         try:
-            value = function(*request)
+            value = function(prompt, response, copy.deepcopy(record))
             if not hasattr(value, "__float__"):
                 return None, _in_one_line(f"{_name(function)} returned {value!r:.80}, which is no number")
             values.append(float(value))
@@ -115,7 +118,7 @@ def _name(function: RewardFunction) -> str:
 
 
 def _in_one_line(what: object) -> str:
-    return " ".join(str(what).split())
+    return " ".join(str(what).split())[:_LONGEST_PROBLEM]
 
 
 def _file_module(path: str) -> ModuleType:

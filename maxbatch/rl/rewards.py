@@ -84,7 +84,7 @@ def parse_rewards(text: str) -> list[RewardTerm]:
         place, _, name = spec.rpartition(":")
         if not place or not name.isidentifier():
             raise ConfigError(
-                f"reward={shown(text)!r}: {shown(item)!r} is not module:function or FILE.py:function; {works}"
+                f"reward={shown(repr(text))}: {shown(item)!r} is not module:function or FILE.py:function; {works}"
             )
         try:
             number = float(weight)
@@ -92,11 +92,11 @@ def parse_rewards(text: str) -> list[RewardTerm]:
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(
-                f"reward={shown(text)!r}: the weight {shown(weight)!r} is no finite number; works: {spec},1"
+                f"reward={shown(repr(text))}: the weight {shown(weight)!r} is no finite number; works: {spec},1"
             )
         if spec in specs:
             raise ConfigError(
-                f"reward={shown(text)!r}: {spec} stands there twice; give it once, with one weight"
+                f"reward={shown(repr(text))}: {spec} stands there twice; give it once, with one weight"
             )
         specs.append(spec)
         weights.append(number)
@@ -208,7 +208,7 @@ class Rewards:
             for _ in self._threads:
                 problem = starts.get()
                 if problem is not None:
-                    raise ConfigError(f"reward={shown(config.reward)!r}: {problem}") from problem
+                    raise ConfigError(f"reward={shown(repr(config.reward))}: {problem}") from problem
         except BaseException:
             self.close()
             raise

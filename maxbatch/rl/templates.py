@@ -59,4 +59,4 @@ class Template:
             raise self._error(f"cannot be filled by {place} ({type(error).__name__}: {error})") from None
 
     def _error(self, problem: str) -> ConfigError:
-        return ConfigError(f"prompt_template={shown(self.text)!r}: {problem}")
+        return ConfigError(f"prompt_template={shown(repr(self.text))}: {problem}")
