@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +122,29 @@ class Sampler:
           temperature: >= 0; divides the logits. 0 takes the likeliest token.
           seed: of the draws, in [0, 2^32).
         """
+        return _respond(
+            *self._arguments(params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, temperature, seed)
+        )
+
+    def lower(self, params: nnx.State, num_rows: int) -> jax.stages.Lowered:
+        """Return the program for so many rows, lowered; `params` may be abstract."""
+        prompts_BxP = np.zeros((num_rows, self._prompt_length), np.int32)
+        lengths_B, draw_ids_Bx3 = np.ones(num_rows, np.int32), np.zeros((num_rows, 3), np.uint32)
+        return _respond.lower(*self._arguments(params, prompts_BxP, lengths_B, draw_ids_Bx3, 1.0, 0))
+
+    def _arguments(
+        self,
+        params: nnx.State,
+        prompts_BxP: np.ndarray | jax.Array,
+        prompt_lengths_B: np.ndarray | jax.Array,
+        draw_ids_Bx3: np.ndarray,
+        temperature: float,
+        seed: int,
+    ) -> tuple[Any, ...]:
         if prompts_BxP.shape[1] != self._prompt_length:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
-        return _respond(
+        most = self._program.length if self.max_new_tokens is None else self.max_new_tokens
+        return (
             self._program,
             params,
             prompts_BxP,
@@ -135,7 +155,7 @@ class Sampler:
             self._top_k,
             self._nucleus_p,
             self._drawable_V,
-            np.int32(self._program.length if self.max_new_tokens is None else self.max_new_tokens),
+            np.int32(most),
         )
 
 
@@ -285,57 +305,3 @@ def cut(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | fl
     kept_BxV = among_k_BxV & ((before_BxV < nucleus_p) | (nucleus_p >= 1))
     least_Bx1 = jnp.min(jnp.where(kept_BxV, sorted_BxV, jnp.inf), axis=1, keepdims=True)
     return jnp.where(logits_BxV >= least_Bx1, logits_BxV, -jnp.inf)
-
-
-def generate_text(
-    params: nnx.State,
-    tokenizer: Tokenizer,
-    prompt: str,
-    config: ConfigDict,
-    *,
-    mesh: Mesh | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    nucleus_p: float = 1.0,
-    seed: int = 0,
-) -> str:
-    """Return the prompt and what the model makes of it, up to the end of the document.
-
-    The same arguments give the same text. The window holds `max_target_length` tokens; where prompt or text fill it,
-    its last half becomes the prompt of the next one, and what lies before is seen no more.
-
-    Args:
-      params: of a `Decoder`, on one device or sharded.
-      tokenizer: of the run that trained them.
-      prompt: where to start; an empty one starts a document.
-      config: of that run.
-      mesh: of the parameters; None: the compiler finds its way.
-      max_new_tokens: most tokens to add, >= 1.
-      temperature, top_k, nucleus_p, seed: see `Sampler`.
-    """
-    ids = [int(i) for i in tokenizer.encode(prompt)]
-    if config.add_bos or not ids:
-        starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-        ids.insert(0, next(token for token in starts if token is not None))
-    length = config.max_target_length
-    half = length // 2
-    # Few prompts are longer than half a window, and for the others the prefill is half as long.
-    prompt_length = length if half < len(ids) < length else half
-    sampler = Sampler(config, tokenizer, mesh, top_k=top_k, nucleus_p=nucleus_p, prompt_length=prompt_length)
-    full = len(ids) + max_new_tokens
-    window = 0
-    while len(ids) < full:
-        seen = ids if len(ids) < length else ids[-half:]
-        prompt_1xP = np.full((1, prompt_length), tokenizer.pad_id, np.int32)
-        prompt_1xP[0, : len(seen)] = seen
-        sampler.max_new_tokens = full - len(ids)
-        lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
-        responses = sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, temperature, seed)
-        tokens_1xL, ends_1 = jax.device_get((responses.tokens_BxL, responses.lengths_B))
-        response = tokens_1xL[0, len(seen) : ends_1[0]].tolist()
-        if response[-1] == tokenizer.eos_id:
-            return tokenizer.decode(ids + response[:-1])
-        ids += response
-        window += 1
-    return tokenizer.decode(ids)
