@@ -73,6 +73,14 @@ PANELS = (
     Panel("Gradient noise scale", "samples",
           (("gradient_noise_scale", "faint"), ("critical_batch_estimate", "line")), is_log=True),
     Panel("Model FLOPs utilisation", "share of the peak", (("mfu", "line"),)),
+    # Of a run of reinforcement learning, besides.
+    Panel("Reward", "mean of a batch", (("reward", "line"),)),
+    Panel("pass@1 on held-out prompts", "share of the responses",
+          (("eval_pass_at_1", "line"), ("eval_greedy_pass_at_1", "points"))),
+    Panel("Response length", "tokens", (("response_length", "line"),)),
+    Panel("Entropy", "per token (nats)", (("entropy", "line"),)),
+    Panel("Divergence from the reference", "per token (nats)", (("kl", "line"),)),
+    Panel("Clipped", "share of the tokens", (("clip_fraction", "line"),)),
 )  # fmt: skip
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 

@@ -70,7 +70,7 @@ def devices_of(run: ReportedRun) -> int | None:
     config = run.config
     if config is None or not run.records:
         return None
-    if config.global_batch_size is not None or config.batch_size_schedule is not None:
+    if any(config[name] is not None for name in ("global_batch_size", "batch_size_schedule", "batch_size")):
         return None
     first = run.records[0]
     p = exact(

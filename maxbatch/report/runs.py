@@ -18,7 +18,7 @@ from maxbatch.plots import COLUMNS
 from maxbatch.run_files import read_metrics
 
 MOST_POINTS = 20_000
-_ALWAYS_DRAWN = ("eval_loss",)
+_ALWAYS_DRAWN = ("eval_loss", "eval_pass_at_1")
 
 
 @dataclasses.dataclass(frozen=True)
