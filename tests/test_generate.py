@@ -128,10 +128,11 @@ def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
         assert said(start + half) == start + said(half)
 
 
-def test_every_window_has_draws_of_its_own() -> None:
+def test_every_window_and_every_token_has_draws_of_its_own() -> None:
     half = LENGTH // 2
     said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, max_new_tokens=4 * LENGTH)[LENGTH:]
     assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
+    assert len(set(said)) > 50  # and so has every token
 
 
 def test_an_empty_prompt_starts_a_document() -> None:
