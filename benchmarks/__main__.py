@@ -32,6 +32,7 @@ NUM_DEVICES = {
     "noise_scale": 4,
     "waiting": 1,
     "sampler": 1,
+    "overlap": 1,
     "batch_warmup": 1,
 }
 

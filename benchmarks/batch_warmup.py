@@ -1,4 +1,4 @@
-"""(h) Batch warmup by `maxbatch critical-batch`'s own schedule, against the small batch and the large one throughout.
+"""(k) Batch warmup by `maxbatch critical-batch`'s own schedule, against the small batch and the large one throughout.
 
 Three runs on the same tokens, for each of three seeds (of parameters and of the order of the data): the small batch;
 the schedule, measured by `critical-batch` on the small batch's run of seed 0 alone; the largest batch of that schedule
