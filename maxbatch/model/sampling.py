@@ -279,10 +279,7 @@ def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
     """A key for every row."""
 
     def folded(ids_3: jax.Array) -> jax.Array:
-        key = jax.random.key(seed)
-        for i in range(3):
-            key = jax.random.fold_in(key, ids_3[i])
-        return key
+        return jax.lax.scan(lambda key, i: (jax.random.fold_in(key, i), None), jax.random.key(seed), ids_3)[0]
 
     return jax.vmap(folded)(draw_ids_Bx3)
 
