@@ -41,6 +41,11 @@ def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
     assert "stage 1/3" in line and "MFU 43.1%" in line
 
 
+def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
+    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875)])
+    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875)")
+
+
 def test_a_terminal_gets_a_bar() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)

@@ -154,8 +154,11 @@ def train_to_the_end(
             run.checkpoints.save(learner.state, recorder.position)
 
     before = {f"first_{name}": figure for name, figure in evaluate().items()} if step == 0 else {}
-    for name, figure in before.items():
-        console.print(f"before the first update: {name.removeprefix('first_eval_')} {figure:.3f}")
+    if before:
+        console.print(
+            f"before the first update: pass@1 {before['first_eval_pass_at_1']:.3f} "
+            f"(greedy {before['first_eval_greedy_pass_at_1']:.3f})"
+        )
     has_warned = False
     while step < run.total_steps and not stop.before(step + 1):
         started = time.perf_counter()

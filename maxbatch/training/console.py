@@ -37,6 +37,9 @@ class Progression:
         remarks = ["skipped: gradient not finite"] if record["skipped"] else []
         if "eval_loss" in record:
             remarks.append(f"eval loss {record['eval_loss']:.4f}")
+        if "eval_pass_at_1" in record:
+            greedy = record["eval_greedy_pass_at_1"]
+            remarks.append(f"pass@1 {record['eval_pass_at_1']:.3f} (greedy {greedy:.3f})")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
             if remarks:
@@ -48,6 +51,7 @@ class Progression:
         parts = [
             f"step {record['step']}/{self._total}",
             f"loss {record['loss']:.4f}",
+            *([f"reward {record['reward']:.3f}"] if "reward" in record else []),
             f"batch {record['global_batch_size']}",
         ]
         if self._num_stages > 1:
