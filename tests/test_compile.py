@@ -64,12 +64,18 @@ def test_a_ramp_that_was_compiled_ahead_compiles_nothing(
     assert [line["loss"] for line in ahead] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
 
 
-def test_a_resume_inside_the_ramp_loads_what_was_compiled_for_its_start(compiled: Path) -> None:
-    keys = (*RAMP, "run_dir=resumed", f"compiled_dir={compiled}")
+def test_a_resume_inside_the_ramp_compiles_nothing_either(
+    compiled: Path, backend_compiles: collections.Counter[str]
+) -> None:
+    keys = (*RAMP, "run_dir=resumed", f"compiled_dir={compiled}", "compilation_cache_dir=none")
     train(tiny_config(*keys))
     Path("resumed/checkpoints/10").rename("resumed/later")
+    jax.clear_caches()
     train(tiny_config(*keys))
-    assert [line["step"] for line in read_metrics("resumed")] == list(range(1, 11))
+    metrics = read_metrics("resumed")
+    assert [line["step"] for line in metrics] == list(range(1, 11))
+    assert metrics[-1]["compiles"] == 0
+    assert not backend_compiles
 
 
 @pytest.mark.parametrize(

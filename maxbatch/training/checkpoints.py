@@ -140,8 +140,9 @@ class Checkpoints:
         self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here
     ) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
-        lower = partial(self._checksum.lower, abstract)
-        self._compiled_checksum = background.start(partial(make, CHECKSUM, lower))
+        if self._compiled_checksum is None:
+            lower = partial(self._checksum.lower, abstract)
+            self._compiled_checksum = background.start(partial(make, CHECKSUM, lower))
 
     def newest(self) -> Newest | None:
         """The newest readable checkpoint, by its JSON alone; None where there is none."""
@@ -173,10 +174,10 @@ class Checkpoints:
                 )
         return _Saved(_position(saved["position"]), saved["checksum"], tuple(saved["hosts"]))
 
-    def restore(self, abstract: TrainState) -> Restored | None:
+    def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
         """The newest checkpoint that is whole, placed as `abstract` says; None where there is none.
 
-        Damaged ones are moved to `checkpoints-damaged/` with a warning.
+        Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program that sums the arrays.
 
         Raises:
           ConfigError: the checkpoint is of another dataset, seed, tokenizer or model.
@@ -194,7 +195,7 @@ class Checkpoints:
             if not damage:
                 state, own_damage = self._restore_arrays(step, abstract)
                 damages = [d for d in all_tell(own_damage) if d]
-                damage = damages[0] if damages else self._wrong_sum(state, checksum)
+                damage = damages[0] if damages else self._wrong_sum(state, checksum, abstract, make)
             if not damage:
                 return Restored(state, _position(position))
             self._set_aside(step, damage)
@@ -213,8 +214,14 @@ class Checkpoints:
         except Exception as error:  # whatever a damaged file makes of the reader
             return None, _reason(error)
 
-    def _wrong_sum(self, state: TrainState, checksum: int) -> str | None:
-        return None if int(self._checksum(state)) == checksum else "its arrays do not match their checksum"
+    def _wrong_sum(
+        self, state: TrainState, checksum: int, abstract: TrainState, make: MakeExecutable
+    ) -> str | None:
+        if self._compiled_checksum is None:
+            self._compiled_checksum = Future()
+            self._compiled_checksum.set_result(make(CHECKSUM, partial(self._checksum.lower, abstract)))
+        right = int(self._compiled_checksum.result()(state)) == checksum
+        return None if right else "its arrays do not match their checksum"
 
     def _set_aside(self, step: int, damage: str) -> None:
         self.close()

@@ -80,7 +80,9 @@ class Run:
         self.mesh, self.placement = self._programs.mesh, self._programs.placement
         self._abstract = self._programs.abstract
         self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
-        self._restored = self.checkpoints.restore(self._abstract) if self.checkpoints else None
+        self._restored = (
+            self.checkpoints.restore(self._abstract, self._executable) if self.checkpoints else None
+        )
         position = self._restored.position if self._restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, newest)
