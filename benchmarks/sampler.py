@@ -17,7 +17,7 @@ from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_i
 from maxbatch.config import load_config
 from maxbatch.data.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.sampling import Sampler
+from maxbatch.sampling.sampler import Sampler
 
 BAR = 10.0
 _P = 16

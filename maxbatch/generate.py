@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
       ConfigError: a flag is out of its range, or there is no such run or checkpoint.
     """
     from maxbatch.data.tokenizers import make_tokenizer
-    from maxbatch.model.text import generate_text
+    from maxbatch.sampling.text import generate_text
     from maxbatch.training.checkpoints import load_parameters
     from maxbatch.training.compilation import use_persistent_cache
 

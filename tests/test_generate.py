@@ -18,8 +18,8 @@ from maxbatch import ConfigError, load_config
 from maxbatch.data.tokenizers import ByteTokenizer
 from maxbatch.generate import add_arguments, run
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.sampling import _respond
-from maxbatch.model.text import generate_text
+from maxbatch.sampling.sampler import _respond
+from maxbatch.sampling.text import generate_text
 
 from .tiny import LENGTH, TINY_MODEL
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.sampling import Responses, Sampler, cut
+from maxbatch.sampling.sampler import Responses, Sampler, cut
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.state import abstract_state, init_state
 

@@ -1,5 +1,6 @@
 """Reinforcement learning: GRPO post-training on prompts whose responses are scored by functions.
 
-`templates` and `prompts` (the stream of prompts), `arithmetic` (the task that needs no download), `rewards`,
-`reward_process` and `reward_worker` (the functions that score responses, in processes of their own).
+A prompt's way: `prompts` (by `templates`; `arithmetic` is the task that needs no download) -> `rollout` (responses) ->
+`rewards` (`reward_process`, `reward_worker`) -> `collecting` (chunks of pairs) -> `learner` (the update, for
+`objective`) -> `loop`, which also asks `evaluation`. `run` puts them together, after `warm_start`; `timeline` watches.
 """

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.model.sampling import Responses
+from maxbatch.sampling.sampler import Responses
 from maxbatch.rl.objective import Pairs, group_advantages
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rewards import Rewards, Scores

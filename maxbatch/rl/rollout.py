@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import Tokenizer
-from maxbatch.model.sampling import Responses, Sampler
+from maxbatch.sampling.sampler import Responses, Sampler
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt

@@ -15,7 +15,7 @@ from rich.console import Console
 from maxbatch.config import dump_config
 from maxbatch.data.feed import Feed
 from maxbatch.data.tokenizers import make_tokenizer
-from maxbatch.model.text import generate_text
+from maxbatch.sampling.text import generate_text
 from maxbatch.parallel.hosts import is_first
 from maxbatch.plan_view import WIDTH, equation, ramp_table
 from maxbatch.schedules import LearningRate

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import Tokenizer
-from maxbatch.model.sampling import Sampler
+from maxbatch.sampling.sampler import Sampler
 
 
 def generate_text(
