@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.sampling.sampler import Responses, Sampler, cut
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.sampling.sampler import Responses, Sampler, cut
 from maxbatch.training.state import abstract_state, init_state
 
 from .collectives import collectives

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.sampling.sampler import Responses
 from maxbatch.rl.objective import Pairs, group_advantages
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rewards import Rewards, Scores
 from maxbatch.rl.rollout import Drawn, ask, chunks
 from maxbatch.rl.run import PolicyRun
 from maxbatch.rl.timeline import Timeline
+from maxbatch.sampling.sampler import Responses
 
 
 class Collector:

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.tokenizers import Tokenizer
-from maxbatch.sampling.sampler import Responses, Sampler
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rewards import Pending, Question, Rewards
+from maxbatch.sampling.sampler import Responses, Sampler
 from maxbatch.training.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index is folded into its key in two words

@@ -15,9 +15,9 @@ from rich.console import Console
 from maxbatch.config import dump_config
 from maxbatch.data.feed import Feed
 from maxbatch.data.tokenizers import make_tokenizer
-from maxbatch.sampling.text import generate_text
 from maxbatch.parallel.hosts import is_first
 from maxbatch.plan_view import WIDTH, equation, ramp_table
+from maxbatch.sampling.text import generate_text
 from maxbatch.schedules import LearningRate
 from maxbatch.terminal import TrainingConsole
 from maxbatch.training.checkpoints import Position
