@@ -53,7 +53,15 @@ def generate_text(
     # Unrolled layers would save a third of the time of a token, and compile as long as it takes to draw ten thousand.
     scanned = config.copy_and_resolve_references()
     scanned.scan_layers = True
-    sampler = Sampler(scanned, tokenizer, mesh, top_k=top_k, nucleus_p=nucleus_p, prompt_length=prompt_length)
+    sampler = Sampler(
+        scanned,
+        tokenizer,
+        mesh,
+        top_k=top_k,
+        nucleus_p=nucleus_p,
+        prompt_length=prompt_length,
+        rescores=False,
+    )
     full = len(ids) + max_new_tokens
     window = 0
     while len(ids) < full:
