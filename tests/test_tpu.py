@@ -10,7 +10,11 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.aot.chips import TPUS
+from maxbatch.aot.memory import compile_for, known_parts
+from maxbatch.aot.target import find_target
 from maxbatch.cli import main
+from maxbatch.data.placement import BatchShape
+from maxbatch.training.programs import Programs
 
 pytestmark = [
     pytest.mark.tpu,
@@ -64,6 +68,42 @@ def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -
     )
     devices = json.loads(capsys.readouterr().out)["devices"]
     assert (devices["devices"], devices["slices"]) == (8, 2)
+
+
+def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> None:
+    wide = ("base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=8", "per_device_batch_size=1")
+    config = load_config(overrides=["model_name=llama2-7b", *NARROW, *wide])
+    target = find_target("v5e:2x2")
+    programs = Programs(config, target.devices)
+    needed = [
+        verdict.needed_bytes or 0
+        for verdict in (compile_for(programs.step(BatchShape(4, number)), target)[0] for number in (1, 4))
+    ]
+    gradients = known_parts(programs.abstract, programs.placement.abstract_batch(BatchShape(4, 1))).gradients
+    assert needed[1] - needed[0] < 0.5 * gradients, "no gradients of a micro-batch beside their sums"
+
+
+def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2",
+        "per_device_batch_size=4",
+        "global_rampup_samples=30000",
+        "gradient_accumulation_steps=2",
+        "steps=300",
+    )
+    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:4x4x4", "--output", "saved"]
+    assert main(["compile", *arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["devices"]["devices"] == 64
+    # The first stage's micro-batch divides the last one's, so its program runs both; the last has its own as well.
+    steps = {name: figures for name, figures in record["programs"].items() if name.startswith("step-")}
+    assert set(steps) == {"step-128-4", "step-256-2"}
+    assert all(figures["fits"] for figures in steps.values())
+    manifest = json.loads(Path("saved/manifest.json").read_text())
+    assert manifest["shapes"] == [[128, 4], [256, 2]]
+    assert all(Path(f"saved/{name}.bin").stat().st_size > 0 for name in manifest["programs"])
 
 
 def test_too_large_a_batch_names_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:

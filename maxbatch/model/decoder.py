@@ -248,7 +248,7 @@ def _run_layers(
     layer: Layer, scanned: bool, x_MxLxD: jax.Array, segments_MxL: jax.Array, stacked: nnx.State
 ) -> jax.Array:
     """Return x after as many layers as are stacked: in a loop, or one by one."""
-    if scanned:
+    if scanned and jax.tree.leaves(stacked)[0].shape[0] > 1:
         return jax.lax.scan(lambda x, one: (layer(x, segments_MxL, one), None), x_MxLxD, stacked)[0]
     for parameters in _unstack(stacked):
         x_MxLxD = layer(x_MxLxD, segments_MxL, parameters)

@@ -64,7 +64,7 @@ def _source_hash() -> str:
     package = Path(maxbatch.__file__).parent
     modules = [*package.glob("model/*.py"), *package.glob("parallel/*.py"), package / "topology.py"]
     modules += [package / "data" / f"{name}.py" for name in ("placement", "fingerprint")]
-    training = ("checkpoints", "evaluation", "optimizers", "programs", "state", "step")
+    training = ("checkpoints", "evaluation", "optimizers", "programs", "state", "step", "summing")
     modules += [package / "training" / f"{name}.py" for name in training]
     return _hash(*(path.read_bytes() for path in sorted(modules)))
 

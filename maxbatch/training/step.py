@@ -6,7 +6,8 @@ stage of a ramp that keeps M.
 
 Loss and gradient are the weighted mean over the global batch (sum of losses over sum of weights), so the update does
 not depend on how the batch is cut; a batch without weight changes nothing. `optax.MultiSteps` accumulates sums and
-never emits: its state lives inside one update, where a NaN cannot outlive it and a checkpoint cannot see it.
+never emits: its state lives inside one update, where a NaN cannot outlive it and a checkpoint cannot see it. The
+gradients of layers that run in a loop are added up by their backward pass itself (`SummingLayers`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
 from maxbatch.training.optimizers import make_optimizer
 from maxbatch.training.state import TrainState, abstract_model, with_layers
+from maxbatch.training.summing import SummingLayers
 
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
@@ -73,6 +75,7 @@ class Sums(NamedTuple):
     """What the micro-batches of an update add up to so far, a row for each shard of the data axis."""
 
     accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
+    layers: nnx.State  # those of the layers, float32, where their backward pass adds them up; else empty
     losses_d: jax.Array
     weights_d: jax.Array
     others_d: dict[str, jax.Array]
@@ -106,7 +109,9 @@ class Update:
         self._pipeline = make_pipeline(config, mesh, ("fsdp",))
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
-        graphdef, params_shape = abstract_model(config, activation_constraint(mesh, row_axes), self._pipeline)
+        constrain = activation_constraint(mesh, row_axes)
+        graphdef, params_shape = abstract_model(config, constrain, self._pipeline)
+        self._sums_layers = config.scan_layers and self._pipeline is None
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.data_shards = mesh.shape["data"]
         self._partial_sharding = jax.tree.map(
@@ -116,13 +121,20 @@ class Update:
             optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
         )
 
-        def loss_fn(params: nnx.State, rows: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            loss, weight, others = objective.sums(nnx.merge(graphdef, params), rows, row_shards)
+        def loss_fn(
+            params: nnx.State, layer_sums: nnx.State, layers: nnx.State, rows: Any
+        ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            decoder = nnx.merge(graphdef, nnx.merge_state(params, layers))
+            if layer_sums:
+                decoder.pipeline = SummingLayers(layer_sums["layers"], config.remat_policy, constrain)
+            loss, weight, others = objective.sums(decoder, rows, row_shards)
             return loss, (weight, others)
 
         # Per data shard one partial gradient, so that the sum over the data axis can wait for the last micro-batch.
         self._partial_gradients = jax.vmap(
-            jax.value_and_grad(loss_fn, has_aux=True), in_axes=(None, 0), spmd_axis_name="data"
+            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
+            in_axes=(None, 0, None, 0),
+            spmd_axis_name="data",
         )
         self._add_fingerprints = jax.vmap(
             lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))),
@@ -133,8 +145,13 @@ class Update:
         """The parameters in the order in which the model's layers run, for `start` and `add`."""
         return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
 
-    def start(self, params: nnx.State) -> Sums:
-        """The sums of no micro-batch."""
+    def start(self, params: nnx.State, sums_layers: bool = True) -> Sums:
+        """The sums of no micro-batch.
+
+        Args:
+          params: `staged` parameters.
+          sums_layers: add the gradients of the layers up in their backward pass, where they run in a loop.
+        """
         shards = self.data_shards
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), params)
         zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
@@ -142,7 +159,15 @@ class Update:
         others = dict.fromkeys(self._objective.others, nothing)
         parts = Parts(nothing, nothing, nothing)
         limbs = jnp.zeros((shards, 4), jnp.uint32)
-        return Sums(self._accumulator.init(zeros), nothing, nothing, others, parts, limbs)
+        layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
+        layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
+        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, parts, limbs)
+
+    def _apart(self, params: nnx.State, sums_layers: bool) -> tuple[nnx.State, nnx.State]:
+        """The parameters of the layers, if their gradients are added up in their backward pass, and the rest."""
+        if not sums_layers:
+            return nnx.State({}), params
+        return nnx.split_state(params, nnx.PathContains("layers"), ...)
 
     def add(self, params: nnx.State, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
         """The sums with one more micro-batch.
@@ -154,14 +179,19 @@ class Update:
           measures_noise: whether to take the noise scale's parts from it: of an update the first micro-batch.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
-        (loss_d, (weight_d, others_d)), gradients = self._partial_gradients(params, shards)
-        parts = sums.parts_d
-        if measures_noise is not False:
-            parts = jax.lax.cond(measures_noise, _measured, lambda *_: sums.parts_d, gradients, weight_d)
+        of_layers, rest = self._apart(params, bool(sums.layers))
+        (loss_d, (weight_d, others_d)), (gradients, layers) = self._partial_gradients(
+            rest, sums.layers, of_layers, shards
+        )
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
+        parts = sums.parts_d
+        if measures_noise is not False:  # of the first micro-batch, whose gradients the sums are
+            first = (accumulator.acc_grads, layers)
+            parts = jax.lax.cond(measures_noise, _measured, lambda *_: sums.parts_d, first, weight_d)
         return Sums(
             accumulator,
+            layers,
             sums.losses_d + loss_d,
             sums.weights_d + weight_d,
             jax.tree.map(jnp.add, sums.others_d, others_d),
@@ -175,7 +205,8 @@ class Update:
         """The state after the update, and its metrics; not finite or without weight, it changes nothing."""
         config = self._config
         gradient_sum, loss_sum, weight, others, parts, fingerprint = jax.tree.map(
-            lambda x: x.sum(axis=0), (sums.accumulator.acc_grads, *sums[1:])
+            lambda x: x.sum(axis=0),
+            (nnx.merge_state(sums.accumulator.acc_grads, sums.layers), *sums[2:]),
         )
         fingerprint = carry(jnp, fingerprint)
         if self._pipeline:
@@ -197,7 +228,7 @@ class Update:
         return state, StepMetrics(loss_sum / denominator, weight, norm, ~finite, parts, fingerprint, others)
 
 
-def _measured(gradients: nnx.State, weight_d: jax.Array) -> Parts:
+def _measured(gradients: Any, weight_d: jax.Array) -> Parts:
     squares = [
         jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)
     ]
@@ -240,7 +271,7 @@ def make_train_step(
             micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
             return update.add(params, sums, arrange(micro), (j == 0) if measures_noise else False)
 
-        sums = update.start(params)
+        sums = update.start(params, sums_layers=max_micro_batches > 1)
         if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
