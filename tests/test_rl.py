@@ -104,7 +104,8 @@ def test_asked_to_stop_it_saves_and_exits_with_75(tmp_path: Path) -> None:
 
 def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> None:
     keys = ("warm_start_steps=2", "eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=2")
-    records = train(tmp_path / "run", *keys)
+    records = train(tmp_path / "run", *keys, "profile_steps=2:3")
+    assert any((tmp_path / "run/profile").rglob("*.xplane.pb"))
     assert len(read_metrics(tmp_path / "run/warm_start")) == 2
     names = {"eval_greedy_pass_at_1", "eval_pass_at_1", "eval_pass_at_2"}
     assert all(names <= record.keys() for record in records)
@@ -130,3 +131,5 @@ def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
 def test_a_config_without_prompts_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rl", "batch_size=null"]) == 2
     assert "works: batch_size=32" in capsys.readouterr().err
+    assert main(["rl", "compiled_dir=programs", "run_dir=run"]) == 2
+    assert 'works: compiled_dir=""' in capsys.readouterr().err

@@ -31,6 +31,7 @@ from maxbatch.terminal import TrainingConsole
 from maxbatch.training.compilation import CompileCounter, use_persistent_cache
 from maxbatch.training.console import Progression
 from maxbatch.training.loop import Outcome
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
 from maxbatch.training.run import warn
 from maxbatch.training.run_folder import MetricsLog, RunFolder
@@ -82,8 +83,9 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         progression = Progression(console, run.total_steps, step, 1, config.log_period)
         outputs: list[Output] = [MetricsLog(folder, step), board, progression]
         recorder = Recorder(config, run.position, compiles, devices, None, outputs)
-        with closing(recorder), Timeline() as timeline:
-            train_to_the_end(run, rewards, recorder, transcripts, timeline, stop, console)
+        profiler = Profiler(config.profile_steps, folder.path / "profile")
+        with closing(recorder), Timeline() as timeline, profiler:
+            train_to_the_end(run, rewards, recorder, transcripts, timeline, profiler, stop, console)
         if run.checkpoints:
             run.checkpoints.close()  # what is said to be done or saved is on disk
         outcome = Outcome(run.position, None if run.is_complete else stop.signal_name)
@@ -122,6 +124,7 @@ def train_to_the_end(
     recorder: Recorder,
     transcripts: Transcripts,
     timeline: Timeline,
+    profiler: Profiler,
     stop: StopRequest,
     console: Console,
 ) -> None:
@@ -161,6 +164,7 @@ def train_to_the_end(
         )
     has_warned = False
     while step < run.total_steps and not stop.before(step + 1):
+        profiler.before(step + 1)
         started = time.perf_counter()
         recorder.restart_clock()
         collector = Collector(run, rewards, timeline, run.roller.take(learner.state.params))
@@ -198,6 +202,9 @@ def train_to_the_end(
             evaluates = ends_batch and is_due(config.eval_interval)
             recorder.record(update, partial(_joined, figures, evaluate if evaluates else dict))
             before = {}
+            profiler.after(step)
+            if not ends_batch:
+                profiler.before(step + 1)
             started = time.perf_counter()
             recorder.restart_clock()
         if is_due(config.checkpoint_period):

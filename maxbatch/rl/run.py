@@ -10,6 +10,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.batch import BatchPlan
+from maxbatch.errors import ConfigError
 from maxbatch.rl.evaluation import PolicyEvaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.prompts import Prompts, open_prompts
@@ -41,6 +42,11 @@ class PolicyRun:
     def __init__(
         self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
     ) -> None:
+        if config.compiled_dir:
+            raise ConfigError(
+                f"compiled_dir={config.compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
+                'works: compiled_dir=""'
+            )
         self.config = config
         self.prompts: Prompts = open_prompts(config)
         self.checkpoints: Checkpoints | None = None
