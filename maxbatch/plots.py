@@ -75,8 +75,8 @@ PANELS = (
     Panel("Model FLOPs utilisation", "share of the peak", (("mfu", "line"),)),
     # Of a run of reinforcement learning, besides.
     Panel("Reward", "mean of a batch", (("reward", "line"),)),
-    Panel("pass@1 on held-out prompts", "share of the responses",
-          (("eval_pass_at_1", "line"), ("eval_greedy_pass_at_1", "points"))),
+    Panel("pass@1 on held-out prompts, sampled", "share of the responses", (("eval_pass_at_1", "points"),)),
+    Panel("pass@1 on held-out prompts, greedy", "share of the responses", (("eval_greedy_pass_at_1", "points"),)),
     Panel("Response length", "tokens", (("response_length", "line"),)),
     Panel("Entropy", "per token (nats)", (("entropy", "line"),)),
     Panel("Divergence from the reference", "per token (nats)", (("kl", "line"),)),

@@ -41,8 +41,8 @@ class Pairs(NamedTuple):
     advantages_MxL: jax.Array
 
 
-# Sums over the tokens of the responses, besides the loss.
-SUMS = ("tokens", "entropy", "kl", "clipped", "old_kl")
+# Sums over the tokens of the responses, besides the loss; "kl" where `grpo_beta` measures it.
+SUMS = ("tokens", "entropy", "clipped", "old_kl")
 
 
 def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
@@ -93,13 +93,13 @@ def pair_losses(
     gain_MxL = ratio_MxL * pairs.advantages_MxL
     clipped_gain_MxL = jnp.clip(ratio_MxL, low, high) * pairs.advantages_MxL
     losses_MxL = -jnp.minimum(gain_MxL, clipped_gain_MxL)
-    kl = jnp.float32(0)
+    kl = {}
     if config.grpo_beta:
         # Schulman's estimator of the divergence, unbiased and never negative: http://joschu.net/blog/kl-approx.html
         to_reference_MxL = pairs.reference_logprobs_MxL - logprobs_MxL
         kl_MxL = jnp.exp(to_reference_MxL) - to_reference_MxL - 1
         losses_MxL = losses_MxL + config.grpo_beta * kl_MxL
-        kl = jnp.sum(kl_MxL * mask_MxL)
+        kl = {"kl": jnp.sum(kl_MxL * mask_MxL)}
     losses_MxL = losses_MxL * mask_MxL
     is_response_Mx1 = (lengths_Mx1 > 0).astype(jnp.float32)
     if config.loss_agg_mode == "token-mean":
@@ -110,7 +110,7 @@ def pair_losses(
         loss, weight = jnp.sum(losses_MxL / jnp.maximum(lengths_Mx1, 1.0)), jnp.sum(is_response_Mx1)
     sums = {
         "tokens": jnp.sum(mask_MxL),
-        "kl": kl,
+        **kl,
         "clipped": jnp.sum((clipped_gain_MxL < gain_MxL) * mask_MxL),
         "old_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
     }
@@ -130,4 +130,4 @@ def policy_objective(config: ConfigDict) -> Objective:
         entropy = jnp.sum(jax.lax.stop_gradient(entropies_MxL) * pairs.weights_MxL)
         return loss, weight, {**others, "entropy": entropy}
 
-    return Objective(sums, SUMS)
+    return Objective(sums, (*SUMS, "kl") if config.grpo_beta else SUMS)
