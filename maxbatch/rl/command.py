@@ -6,7 +6,7 @@ import argparse
 
 from maxbatch.arguments import add_config, config_of, count
 from maxbatch.config import configs_dir
-from maxbatch.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
+from maxbatch.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,11 @@ def run(args: argparse.Namespace) -> int:
 
         simulate_devices(args.simulate_devices)
         BatchPlan.from_config(config, args.simulate_devices)
+    from maxbatch.parallel.hosts import together
     from maxbatch.rl.loop import train_policy
 
-    outcome = train_policy(config)
+    with together(report):
+        outcome = train_policy(config)
     if outcome.stopped_by is None:
         return 0
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
