@@ -12,7 +12,7 @@ from maxbatch.cli import main
 from maxbatch.config import dump_config
 
 RL = str(Path(__file__).parent.parent / "configs/post_train/rl.yml")
-BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1")
+BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
 
 
 def plan(*overrides: str, devices: int = 1) -> BatchPlan:
