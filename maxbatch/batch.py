@@ -126,8 +126,10 @@ class BatchPlan:
         )
         last = manager.stages[-1]
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        eval_batch = _eval_batch(config, trainers, divisor, micro if rl else None)
-        total, rows = manager.total_samples, rl.num_generations if rl else 1
+        pass_rows = Fraction(micro) if rl else exact(config.per_device_batch_size) * num_devices
+        eval_batch = _eval_batch(config, trainers, divisor, pass_rows)
+        total = manager.total_samples
+        rows, updates = (rl.num_generations, rl.num_iterations) if rl else (1, 1)  # of a sample, of a batch
         return cls(
             num_devices=num_devices,
             num_hosts=num_hosts,
@@ -157,7 +159,7 @@ class BatchPlan:
             samples_per_epoch=samples_per_epoch,
             steps_per_epoch=None
             if samples_per_epoch is None
-            else _steps_per_epoch(rl, batch, samples_per_epoch),
+            else -(-samples_per_epoch // (batch // rows)) * updates,
             epochs=_epochs(config, total, samples_per_epoch),
             rampup_end_step=last.first_step if len(manager.stages) > 1 else 0,
             rampup_end_sample=last.first_sample if len(manager.stages) > 1 else 0,
@@ -289,14 +291,13 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
-def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor, chunk: int | None) -> int:
-    """Return the samples of one eval pass: stated, or as many as a chunk of pairs or p has, cut down to what the
-    devices hold evenly."""
+def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor, pass_rows: Fraction) -> int:
+    """Return the samples of one eval pass: stated, or those of a pass of training cut down to what the devices hold
+    evenly."""
     stated = config.eval_per_device_batch_size
-    rows = exact(config.per_device_batch_size if stated is None else stated) * num_devices
     if stated is None:
-        rows = rows if chunk is None else Fraction(chunk)
-        return max(1, math.floor(rows / divisor.rows)) * divisor.rows
+        return max(1, math.floor(pass_rows / divisor.rows)) * divisor.rows
+    rows = exact(stated) * num_devices
     if rows % divisor.rows:
         key = "eval_per_device_batch_size"
         nearest = nearest_multiple(exact(stated), Fraction(divisor.rows, num_devices))
@@ -305,10 +306,6 @@ def _eval_batch(config: ConfigDict, num_devices: int, divisor: Divisor, chunk: i
             f"must be divisible by {divisor}; works: {key}={plain_number(nearest)}"
         )
     return int(rows)
-
-
-def _steps_per_epoch(rl: RLBatch | None, batch: int, samples: int) -> int:
-    return -(-samples // rl.batch_size) * rl.num_iterations if rl else -(-samples // batch)
 
 
 def _epochs(config: ConfigDict, total_samples: int | None, samples_per_epoch: int | None) -> float | None:

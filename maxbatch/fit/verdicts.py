@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import threading
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
-import jax
 from ml_collections import ConfigDict
 
 from maxbatch.aot.memory import Memory, Parts, Verdict, all_parts, compile_for, known_parts
@@ -23,6 +21,7 @@ from maxbatch.data.store import cache_folder
 from maxbatch.fit.search import Line
 from maxbatch.training.programs import Programs
 from maxbatch.training.saved_programs import program_keys, versions
+from maxbatch.training.state import num_parameters
 
 # Keys that say what the batch is: the shape that is asked about says it.
 _BATCH_KEYS = frozenset({
@@ -78,7 +77,7 @@ class Judge:
     @property
     def num_parameters(self) -> int:
         """Of the whole model."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._programs.abstract.params))
+        return num_parameters(self._programs.abstract.params)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
         """The verdicts on the updates for batches of these shapes, compiled side by side as far as there are cores.

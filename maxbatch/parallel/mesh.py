@@ -18,6 +18,14 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
     return len({getattr(device, "slice_index", 0) for device in devices})
 
 
+def must_take_turns(devices: Sequence[jax.Device]) -> bool:
+    """Whether a program on these devices must end before the next one begins.
+
+    Of two in flight on CPU devices, each can hold the threads that the other's collectives wait for.
+    """
+    return devices[0].platform == "cpu" and len(devices) > 1
+
+
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Lays the devices out over the axes data, fsdp, tensor, context and pipeline.
 

@@ -44,18 +44,17 @@ class Collector:
     def pairs(self, first: int, num_prompts: int) -> Iterator[Pairs]:
         """Yield the chunks to train on, of the prompts from `first` on; the last is filled with rows of no weight."""
         size = self._run.batch.micro_batch_size
-        held: list[tuple[np.ndarray, ...]] = []
+        rows: tuple[np.ndarray, ...] = ()
         for drawn, scores in self._rollouts(first, num_prompts):
             self._scored.append((drawn, scores))
             advantages_R = group_advantages(scores.rewards, self._group)
-            held.append((drawn.tokens_RxL, drawn.mask_RxL, drawn.logprobs_RxL, drawn.lengths_R, advantages_R))
-            while sum(len(rows[0]) for rows in held) >= size:
-                joined = [np.concatenate(arrays) for arrays in zip(*held, strict=True)]
-                yield self._run.learner.place(*(array[:size] for array in joined))
-                held = [tuple(array[size:] for array in joined)]
-        if held and len(held[0][0]):
-            joined = [np.concatenate(arrays) for arrays in zip(*held, strict=True)]
-            yield self._run.learner.place(*(_filled(array, size) for array in joined))
+            more = (drawn.tokens_RxL, drawn.mask_RxL, drawn.logprobs_RxL, drawn.lengths_R, advantages_R)
+            rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
+            while len(rows[0]) >= size:
+                yield self._run.learner.place(*(array[:size] for array in rows))
+                rows = tuple(array[size:] for array in rows)
+        if len(rows[0]):
+            yield self._run.learner.place(*(_filled(array, size) for array in rows))
 
     def _rollouts(self, first: int, num_prompts: int) -> Iterator[tuple[Drawn, Scores]]:
         under_way: deque[tuple[list[Prompt], Responses]] = deque()

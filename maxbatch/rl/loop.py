@@ -140,6 +140,12 @@ def train_to_the_end(
         if run.one_at_a_time:
             jax.block_until_ready(done)
 
+    def begin() -> float:
+        """Starts the clocks of an update."""
+        profiler.before(step + 1)
+        recorder.restart_clock()
+        return time.perf_counter()
+
     def is_due(period: int) -> bool:
         """Whether this is the first end of a batch since an update that is a multiple of a period."""
         return step == run.total_steps or step // period > (step - batch.num_iterations) // period
@@ -164,9 +170,7 @@ def train_to_the_end(
         )
     has_warned = False
     while step < run.total_steps and not stop.before(step + 1):
-        profiler.before(step + 1)
-        started = time.perf_counter()
-        recorder.restart_clock()
+        started = begin()
         collector = Collector(run, rewards, timeline, run.roller.take(learner.state.params))
         num_pairs = manager.rows_at(first)
         num_prompts = num_pairs // batch.num_generations
@@ -179,8 +183,10 @@ def train_to_the_end(
             has_warned = True
         learning_rate = rate.at(first)
         for iteration in range(batch.num_iterations):
-            for pairs in chunks if iteration else ():
-                add(pairs)
+            if iteration:
+                started = begin()
+                for pairs in chunks:
+                    add(pairs)
             metrics = jax.block_until_ready(learner.step(learning_rate))
             step += 1
             ends_batch = iteration == batch.num_iterations - 1
@@ -203,10 +209,6 @@ def train_to_the_end(
             recorder.record(update, partial(_joined, figures, evaluate if evaluates else dict))
             before = {}
             profiler.after(step)
-            if not ends_batch:
-                profiler.before(step + 1)
-            started = time.perf_counter()
-            recorder.restart_clock()
         if is_due(config.checkpoint_period):
             save()
     save()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
@@ -11,16 +10,18 @@ from ml_collections import ConfigDict
 
 from maxbatch.batch import BatchPlan
 from maxbatch.errors import ConfigError
+from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.rl.evaluation import PolicyEvaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.prompts import Prompts, open_prompts
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
-from maxbatch.rl.warm_start import first_parameters, first_state
+from maxbatch.rl.warm_start import first_parameters
 from maxbatch.rl_batch import RLBatch
 from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.run import warn
 from maxbatch.training.run_folder import RunFolder
+from maxbatch.training.state import init_opt_state, num_parameters
 
 
 class PolicyRun:
@@ -86,8 +87,8 @@ class PolicyRun:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Of two programs in flight on one set of CPU devices, each can hold the threads that the other waits for."""
-        return self.shares_devices and self._samplers[0].platform == "cpu" and len(self._samplers) > 1
+        """Whether sampling and training must take turns."""
+        return self.shares_devices and must_take_turns(self._samplers)
 
     @property
     def is_complete(self) -> bool:
@@ -95,7 +96,7 @@ class PolicyRun:
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.learner.abstract.params))
+        return num_parameters(self.learner.abstract.params)
 
     def prepare(self) -> None:
         """Makes or restores the state, and the reference that the divergence is measured from."""
@@ -106,12 +107,10 @@ class PolicyRun:
             if restored.position != self.position:  # the newest checkpoint was damaged
                 self._stand_at(restored.position, self.plan.num_devices)
         else:
-            self.learner.state = first_state(self.config, abstract)
+            params = first_parameters(self.config, abstract)
+            self.learner.state = init_opt_state(self.config, abstract, params)
         if self.config.grpo_beta:
-            reference = first_parameters(self.config, abstract)
-            self.learner.refer_to(
-                first_state(self.config, abstract).params if reference is None else reference
-            )
+            self.learner.refer_to(first_parameters(self.config, abstract))
 
     def evaluator(self, rewards: Rewards) -> PolicyEvaluator | None:
         """The evaluator; None where no eval is wanted or nothing is held out."""

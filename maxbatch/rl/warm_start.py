@@ -18,7 +18,7 @@ from maxbatch.rl_batch import RLBatch
 from maxbatch.run_files import write_whole
 from maxbatch.training.checkpoints import restore_parameters
 from maxbatch.training.loop import Outcome, train
-from maxbatch.training.state import TrainState, init_opt_state, init_state
+from maxbatch.training.state import TrainState, init_state
 
 FOLDER = "warm_start"
 
@@ -75,16 +75,10 @@ _AS_BY_DEFAULT = (
 )  # fmt: skip
 
 
-def first_state(config: ConfigDict, abstract: TrainState) -> TrainState:
-    """Return the state before the first update of reinforcement learning."""
-    params = first_parameters(config, abstract)
-    return init_state(config, abstract) if params is None else init_opt_state(config, abstract, params)
-
-
-def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State | None:
-    """Return the parameters it starts from; None: new ones."""
+def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:
+    """Return the parameters before the first update of reinforcement learning."""
     if config.warm_start_steps:
         return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, abstract.params)
     if config.load_parameters_path:
         return restore_parameters(config.load_parameters_path, abstract.params)
-    return None
+    return init_state(config, abstract).params

@@ -128,29 +128,9 @@ class Sampler:
           temperature: >= 0; divides the logits. 0 takes the likeliest token.
           seed: of the draws, in [0, 2^32).
         """
-        return _respond(
-            *self._arguments(params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, temperature, seed)
-        )
-
-    def lower(self, params: nnx.State, num_rows: int) -> jax.stages.Lowered:
-        """Return the program for so many rows, lowered; `params` may be abstract."""
-        prompts_BxP = np.zeros((num_rows, self._prompt_length), np.int32)
-        lengths_B, draw_ids_Bx3 = np.ones(num_rows, np.int32), np.zeros((num_rows, 3), np.uint32)
-        return _respond.lower(*self._arguments(params, prompts_BxP, lengths_B, draw_ids_Bx3, 1.0, 0))
-
-    def _arguments(
-        self,
-        params: nnx.State,
-        prompts_BxP: np.ndarray | jax.Array,
-        prompt_lengths_B: np.ndarray | jax.Array,
-        draw_ids_Bx3: np.ndarray,
-        temperature: float,
-        seed: int,
-    ) -> tuple[Any, ...]:
         if prompts_BxP.shape[1] != self._prompt_length:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
-        most = self._program.length if self.max_new_tokens is None else self.max_new_tokens
-        return (
+        return _respond(
             self._program,
             params,
             prompts_BxP,
@@ -158,11 +138,20 @@ class Sampler:
             np.asarray(draw_ids_Bx3, np.uint32),
             np.uint32(seed),
             np.float32(temperature),
-            self._top_k,
-            self._nucleus_p,
-            self._drawable_V,
-            np.int32(most),
+            *self._rules(),
         )
+
+    def lower(self, params: nnx.State, num_rows: int) -> jax.stages.Lowered:
+        """Return the program for so many rows, lowered; `params` may be abstract."""
+        prompts_BxP = np.zeros((num_rows, self._prompt_length), np.int32)
+        lengths_B, draw_ids_Bx3 = np.ones(num_rows, np.int32), np.zeros((num_rows, 3), np.uint32)
+        draws = (draw_ids_Bx3, np.uint32(0), np.float32(1))
+        return _respond.lower(self._program, params, prompts_BxP, lengths_B, *draws, *self._rules())
+
+    def _rules(self) -> tuple[Any, ...]:
+        """The program's last arguments: what may be drawn, and how much."""
+        most = self._program.length if self.max_new_tokens is None else self.max_new_tokens
+        return self._top_k, self._nucleus_p, self._drawable_V, np.int32(most)
 
 
 @partial(jax.jit, static_argnums=0)

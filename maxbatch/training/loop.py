@@ -16,6 +16,7 @@ from maxbatch.config import dump_config
 from maxbatch.data.feed import Feed
 from maxbatch.data.tokenizers import make_tokenizer
 from maxbatch.parallel.hosts import is_first
+from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.plan_view import WIDTH, equation, ramp_table
 from maxbatch.sampling.text import generate_text
 from maxbatch.schedules import LearningRate
@@ -126,8 +127,7 @@ def train_to_the_end(
     def evaluate() -> dict[str, Any]:
         return {"eval_loss": evaluator(run.state.params).loss} if evaluator else {}
 
-    # Of two programs in flight, each can hold the threads that the other's collectives wait for.
-    one_at_a_time = run.devices[0].platform == "cpu" and len(run.devices) > 1
+    one_at_a_time = must_take_turns(run.devices)
     first_step, last_step = run.position.step + 1, run.total_steps
     behind: Dispatched | None = None  # its metrics are fetched while the next update runs
     stopped = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -23,7 +22,7 @@ from maxbatch.training.executables import Background, StepExecutables, compile_h
 from maxbatch.training.programs import INIT, Programs, check_devices, step_name
 from maxbatch.training.run_folder import RunFolder
 from maxbatch.training.saved_programs import SavedPrograms
-from maxbatch.training.state import TrainState, init_opt_state
+from maxbatch.training.state import TrainState, init_opt_state, num_parameters
 
 
 def warn(message: str) -> None:
@@ -132,7 +131,7 @@ class Run:
 
     @property
     def num_parameters(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self._abstract.params))
+        return num_parameters(self._abstract.params)
 
     def plan_steps(self) -> StepExecutables:
         """The executables that the stages ahead need, none compiled or loaded yet."""

@@ -6,6 +6,7 @@ the state, since 32-bit counters overflow at 2.1 billion tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,11 @@ def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> 
         return change(x) if getattr(path[0], "key", None) == "layers" else x
 
     return jax.tree.map_with_path(changed, params)
+
+
+def num_parameters(params: nnx.State) -> int:
+    """Values in parameters, or in their abstract shapes, over all devices."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
