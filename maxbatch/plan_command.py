@@ -70,6 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cached_samples_per_epoch(config: ConfigDict) -> int | None:
-    from maxbatch.data.stream import samples_per_epoch_if_cached
+    from maxbatch.data.epoch_length import samples_per_epoch_if_cached
 
     return samples_per_epoch_if_cached(config)

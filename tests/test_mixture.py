@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.data.epoch_length import samples_per_epoch_if_cached
 from maxbatch.data.mixture import read_mixture
 from maxbatch.data.reader import Contiguous
-from maxbatch.data.stream import Stream, open_stream, samples_per_epoch_if_cached
+from maxbatch.data.stream import Stream, open_stream
 from tests.corpus import LENGTH, same, some_texts, write_jsonl
 
 SIZES = {"web": 120, "code": 45, "books": 9}

@@ -13,8 +13,9 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.data import samples as samples_module
+from maxbatch.data.epoch_length import samples_per_epoch_if_cached
 from maxbatch.data.reader import Contiguous, RowBlocks
-from maxbatch.data.stream import Stream, open_stream, samples_per_epoch_if_cached
+from maxbatch.data.stream import Stream, open_stream
 from tests.corpus import LENGTH, jsonl_config, same, some_texts, synthetic_config
 
 TEXTS = some_texts(150)
@@ -364,8 +365,8 @@ def test_the_length_of_an_epoch_of_data_that_are_not_here_is_unknown() -> None:
 
 def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
     code = (
-        "import sys; from maxbatch import load_config; from maxbatch.data import command;"
-        "from maxbatch.data.stream import samples_per_epoch_if_cached;"
+        "import sys; from maxbatch import load_config;"
+        "from maxbatch.data.epoch_length import samples_per_epoch_if_cached;"
         "samples_per_epoch_if_cached(load_config());"
         "print(sorted({'jax', 'grain', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)))"
     )

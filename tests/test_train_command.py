@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.command import maxbatch, start, wait_until
+from tests.command import environment, maxbatch, start, wait_until
 from tests.tiny import TINY_RUN, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,32 @@ def test_a_length_in_data_is_met_exactly(uninterrupted: list[dict]) -> None:
     assert uninterrupted[-1]["samples_seen"] == 2000
     assert sum(m["global_batch_size"] for m in uninterrupted) == 2000
     assert uninterrupted[-1]["global_batch_size"] < 72
+
+
+# A program that runs the command line it is given, then prints the packages that other threads imported.
+IMPORTS_OF_THREADS = """
+import sys, threading
+def note(event, arguments):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        imported.add(arguments[0])
+imported = set()
+from maxbatch.cli import main
+sys.addaudithook(note)
+main()
+packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"jaxlib"}
+print("imported beside the main thread:", *sorted(packages))
+"""
+
+
+def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
+    """Grain's own lazy imports exchange `__import__` for all threads: JAX traced by another one would fail.
+
+    What JAX imports of jaxlib on the thread that first lowers is no such import.
+    """
+    command = [sys.executable, "-c", IMPORTS_OF_THREADS, "train", *TINY_RUN, "steps=3", f"run_dir={tmp_path}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    assert len(read_metrics(tmp_path)) == 3
+    assert done.stdout.splitlines()[-1] == "imported beside the main thread:"
 
 
 def kill_at(step: int, run_dir: Path, *arguments: str) -> None:

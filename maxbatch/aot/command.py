@@ -59,7 +59,7 @@ def chosen_target(args: argparse.Namespace) -> Target:
 
 def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
     """The batch plan on those devices."""
-    from maxbatch.data.stream import samples_per_epoch_if_cached
+    from maxbatch.data.epoch_length import samples_per_epoch_if_cached
 
     return BatchPlan.from_config(
         config,

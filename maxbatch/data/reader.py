@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Protocol
 
+import grain
 import numpy as np
+from absl import flags
 
 from maxbatch.data.rows import Rows
 
 if TYPE_CHECKING:
-    import grain
-
     from maxbatch.data.stream import Stream
 
 # Enough tokens that the cost per element of a Grain pipeline (30 us in threads, more between processes)
@@ -167,14 +167,10 @@ class Reader:
         return next(self._iterator)
 
     def _start(self) -> grain.DatasetIterator[Rows]:
-        import grain
-
         blocks = grain.MapDataset.source(self._blocks)
         if not self._worker_count:
             threads = min(_MAX_THREADS, self._prefetch_blocks)
             return iter(blocks.to_iter_dataset(grain.ReadOptions(threads, self._prefetch_blocks)))
-        from absl import flags
-
         # Grain's workers read absl flags, which only absl's own main parses.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from grain.experimental import index_shuffle
 
 from maxbatch.data.draw import Drawn
 from maxbatch.data.rows import Rows, RowSource
@@ -150,7 +151,7 @@ def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) 
     if shuffle is None:
         return Place(epoch, slot)
     key = epoch_key(*shuffle, epoch)
-    return Place(epoch, _index_shuffle()(slot, max_index=num_rows - 1, seed=key, rounds=4))
+    return Place(epoch, index_shuffle(slot, max_index=num_rows - 1, seed=key, rounds=4))
 
 
 @lru_cache(maxsize=64)
@@ -162,10 +163,3 @@ def epoch_key(seed: int, source: str, epoch: int) -> int:
     """
     digest = hashlib.blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
-
-
-@lru_cache(maxsize=1)
-def _index_shuffle() -> Any:
-    from grain.experimental import index_shuffle
-
-    return index_shuffle

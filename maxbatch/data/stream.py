@@ -4,26 +4,23 @@ alone.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
+import grain
 from ml_collections import ConfigDict
 
-from maxbatch.config_keys import exact
 from maxbatch.data.draw import Draw
+from maxbatch.data.epoch_length import refuse_num_epochs
 from maxbatch.data.mixture import MixtureSource, read_mixture
 from maxbatch.data.reader import Contiguous, Order, Reader, RowBlocks
 from maxbatch.data.rows import Rows, RowSource
 from maxbatch.data.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place
-from maxbatch.data.sources import Identity, SourceRows, num_rows_if_cached, open_rows
+from maxbatch.data.sources import Identity, SourceRows, open_rows
 from maxbatch.data.tokenizers import Tokenizer
 from maxbatch.errors import ConfigError
-
-if TYPE_CHECKING:
-    import grain
 
 # Part of every identity: raised when the same settings come to mean other samples.
 _STREAM_VERSION = 1
@@ -118,8 +115,6 @@ class Stream:
     def dataset(self, start: int = 0, stop: int | None = None) -> grain.MapDataset:
         """Returns a `grain.MapDataset` whose element i is sample start + i, arrays [L], for transformations
         of your own."""
-        import grain
-
         return grain.MapDataset.source(RowBlocks(self, Contiguous(start, self._stop(stop)), 1)).map(_only_row)
 
     def reader(self, start: int = 0, stop: int | None = None) -> Reader:
@@ -189,7 +184,7 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
     held_out = {"train": False, "eval": True}[split]
     mixture = read_mixture(config)
     if mixture is not None and not held_out:
-        _refuse_epochs(config, mixture)
+        refuse_num_epochs(config, mixture)
     identity: Identity = {"stream_version": _STREAM_VERSION, "split": split}
     samples: Epochs | Mixed
     if mixture is None or (held_out and config.eval_dataset_path):
@@ -231,41 +226,6 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
         endless=not held_out,
         worker_count=config.grain_worker_count,
         prefetch_rows=config.grain_prefetch_buffer_size,
-    )
-
-
-def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
-    """Returns the samples of an epoch where they are known without reading data, else None (a mixture has no
-    epochs). Imports no Grain.
-
-    Raises:
-      ConfigError: `num_epochs` of a mixture.
-    """
-    try:
-        mixture = read_mixture(config)
-        if mixture is None:
-            return num_rows_if_cached(config)
-    except ConfigError:
-        # Who plans for data that are not here has no epoch figures; who trains on them gets the message.
-        return None
-    _refuse_epochs(config, mixture)
-    return None
-
-
-def _refuse_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) -> None:
-    """Refuses `num_epochs` of a mixture; the message names all rows of all sources so many times, where they are
-    known."""
-    if config.num_epochs is None:
-        return
-    try:
-        rows = [num_rows_if_cached(source.config) for source in mixture]
-    except ConfigError:
-        rows = [None]
-    known = [number for number in rows if number is not None]
-    samples = math.ceil(exact(config.num_epochs) * sum(known)) if len(known) == len(rows) else 10**6
-    raise ConfigError(
-        f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has "
-        f"epochs of its own; works: train_samples={samples}"
     )
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from maxbatch.batch import BatchPlan
 from maxbatch.config import keys, load_config
 from maxbatch.config_keys import exact
-from maxbatch.data.stream import samples_per_epoch_if_cached
+from maxbatch.data.epoch_length import samples_per_epoch_if_cached
 from maxbatch.errors import ConfigError
 from maxbatch.pages.page import Page, paragraph, table
 from maxbatch.plan_view import equation
