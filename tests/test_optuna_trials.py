@@ -10,6 +10,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.sweep.sweep_file import SweepFile
 from maxbatch.sweep_folder import SweepFolder
+from tests.command import maxbatch
 from tests.sweeps import BASE, write_evals, write_sweep
 
 
@@ -70,6 +71,20 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned(optuna: An
     assert source.should_prune(bad.trial) == "eval_loss 3.1000 at 128 tokens is above the others' median"
     for claimed in (bad, good):
         claimed.hold.close()
+
+
+@pytest.mark.slow
+def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -> None:
+    base = BASE | {"steps": 400, "eval_interval": 2, "eval_fraction": "0.1"}
+    source = optuna_trials(8, base=base, parallel=2)
+    for _ in range(5):
+        end(source, source.next(), "done", *[0.1] * 200)  # at every eval better than any that is trained
+    result = maxbatch("sweep", "sweep.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    stopped = SweepFolder(Path("sw")).results("eval_loss")[5:]
+    assert [trial.status for trial in stopped] == ["pruned"] * 3
+    for trial in stopped:
+        assert 0 < trial.steps < 400 and "above the others' median" in trial.reason
 
 
 def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began(optuna: Any) -> None:

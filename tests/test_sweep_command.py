@@ -146,20 +146,3 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 5000
     assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ")
     assert source.is_exhausted()
-
-
-@pytest.mark.slow
-def test_optuna_stops_trials_whose_eval_loss_is_above_the_others() -> None:
-    write_sweep(
-        {"learning_rate": {"low": "1e-7", "high": "1e-2", "log": True}},
-        {"steps": 400, "eval_interval": 20, "eval_fraction": "0.1"},
-        sampler="optuna", metric="eval_loss", trials=12, parallel=2,
-    )  # fmt: skip
-    result = maxbatch("sweep", "sweep.yml")
-    assert result.returncode == 0, result.stdout + result.stderr
-    results = SweepFolder(Path("sw")).results("eval_loss")
-    pruned = [r for r in results if r.status == "pruned"]
-    assert len(results) == 12 and results[0].status == "done" and pruned
-    for stopped in pruned:
-        assert stopped.steps < 400 and "above the others' median" in stopped.reason
-        assert stopped.value is None or stopped.value > results[0].value

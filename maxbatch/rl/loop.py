@@ -29,7 +29,7 @@ from maxbatch.rl.warm_start import warm_up
 from maxbatch.schedules import LearningRate
 from maxbatch.terminal import TrainingConsole
 from maxbatch.training.compilation import CompileCounter, use_persistent_cache
-from maxbatch.training.console import Progression
+from maxbatch.training.console import Progression, end_of_run, nothing_left
 from maxbatch.training.loop import Outcome
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
@@ -63,10 +63,7 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         rewards = stack.enter_context(Rewards(config))
         run = PolicyRun(config, folder, stack, devices)
         if run.is_complete:
-            console.print(
-                f"{config.run_dir} is complete: {run.position.step} updates, {run.position.samples_seen:,} prompts. "
-                "To go on, raise its length; to start anew, give another run_dir."
-            )
+            console.print(nothing_left(config.run_dir, run.position, "prompts"))
             return Outcome(run.position, None)
         folder.write("config.yml", dump_config(config))
         warm = None if run.position.step else warm_up(config, run.batch, devices)
@@ -89,12 +86,10 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         if run.checkpoints:
             run.checkpoints.close()  # what is said to be done or saved is on disk
         outcome = Outcome(run.position, None if run.is_complete else stop.signal_name)
-        where = f"step {run.position.step}, {run.position.samples_seen:,} prompts, in {config.run_dir}"
-        if outcome.stopped_by:
-            saved = "saved" if run.checkpoints else "not saved (enable_checkpointing is false)"
-            console.print(f"stopped by {outcome.stopped_by} at {where}; {saved}. The same command goes on.")
-        else:
-            console.print(f"done: {where}\nnext: maxbatch report {config.run_dir}")
+        saved, stopped_by = run.checkpoints is not None, outcome.stopped_by
+        console.print(end_of_run(config.run_dir, run.position, "prompts", stopped_by=stopped_by, saved=saved))
+        if not stopped_by:
+            console.print(f"next: maxbatch report {config.run_dir}")
         return outcome
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from maxbatch.training.checkpoints import Position
+
 
 class Progression:
     """Shows one run's updates.
@@ -67,3 +69,20 @@ class Progression:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def nothing_left(run_dir: str, position: Position, unit: str) -> str:
+    """What is said of a run that was complete when it was started; `unit` is what `samples_seen` counts."""
+    return (
+        f"{run_dir} is complete: {position.step} updates, {position.samples_seen:,} {unit}. "
+        "To go on, raise its length; to start anew, give another run_dir."
+    )
+
+
+def end_of_run(run_dir: str, position: Position, unit: str, *, stopped_by: str | None, saved: bool) -> str:
+    """What is said where a run ends, done or stopped; `unit` is what `samples_seen` counts."""
+    where = f"step {position.step}, {position.samples_seen:,} {unit}, in {run_dir}"
+    if stopped_by is None:
+        return f"done: {where}"
+    fate = "saved" if saved else "not saved (enable_checkpointing is false)"
+    return f"stopped by {stopped_by} at {where}; {fate}. The same command goes on."

@@ -23,7 +23,7 @@ from maxbatch.schedules import LearningRate
 from maxbatch.terminal import TrainingConsole
 from maxbatch.training.checkpoints import Position
 from maxbatch.training.compilation import CompileCounter, use_persistent_cache
-from maxbatch.training.console import Progression
+from maxbatch.training.console import Progression, end_of_run, nothing_left
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.executables import Background, StepExecutables
 from maxbatch.training.profiling import Profiler
@@ -63,10 +63,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Ou
         background = stack.enter_context(Background())
         run = Run(config, folder, stack, devices or jax.devices())
         if run.is_complete:
-            console.print(
-                f"{config.run_dir} is complete: {run.position.step} updates, {run.position.samples_seen:,} samples. "
-                "To go on, raise its length; to start anew, give another run_dir."
-            )
+            console.print(nothing_left(config.run_dir, run.position, "samples"))
             return Outcome(run.position, None)
         if is_first():
             folder.write("config.yml", dump_config(config))
@@ -201,12 +198,10 @@ def introduce(run: Run, steps: StepExecutables, console: Console) -> None:
 def conclude(run: Run, console: Console, outcome: Outcome) -> None:
     """Prints where the run lies, a sample of what it learned, and what to type next."""
     config = run.config
-    where = f"step {run.position.step}, {run.position.samples_seen:,} samples, in {config.run_dir}"
-    if outcome.stopped_by:
-        saved = "saved" if run.checkpoints else "not saved (enable_checkpointing is false)"
-        console.print(f"stopped by {outcome.stopped_by} at {where}; {saved}. The same command goes on.")
+    saved, stopped_by = run.checkpoints is not None, outcome.stopped_by
+    console.print(end_of_run(config.run_dir, run.position, "samples", stopped_by=stopped_by, saved=saved))
+    if stopped_by:
         return
-    console.print(f"done: {where}")
     if config.generate_prompt:
         text = generate_text(
             run.state.params, make_tokenizer(config), config.generate_prompt, config, mesh=run.mesh
