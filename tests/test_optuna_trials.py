@@ -78,7 +78,10 @@ def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -
     base = BASE | {"steps": 400, "eval_interval": 2, "eval_fraction": "0.1"}
     source = optuna_trials(8, base=base, parallel=2)
     for _ in range(5):
-        end(source, source.next(), "done", *[0.1] * 200)  # at every eval better than any that is trained
+        claimed, losses = source.next(), [0.1] * 200  # at every eval better than any that is trained
+        write_evals(claimed.trial, *losses)
+        assert source.should_prune(claimed.trial) is None
+        end(source, claimed, "done", *losses)
     result = maxbatch("sweep", "sweep.yml")
     assert result.returncode == 0, result.stdout + result.stderr
     stopped = SweepFolder(Path("sw")).results("eval_loss")[5:]
