@@ -75,10 +75,10 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned(optuna: An
 
 @pytest.mark.slow
 def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -> None:
-    base = BASE | {"steps": 400, "eval_interval": 2, "eval_fraction": "0.1"}
+    base = BASE | {"steps": 100, "eval_interval": 2, "eval_fraction": "0.1"}
     source = optuna_trials(8, base=base, parallel=2)
     for _ in range(5):
-        claimed, losses = source.next(), [0.1] * 200  # at every eval better than any that is trained
+        claimed, losses = source.next(), [0.1] * 50  # at every eval better than any that is trained
         write_evals(claimed.trial, *losses)
         assert source.should_prune(claimed.trial) is None
         end(source, claimed, "done", *losses)
@@ -87,7 +87,7 @@ def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -
     stopped = SweepFolder(Path("sw")).results("eval_loss")[5:]
     assert [trial.status for trial in stopped] == ["pruned"] * 3
     for trial in stopped:
-        assert 0 < trial.steps < 400 and "above the others' median" in trial.reason
+        assert 0 < trial.steps < 100 and "above the others' median" in trial.reason
 
 
 def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began(optuna: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
-from maxbatch.rl.prompts import Prompts, open_prompts
+from maxbatch.rl.prompts import Prompts, PromptSource
 from tests.corpus import write_jsonl
 
 RECORDS: list[dict[str, Any]] = [
@@ -46,7 +46,7 @@ def texts(prompts: Prompts | None, first: int, count: int) -> list[str]:
 
 
 def test_a_prompt_is_its_text_its_tokens_and_all_fields_of_its_record(path: Path) -> None:
-    prompt = open_prompts(config(path, "enable_data_shuffling=false")).read(3, 1)[0]
+    prompt = PromptSource(config(path, "enable_data_shuffling=false")).train().read(3, 1)[0]
     assert (prompt.index, prompt.text) == (3, "Q: what is 3?\nA:")
     assert prompt.tokens.dtype == np.int32
     assert prompt.tokens.tolist() == [256, *b"Q: what is 3?\nA:"]
@@ -54,14 +54,14 @@ def test_a_prompt_is_its_text_its_tokens_and_all_fields_of_its_record(path: Path
 
 
 def test_without_add_bos_no_token_is_added(path: Path) -> None:
-    prompt = open_prompts(config(path, "add_bos=false")).read(0, 1)[0]
+    prompt = PromptSource(config(path, "add_bos=false")).train().read(0, 1)[0]
     assert prompt.tokens.tolist() == list(prompt.text.encode())
 
 
 def test_parquet_and_jsonl_of_the_same_records_are_the_same_prompts(path: Path, tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "prompts.parquet", row_group_size=3)
-    left = open_prompts(config(path))
-    right = open_prompts(config(tmp_path / "prompts.parquet", kind="parquet"))
+    left = PromptSource(config(path)).train()
+    right = PromptSource(config(tmp_path / "prompts.parquet", kind="parquet")).train()
     assert left.identity == right.identity
     for one, other in zip(left.read(5, 20), right.read(5, 20), strict=True):
         assert (one.text, one.record) == (other.text, other.record)
@@ -70,28 +70,28 @@ def test_parquet_and_jsonl_of_the_same_records_are_the_same_prompts(path: Path, 
 def test_parquet_values_without_a_json_form_are_text(tmp_path: Path) -> None:
     table = pa.table({"question": ["a"], "when": pa.array([0], pa.timestamp("s")), "raw": [b"bytes"]})
     pq.write_table(table, tmp_path / "prompts.parquet")
-    prompt = open_prompts(config(tmp_path / "prompts.parquet", kind="parquet")).read(0, 1)[0]
+    prompt = PromptSource(config(tmp_path / "prompts.parquet", kind="parquet")).train().read(0, 1)[0]
     assert prompt.record == {"question": "a", "when": "1970-01-01 00:00:00", "raw": "bytes"}
 
 
 def test_epochs_follow_one_another_without_a_gap_each_permuted_anew(path: Path) -> None:
-    prompts = open_prompts(config(path))
+    prompts = PromptSource(config(path)).train()
     assert prompts.num_prompts == 10
     epochs = [texts(prompts, 10 * epoch, 10) for epoch in range(4)]
     assert all(Counter(epoch) == Counter(epochs[0]) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 4
     assert texts(prompts, 7, 26) == [text for epoch in epochs for text in epoch][7:33]
-    other_seed = open_prompts(config(path, "data_shuffle_seed=1"))
+    other_seed = PromptSource(config(path, "data_shuffle_seed=1")).train()
     assert texts(other_seed, 0, 10) != epochs[0] and texts(other_seed, 0, 10) != epochs[1]
 
 
 def test_without_shuffling_epochs_are_in_order(path: Path) -> None:
-    prompts = open_prompts(config(path, "enable_data_shuffling=false"))
+    prompts = PromptSource(config(path, "enable_data_shuffling=false")).train()
     assert [prompt.record for prompt in prompts.read(8, 4)] == [RECORDS[i] for i in (8, 9, 0, 1)]
 
 
 def test_reading_far_ahead_costs_what_reading_at_the_start_does(path: Path) -> None:
-    prompts = open_prompts(config(path))
+    prompts = PromptSource(config(path)).train()
     begin = time.perf_counter()
     found = prompts.read(10**12, 100)
     assert time.perf_counter() - begin < 20  # an import included
@@ -100,8 +100,8 @@ def test_reading_far_ahead_costs_what_reading_at_the_start_does(path: Path) -> N
 
 
 def test_a_fraction_is_held_out_by_the_rule_of_pre_training(path: Path) -> None:
-    held_out = open_prompts(config(path, "eval_fraction=0.2"), held_out=True)
-    train = open_prompts(config(path, "eval_fraction=0.2"))
+    held_out = PromptSource(config(path, "eval_fraction=0.2")).held_out()
+    train = PromptSource(config(path, "eval_fraction=0.2")).train()
     assert held_out is not None
     assert [prompt.record for prompt in held_out.read(0, 2)] == [RECORDS[4], RECORDS[9]]
     assert train.num_prompts == 8
@@ -110,22 +110,29 @@ def test_a_fraction_is_held_out_by_the_rule_of_pre_training(path: Path) -> None:
         held_out.read(1, 2)
 
 
+def test_both_parts_come_from_one_reading(path: Path) -> None:
+    source = PromptSource(config(path, "eval_fraction=0.2"))
+    path.unlink()
+    held_out = source.held_out()
+    assert held_out is not None and source.train().num_prompts + held_out.num_prompts == 10
+
+
 def test_held_out_prompts_of_their_own_path(path: Path, tmp_path: Path) -> None:
     own = write_jsonl(tmp_path / "eval.jsonl", [{"question": "b"}, {"question": "a"}])
     both = config(path, f"eval_dataset_path={own}")
-    assert texts(open_prompts(both, held_out=True), 0, 2) == ["Q: b\nA:", "Q: a\nA:"]
-    assert open_prompts(both).num_prompts == 10
+    assert texts(PromptSource(both).held_out(), 0, 2) == ["Q: b\nA:", "Q: a\nA:"]
+    assert PromptSource(both).train().num_prompts == 10
     # A file that both paths name is held out.
     folder = config(tmp_path, f"eval_dataset_path={own}")
-    assert open_prompts(folder).num_prompts == 10
+    assert PromptSource(folder).train().num_prompts == 10
 
 
 def test_where_nothing_is_held_out_there_are_no_held_out_prompts(path: Path) -> None:
-    assert open_prompts(config(path), held_out=True) is None
+    assert PromptSource(config(path)).held_out() is None
 
 
 def test_the_identity_changes_with_whatever_changes_the_prompts(path: Path, tmp_path: Path) -> None:
-    base = open_prompts(config(path)).identity
+    base = PromptSource(config(path)).train().identity
     assert all(isinstance(value, str | int | bool) for value in base.values())
     other = write_jsonl(tmp_path / "other.jsonl", [*RECORDS[:9], {**RECORDS[9], "answer": 0}])
     swapped = write_jsonl(tmp_path / "swapped.jsonl", RECORDS[::-1])
@@ -138,20 +145,20 @@ def test_the_identity_changes_with_whatever_changes_the_prompts(path: Path, tmp_
         config(path, "data_shuffle_seed=1"),
         config(path, "enable_data_shuffling=false"),
     ]
-    identities = [base, *(open_prompts(each).identity for each in changed)]
+    identities = [base, *(PromptSource(each).train().identity for each in changed)]
     assert len({json.dumps(identity, sort_keys=True) for identity in identities}) == len(identities)
     # Where the records lie and how their lines are written is no part of it.
     moved = tmp_path / "moved.jsonl"
     moved.write_text("\n".join(json.dumps(record, indent=None, sort_keys=True) for record in RECORDS))
-    assert open_prompts(config(moved)).identity == base
+    assert PromptSource(config(moved)).train().identity == base
 
 
 def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "a"}\n[1]\n{"question": "b"}\n{"other": 1}\n{"question": "\\ud800"}\n')
     with pytest.raises(ConfigError, match=r"line 2: a list, not an object; skip_bad_records=true leaves"):
-        open_prompts(config(path))
-    prompts = open_prompts(config(path, "skip_bad_records=true"))
+        PromptSource(config(path)).train()
+    prompts = PromptSource(config(path, "skip_bad_records=true")).train()
     assert (prompts.num_prompts, prompts.skipped_records) == (2, 3)
     assert sorted(texts(prompts, 0, 2)) == ["Q: a\nA:", "Q: b\nA:"]
 
@@ -172,42 +179,41 @@ def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_a_template_that_cannot_be_filled_is_one_line(path: Path, template: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        open_prompts(config(path, f"prompt_template={template}"))
+        PromptSource(config(path, f"prompt_template={template}")).train()
     assert str(error.value).startswith("prompt_template=") and said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_templates_reach_into_fields_and_write_braces(path: Path) -> None:
-    prompts = open_prompts(
+    prompts = PromptSource(
         config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")
-    )
+    ).train()
     assert texts(prompts, 2, 1) == ["{h2}"]
 
 
 def test_a_null_field_is_no_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": None}])
     with pytest.raises(ConfigError, match="record 2: field 'question' is null"):
-        open_prompts(config(path))
+        PromptSource(config(path)).train()
 
 
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path, held_out: bool) -> None:
+def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -> None:
     lengths = [3, 5, 9, 7, 9, 1]
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "x" * length} for length in lengths])
     overrides = ("prompt_template={question}", "eval_fraction=0.5")
     with pytest.raises(ConfigError) as error:
-        open_prompts(config(path, *overrides, "max_prefill_predict_length=6"), held_out=held_out)
+        PromptSource(config(path, *overrides, "max_prefill_predict_length=6"))
     assert str(error.value) == (
         f"max_prefill_predict_length=6: the prompt of record 3 of dataset_path={str(path)!r} has 10 tokens, and 2 "
         "more are too long; works: max_prefill_predict_length=10"
     )
-    assert open_prompts(config(path, *overrides, "max_prefill_predict_length=10")).num_prompts == 3
+    assert PromptSource(config(path, *overrides, "max_prefill_predict_length=10")).train().num_prompts == 3
 
 
 def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": ""}])
     with pytest.raises(ConfigError, match=r"add_bos=false: the prompt of record 2 of .* works: add_bos=true"):
-        open_prompts(config(path, "prompt_template={question}", "add_bos=false"))
+        PromptSource(config(path, "prompt_template={question}", "add_bos=false")).train()
 
 
 @pytest.mark.parametrize(
@@ -228,10 +234,10 @@ def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
 )
 def test_a_dataset_that_cannot_be_used_is_one_line(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        open_prompts(load_config(overrides=overrides))
+        PromptSource(load_config(overrides=overrides)).train()
 
 
 def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [])
     with pytest.raises(ConfigError, match="has no record that makes a prompt"):
-        open_prompts(config(path))
+        PromptSource(config(path)).train()

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -70,7 +70,7 @@ class Prompts:
         identity: Identity,
         skipped_records: int,
     ):
-        """Makes a split; `open_prompts` is the usual way.
+        """Makes a split; `PromptSource` is the usual way.
 
         Args:
           records: JSON objects.
@@ -104,61 +104,73 @@ class Prompts:
         return [Prompt(first + i, texts[i], tokens[i], records[i]) for i in range(count)]
 
 
-@overload
-def open_prompts(config: ConfigDict, *, held_out: Literal[False] = False) -> Prompts: ...
-
-
-@overload
-def open_prompts(config: ConfigDict, *, held_out: Literal[True]) -> Prompts | None: ...
-
-
-def open_prompts(config: ConfigDict, *, held_out: bool = False) -> Prompts | None:
-    """Opens the prompts to train on, or the held-out ones: all of them are read, filled in and measured now.
-
-    Returns:
-      The prompts; None for held-out ones where nothing is held out.
+class PromptSource:
+    """The prompts of a config: those to train on, and the held-out ones. All of them are read, filled in and measured
+    when it is made.
 
     Raises:
       ConfigError: settings or data that cannot be used, by key, value and record; a prompt of no token, or of more
         than `max_prefill_predict_length`.
     """
-    _check_dataset(config)
-    fraction = HeldOutFraction.from_config(config)
-    own_path = held_out and bool(config.eval_dataset_path)
-    if held_out and not own_path and not fraction.fraction:
-        return None
-    key = "eval_dataset_path" if own_path else "dataset_path"
-    text = _PromptText(config)
-    dataset = _Dataset(config, key, text)
-    records = dataset.records
-    if not own_path:
-        fraction.refuse_empty(len(records), "prompts")
+
+    def __init__(self, config: ConfigDict):
+        _check_dataset(config)
+        self._config = config
+        self._fraction = HeldOutFraction.from_config(config)
+        self._text = _PromptText(config)
+        self._dataset = _Dataset(config, "dataset_path", self._text)
+        self._fraction.refuse_empty(len(self._dataset.records), "prompts")
+
+    def train(self) -> Prompts:
+        """Returns the prompts to train on."""
+        return self._split("train", self._dataset, self._part(held_out=False))
+
+    def held_out(self) -> Prompts | None:
+        """Returns the held-out prompts; None where nothing is held out. Reads `eval_dataset_path` where one is given.
+
+        Raises:
+          ConfigError: as for the prompts to train on.
+        """
+        if self._config.eval_dataset_path:
+            dataset = _Dataset(self._config, "eval_dataset_path", self._text)
+            return self._split("eval", dataset, dataset.records)
+        if not self._fraction.fraction:
+            return None
+        return self._split("eval", self._dataset, self._part(held_out=True))
+
+    def _part(self, *, held_out: bool) -> list[bytes]:
+        records, fraction = self._dataset.records, self._fraction
+        if not fraction.fraction:
+            return records
         chosen = fraction.records(fraction.count(len(records), held_out), held_out)
-        records = [records[number] for number in chosen.tolist()] if fraction.fraction else records
-    identity: Identity = {
-        "prompts_version": _PROMPTS_VERSION,
-        "split": "eval" if held_out else "train",
-        "content": dataset.content,
-        "tokenizer": text.tokenizer.identity,
-        "prompt_template": config.prompt_template,
-        "add_bos": config.add_bos,
-        "skip_bad_records": config.skip_bad_records,
-        "held_out": fraction.rule,
-    }
-    shuffle = None
-    if not held_out:
-        identity["enable_data_shuffling"] = config.enable_data_shuffling
-        if config.enable_data_shuffling:
+        return [records[number] for number in chosen.tolist()]
+
+    def _split(self, split: Literal["train", "eval"], dataset: _Dataset, records: Sequence[bytes]) -> Prompts:
+        config, trains = self._config, split == "train"
+        identity: Identity = {
+            "prompts_version": _PROMPTS_VERSION,
+            "split": split,
+            "content": dataset.content,
+            "tokenizer": self._text.tokenizer.identity,
+            "prompt_template": config.prompt_template,
+            "add_bos": config.add_bos,
+            "skip_bad_records": config.skip_bad_records,
+            "held_out": self._fraction.rule,
+        }
+        shuffle = None
+        if trains:
+            identity["enable_data_shuffling"] = config.enable_data_shuffling
+        if trains and config.enable_data_shuffling:
             identity["data_shuffle_seed"] = config.data_shuffle_seed
             shuffle = (config.data_shuffle_seed, dataset.content)
-    return Prompts(
-        records,
-        text,
-        shuffle=shuffle,
-        endless=not held_out,
-        identity=identity,
-        skipped_records=dataset.skipped,
-    )
+        return Prompts(
+            records,
+            self._text,
+            shuffle=shuffle,
+            endless=trains,
+            identity=identity,
+            skipped_records=dataset.skipped,
+        )
 
 
 class _PromptText:

@@ -13,7 +13,7 @@ from maxbatch.errors import ConfigError
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.rl.evaluation import PolicyEvaluator
 from maxbatch.rl.learner import Learner
-from maxbatch.rl.prompts import Prompts, open_prompts
+from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.warm_start import first_parameters
@@ -49,7 +49,8 @@ class PolicyRun:
                 'works: compiled_dir=""'
             )
         self.config = config
-        self.prompts: Prompts = open_prompts(config)
+        self._source = PromptSource(config)
+        self.prompts: Prompts = self._source.train()
         self.checkpoints: Checkpoints | None = None
         if config.enable_checkpointing:
             identity = {"data": self.prompts.identity, "model": model_identity(config)}
@@ -114,7 +115,7 @@ class PolicyRun:
 
     def evaluator(self, rewards: Rewards) -> PolicyEvaluator | None:
         """The evaluator; None where no eval is wanted or nothing is held out."""
-        held_out = open_prompts(self.config, held_out=True) if self.config.eval_interval > 0 else None
+        held_out = self._source.held_out() if self.config.eval_interval > 0 else None
         if held_out is None:
             return None
         num_pairs = self.plan.eval_batch_size
