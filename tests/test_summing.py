@@ -42,3 +42,14 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
         np.testing.assert_allclose(summed, gradient + 0.25, rtol=1e-5, atol=1e-6)
     assert all(not np.any(g) for g in jax.tree.leaves(own["layers"])), "nothing is counted twice"
     np.testing.assert_allclose(own["embedding"][...], plain["embedding"][...], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:
+    config = tiny_config("scan_layers=true")
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), nnx.state(decoder.layers, nnx.Param))
+    decoder.pipeline = SummingLayers(sums, "none", unconstrained)
+    tokens_MxL = jnp.ones((1, config.max_target_length), jnp.int32)
+    decoder.hidden(tokens_MxL, tokens_MxL)
+    with pytest.raises(RuntimeError, match="must run once per gradient"):
+        decoder.hidden(tokens_MxL, tokens_MxL)

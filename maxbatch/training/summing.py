@@ -24,10 +24,10 @@ from maxbatch.model.placing import Constrain
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class SummingLayers:
     """Runs the layers of a decoder (`maxbatch.model.decoder.Pipeline`), in a loop, once per gradient: a second time
-    would count the sums twice.
+    would count the sums twice, and is refused.
 
     Attributes:
       sums: float32 arrays, like the stacked parameters of the layers. The gradient with respect to them is these sums
@@ -39,6 +39,7 @@ class SummingLayers:
     sums: PyTree
     remat_policy: str
     constrain: Constrain
+    _has_run: bool = dataclasses.field(default=False, init=False)
 
     def __call__(
         self,
@@ -48,7 +49,14 @@ class SummingLayers:
         segments_MxL: jax.Array,
         /,
     ) -> jax.Array:
-        """Return x after all layers; `layers(x, segments, parameters)` runs as many as are stacked."""
+        """Return x after all layers; `layers(x, segments, parameters)` runs as many as are stacked.
+
+        Raises:
+          RuntimeError: they ran before.
+        """
+        if self._has_run:
+            raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
+        self._has_run = True
 
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, parameters: PyTree) -> jax.Array:
             return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], parameters))
