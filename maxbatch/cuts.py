@@ -91,24 +91,48 @@ def check_held(
     batches = stated_batches(config)
     if batches is None or config.gradient_accumulation_steps is not None:
         raise _micro_batch_fault(config, num_devices, divisor)
+    sizes = [batch for _, batch in batches[ahead:]]
+    parts = _fitting_parts(config, num_devices, divisor, sizes)
+    if parts is not None:
+        raise ConfigError(
+            f"num_pipeline_microbatches={config.num_pipeline_microbatches}: {divisor} = {divisor.rows} samples must "
+            f"fit into one pass (per_device_batch_size={config.per_device_batch_size} x {num_devices} devices) and "
+            f"divide every global batch ahead; works: num_pipeline_microbatches={parts}"
+        )
+    if config.batch_size_schedule is None:
+        works = f"global_batch_size={nearest_multiple(config.global_batch_size, divisor.rows)}"
+    else:
+        fitting = [f"{_samples(t, config)}:{nearest_multiple(batch, divisor.rows)}" for t, batch in batches]
+        works = f'batch_size_schedule="{" ".join(fitting)}"'
     if exact(config.per_device_batch_size) * num_devices < divisor.rows:
+        p = f"per_device_batch_size={plain_number(Fraction(divisor.rows, num_devices))}"
         raise ConfigError(
             f"per_device_batch_size={config.per_device_batch_size}: x {num_devices} devices must hold at "
             f"least {divisor.rows} samples in one pass ({divisor}); "
-            f"works: per_device_batch_size={plain_number(Fraction(divisor.rows, num_devices))}"
+            f"works: {f'{p} {works}' if any(size % divisor.rows for size in sizes) else p}"
         )
     rule = f"must be divisible by {divisor.rows} ({divisor})"
     if config.batch_size_schedule is None:
-        nearest = nearest_multiple(config.global_batch_size, divisor.rows)
-        raise ConfigError(
-            f"global_batch_size={config.global_batch_size}: {rule}; works: global_batch_size={nearest}"
-        )
-    fitting = [f"{_samples(t, config)}:{nearest_multiple(batch, divisor.rows)}" for t, batch in batches]
+        raise ConfigError(f"global_batch_size={config.global_batch_size}: {rule}; works: {works}")
     named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
     raise ConfigError(
         f"batch_size_schedule={config.batch_size_schedule}: every stage ahead {rule}, but {named} cannot; "
-        f'works: batch_size_schedule="{" ".join(fitting)}"'
+        f"works: {works}"
     )
+
+
+def _fitting_parts(
+    config: ConfigDict, num_devices: int, divisor: Divisor, sizes: Sequence[int]
+) -> int | None:
+    """Return the pipeline microbatches nearest to the stated ones with which the devices hold batches of these sizes;
+    None where none are stated, or none would do."""
+    stated, shards = config.num_pipeline_microbatches, divisor.batch_shards
+    common = math.gcd(*sizes)
+    if stated == -1 or common % shards:
+        return None
+    most = exact(config.per_device_batch_size) * num_devices / shards
+    fitting = [m for m in _divisors(common // shards, divisor.num_pipeline_stages) if m <= most]
+    return min(fitting, key=lambda m: abs(m - stated), default=None)
 
 
 def _micro_batch_fault(config: ConfigDict, num_devices: int, divisor: Divisor) -> ConfigError:

@@ -118,7 +118,8 @@ class RampupBatchManager:
             mesh = MeshShape.from_config(config, num_devices, num_slices)
             divisor = Divisor.from_config(config, num_devices, mesh)
             most_rows = math.floor(exact(config.per_device_batch_size) * num_devices)
-            cuts = tuple(cut(target, most_rows, divisor) for target in targets(config, num_devices))
+            stated = targets(config, num_devices, Fraction(divisor.rows, num_devices))
+            cuts = tuple(cut(target, most_rows, divisor) for target in stated)
             check_held(config, num_devices, divisor, cuts, ahead=_stage_at(cuts, anchor[1]))
         reference = config.reference_batch_size or cuts[-1].batch
         if config.adam_scaling == "sde":

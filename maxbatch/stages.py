@@ -7,6 +7,7 @@ N devices, p rows per device, g accumulation steps, M micro-batch, B global batc
 from __future__ import annotations
 
 import dataclasses
+import math
 from fractions import Fraction
 
 from ml_collections import ConfigDict
@@ -31,15 +32,21 @@ class Target:
     micro_batch: Fraction | None
 
 
-def targets(config: ConfigDict, num_devices: int) -> list[Target]:
+def targets(config: ConfigDict, num_devices: int, unit: Fraction | None = None) -> list[Target]:
     """Return the stages that the config states.
+
+    Args:
+      config: the run's config.
+      num_devices: N.
+      unit: what p must be a multiple of on these devices, where that is known: what is suggested in place of a
+        ramp that breaks its rule then keeps to it.
 
     Raises:
       ConfigError: a ramp or a schedule that breaks its rule, or two statements that disagree.
     """
     p, g = exact(config.per_device_batch_size), config.gradient_accumulation_steps
     if config.enable_rampup_batch_size:
-        n = increments(config)
+        n = increments(config, unit)
         _, a, c = ramp_numbers(config)
         apart = Fraction(config.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
@@ -61,25 +68,20 @@ def targets(config: ConfigDict, num_devices: int) -> list[Target]:
     return [Target(threshold, Fraction(batch), micro_batch) for threshold, batch in batches]
 
 
-def increments(config: ConfigDict) -> int:
-    """Return n = (p - a) / c, the increments of the ramp; ConfigError where that is no whole number >= 1."""
+def increments(config: ConfigDict, unit: Fraction | None = None) -> int:
+    """Return n = (p - a) / c, the increments of the ramp; ConfigError where that is no whole number >= 1 (`unit`: see
+    `targets`)."""
     p, a, c = ramp_numbers(config)
     key = "per_device_batch_size_increment"
     if c == 0:
-        raise ConfigError(f"{key}=0: must not be 0; works: {ramp_text(a, p - a or a, 1)}")
+        raise ConfigError(f"{key}=0: must not be 0; works: {_nearest_ramp(p, a, c, unit)}")
     n = (p - a) / c
     if n.denominator == 1 and 1 <= n <= MOST_STAGES:
         return int(n)
-    if n > MOST_STAGES:
-        works = ramp_text(a, p - a, 1)
-    elif a + max(1, round(n)) * c > 0:
-        works = ramp_text(a, c, max(1, round(n)))
-    else:
-        works = ramp_text(a, a, 1)
     raise ConfigError(
         f"{key}={plain_number(c)}: increments from per_device_batch_size_start={plain_number(a)} to "
         f"per_device_batch_size={plain_number(p)} must be a whole number from 1 to {MOST_STAGES}, not "
-        f"{shown(str(plain_number(n)))}; works: {works}"
+        f"{shown(str(plain_number(n)))}; works: {_nearest_ramp(p, a, c, unit)}"
     )
 
 
@@ -144,6 +146,24 @@ def ramp_text(start: Fraction, step: Fraction, n: int) -> str:
         f"per_device_batch_size_increment={plain_number(step)} "
         f"per_device_batch_size={plain_number(start + n * step)}"
     )
+
+
+def _nearest_ramp(p: Fraction, a: Fraction, c: Fraction, unit: Fraction | None) -> str:
+    """Return the overrides of a ramp near this one, of whole increments and, where a unit is given, multiples of it."""
+
+    def fitting(value: Fraction) -> Fraction:
+        return nearest_multiple(value, unit) if unit else value
+
+    start = fitting(a)
+    way = -1 if p < start else 1
+    far = abs(p - start) or start
+    step = fitting(abs(c) or far)
+    n = max(1, round(far / step)) if p != start else 1
+    if n > MOST_STAGES:
+        n, step = 1, fitting(far)
+    if way < 0 and n * step >= start:
+        n = math.ceil(start / step) - 1
+    return ramp_text(start, way * step, n) if n else ramp_text(start, step, 1)
 
 
 def _amount(text: str, length: int | None) -> Fraction | None:

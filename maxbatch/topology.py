@@ -12,6 +12,12 @@ from maxbatch.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp")
+# What an axis splits of the model, and so must divide.
+_SPLIT = {
+    "tensor": "base_num_query_heads",
+    "context": "max_target_length",
+    "pipeline": "base_num_decoder_layers",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +91,8 @@ def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
     Raises:
       ConfigError: one does not; the message names the nearest size that does.
     """
-    _check_divides(config, shape, "tensor", "base_num_query_heads")
-    _check_divides(config, shape, "context", "max_target_length")
+    for axis in ("tensor", "context"):
+        _check_divides(config, shape, axis)
     check_layers_fit(config, shape)
 
 
@@ -96,7 +102,7 @@ def check_layers_fit(config: ConfigDict, shape: MeshShape) -> None:
     Raises:
       ConfigError: they do not; the message names the nearest number that does.
     """
-    _check_divides(config, shape, "pipeline", "base_num_decoder_layers")
+    _check_divides(config, shape, "pipeline")
     layers, stages = config.base_num_decoder_layers, shape.num_pipeline_stages
     repeats, most = config.num_pipeline_repeats, layers // stages if stages > 1 else 1
     if most % repeats:
@@ -107,8 +113,9 @@ def check_layers_fit(config: ConfigDict, shape: MeshShape) -> None:
         raise ConfigError(f"num_pipeline_repeats={repeats}: {rule}; works: num_pipeline_repeats={nearest}")
 
 
-def _check_divides(config: ConfigDict, shape: MeshShape, axis: str, name: str) -> None:
-    """Check that an axis divides a number of the model, or raise with the largest part of it that does."""
+def _check_divides(config: ConfigDict, shape: MeshShape, axis: str) -> None:
+    """Check that an axis divides what it splits, or raise with the largest part of it that does."""
+    name = _SPLIT[axis]
     room = config[name]
     if room % shape.sizes[axis] == 0:
         return
@@ -143,12 +150,17 @@ def _resolve(config: ConfigDict, net: str, total: int, what: str) -> dict[str, i
     if rest and total % fixed == 0:
         sizes[rest[0]] = total // fixed
     elif rest or fixed != total:
-        raise _misfit(sizes, net, total, what)
+        raise _misfit(config, sizes, net, total, what)
     return sizes
 
 
-def _misfit(sizes: Mapping[str, int], net: str, total: int, what: str) -> ConfigError:
-    """Return the error for sizes that do not multiply to total, with the least change that does."""
+def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, total: int, what: str) -> ConfigError:
+    """Return the error for sizes that do not multiply to total, with the least change that does and splits the model
+    evenly."""
+
+    def splits(axis: str, size: int) -> bool:
+        return axis not in _SPLIT or config[_SPLIT[axis]] % size == 0
+
     rule = f"the {net} axes must multiply to the {total} {what}"
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     by_size = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
@@ -156,8 +168,14 @@ def _misfit(sizes: Mapping[str, int], net: str, total: int, what: str) -> Config
         others = math.prod(sizes[a] for a in AXES if a not in (axis, rest))
         if total % others == 0:
             limit = total // others
-            divisors = [d for d in range(1, min(limit, 2 * abs(sizes[axis])) + 1) if limit % d == 0]
+            divisors = [
+                d
+                for d in range(1, min(limit, 2 * abs(sizes[axis])) + 1)
+                if limit % d == 0 and splits(axis, d)
+            ]
             nearest = min(divisors, key=lambda d: abs(d - sizes[axis])) if rest else limit
+            if not splits(axis, nearest):
+                continue
             return ConfigError(f"{_key(net, axis)}={sizes[axis]}: {rule}; works: {_key(net, axis)}={nearest}")
     works = " ".join(f"{_key(net, a)}=1" for a in AXES if sizes[a] > 1 and a != "fsdp")
     works = f"{works} {_key(net, 'fsdp')}={-1 if rest in (None, 'fsdp') else 1}".strip()

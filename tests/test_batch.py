@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, load_config
@@ -154,6 +154,9 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
     ([*RAMP, "per_device_batch_size_increment=0"], 1, 1, "per_device_batch_size_increment=0: must not be 0"),
     ([*RAMP, "per_device_batch_size_increment=-5"], 1, 1, "per_device_batch_size_increment=-5: increments from"),
     ([*RAMP, "per_device_batch_size_increment=0.0001"], 1, 1, "per_device_batch_size_increment=0.0001: increments"),
+    ([*RAMP, "per_device_batch_size_increment=3.5"], 1, 1, "per_device_batch_size_increment=3.5: increments from"),
+    ([*RAMP, "per_device_batch_size_increment=0.7"], 4, 1, "per_device_batch_size_increment=0.7: increments from"),
+    ([*RAMP, "per_device_batch_size_start=0.3"], 4, 1, "per_device_batch_size_increment=4: increments from"),
     ([*RAMP, "global_rampup_samples=0"], 1, 1, "global_rampup_samples=0: must be at least 1"),
     ([*RAMP, "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5", "per_device_batch_size=2"],
      4, 1, "per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5: every micro-batch ahead"),
@@ -165,6 +168,12 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
      "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
     (["global_batch_size=36", "ici_pipeline_parallelism=2"], 8, 1,
      "global_batch_size=36: must be divisible by 8 (4 batch shards x 2 pipeline microbatches)"),
+    (["global_batch_size=32", "per_device_batch_size=8", "num_pipeline_microbatches=12"], 4, 1,
+     "num_pipeline_microbatches=12: 4 batch shards x 12 pipeline microbatches = 48 samples must fit into one pass"),
+    (["batch_size_schedule=0:48 100:96", "per_device_batch_size=6", "num_pipeline_microbatches=7"], 8, 1,
+     "num_pipeline_microbatches=7: 8 batch shards x 7 pipeline microbatches = 56 samples must fit into one pass"),
+    (["global_batch_size=30", "per_device_batch_size=1/2"], 4, 1,
+     "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
     (["batch_size_schedule=0:6 100:8 2Kt:9"], 1, 1, "batch_size_schedule=0:6 100:8 2Kt:9: thresholds must rise"),
     (["batch_size_schedule=0:6 100:8 9000Kt:9"], 4, 1,
      "every stage ahead must be divisible by 4 (the 4 batch shards), but stage 0 of 6, stage 2 of 9 cannot"),
@@ -183,6 +192,8 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
     (["eval_per_device_batch_size=0.5"], 4, 1,
      "eval_per_device_batch_size=0.5: x 4 devices = 2 samples must be divisible by the 4 batch shards"),
     (["eval_per_device_batch_size=0.3"], 4, 1, "eval_per_device_batch_size=0.3: x 4 devices = 1.2 samples must be"),
+    (["ici_pipeline_parallelism=4"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must multiply to the 6 devices"),
+    (["ici_pipeline_parallelism=4", "ici_fsdp_parallelism=1"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must"),
     (["ici_tensor_parallelism=3"], 4, 1, "ici_tensor_parallelism=3: the ici axes must multiply to the 4 devices"),
 ]  # fmt: skip
 
@@ -201,6 +212,58 @@ def test_a_rejection_is_one_line_with_a_value_that_works(
     assert works
     stated = dict(override.split("=", 1) for override in overrides)
     plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
+
+
+def sizes(most: int) -> st.SearchStrategy[str]:
+    """Numbers of rows per device as they are written: whole, fractions, decimals."""
+    fractions = st.tuples(st.integers(1, 6 * most), st.integers(1, 6)).map(lambda f: f"{f[0]}/{f[1]}")
+    return st.integers(1, most).map(str) | fractions | st.sampled_from(["0.1", "0.25", "1.5", "2.3", "7.5"])
+
+
+@given(
+    sizes(8), sizes(9), sizes(40), st.booleans(), st.sampled_from([1, 2, 4, 6, 12]), st.sampled_from([1, 2])
+)
+def test_what_is_named_in_place_of_a_ramp_works(
+    start: str, increment: str, target: str, falls: bool, num_devices: int, tensor: int
+) -> None:
+    assume(num_devices % tensor == 0)
+    stated = {
+        "enable_rampup_batch_size": "true",
+        "global_rampup_samples": "1000",
+        "per_device_batch_size_start": start,
+        "per_device_batch_size_increment": f"-{increment}" if falls else increment,
+        "per_device_batch_size": target,
+        "ici_tensor_parallelism": str(tensor),
+    }
+    try:
+        plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
+    except ConfigError as error:
+        works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
+        plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices)
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    sizes(8),
+    st.integers(1, 14),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2]),
+)
+def test_what_is_named_in_place_of_batches_in_a_pipeline_works(
+    batches: list[int], rows: str, parts: int, num_devices: int, pipeline: int
+) -> None:
+    assume(num_devices % pipeline == 0)
+    stated = {
+        "batch_size_schedule": " ".join(f"{100 * i}:{batch}" for i, batch in enumerate(batches)),
+        "per_device_batch_size": rows,
+        "num_pipeline_microbatches": str(parts * pipeline),
+        "ici_pipeline_parallelism": str(pipeline),
+    }
+    try:
+        plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
+    except ConfigError as error:
+        works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
+        plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices)
 
 
 def test_all_stages_that_do_not_fit_are_named_at_once() -> None:
