@@ -137,6 +137,8 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     """Return the table of stages; with a rate, also that of each one's first and last update."""
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
     heads = ["stage", "from sample", "step", "steps", "samples", "p", "g", "micro", "global"]
+    if plan.rl:
+        heads = ["stage", "from prompt", "step", "steps", "prompts", "p", "g", "micro pairs", "global pairs"]
     heads += ["lr scale"] if scaled else []
     heads += ["lr first", "lr last"] if rate else []
     table = _table()
@@ -221,13 +223,10 @@ def _numbers_table(plan: BatchPlan) -> Table:
         table.add_row()
         table.add_row(Text(title, style="bold"))
         for name, meaning in numbers:
-            table.add_row(f"  {name}", _number(getattr(source, name)), _said_of(plan, meaning))
+            if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
+                meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            table.add_row(f"  {name}", _number(getattr(source, name)), meaning)
     return table
-
-
-def _said_of(plan: BatchPlan, meaning: str) -> str:
-    """Return what a number counts: along a run of reinforcement learning samples are prompts."""
-    return meaning.replace("samples", "prompts") if plan.rl and "pass" not in meaning else meaning
 
 
 def _table() -> Table:

@@ -170,8 +170,8 @@ def _check_other_keys(config: ConfigDict) -> None:
     if room < 1:
         raise ConfigError(
             f"max_prefill_predict_length={config.max_prefill_predict_length}: must be less than max_target_length="
-            f"{config.max_target_length}, which holds prompt and response; works: max_prefill_predict_length="
-            f"{max(1, config.max_target_length // 2)}"
+            f"{config.max_target_length}, which holds prompt and response; "
+            f"works: max_target_length={2 * config.max_prefill_predict_length}"
         )
     if exact(config.expansion_factor_real_data) not in (1, -1):
         raise ConfigError(

@@ -114,6 +114,27 @@ def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> N
     assert {"prompt", "response", "greedy", "passes"} <= lines[-1]["transcripts"][0].keys()
 
 
+def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:
+    keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1")
+    found = {
+        chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)
+    }
+    for name in ("eval_greedy_pass_at_1", "first_eval_pass_at_1", "eval_pass_at_2"):
+        assert found[-1][name] == pytest.approx(found[GROUP][name], abs=1e-9)
+    texts = [(tmp_path / f"run{chunk}" / "transcripts.jsonl").read_text() for chunk in found]
+    assert texts[0] == texts[1]
+
+
+def test_a_warm_start_that_has_no_documents_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    keys = ["dataset_type=jsonl", f"dataset_path={tmp_path / 'p.jsonl'}", f"run_dir={tmp_path / 'run'}"]
+    assert main(["rl", *keys, "warm_start_steps=5", "eval_fraction=0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "works: warm_start_steps=0" in error
+
+
 def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def bad(prompt, response, record):\n    raise ValueError('no')\n")
     path = reward_file(tmp_path).removeprefix("reward=").removesuffix(":digits")

@@ -39,21 +39,26 @@ class PolicyEvaluator:
     """Samples from the held-out prompts and scores the responses.
 
     Args:
-      config: `eval_num_generations`, `eval_steps`, `decode_sampling_temperature`.
+      config: `eval_num_generations`, `decode_sampling_temperature`.
       prompts: the held-out part.
+      num_prompts: how many of them.
       roller: samples `num_pairs` responses at once.
       num_pairs: the eval's own batch, in pairs.
       rewards: score them.
     """
 
     def __init__(
-        self, config: ConfigDict, prompts: Prompts, roller: Roller, num_pairs: int, rewards: Rewards
+        self,
+        config: ConfigDict,
+        prompts: Prompts,
+        num_prompts: int,
+        roller: Roller,
+        num_pairs: int,
+        rewards: Rewards,
     ) -> None:
         self._config, self._roller, self._rewards = config, roller, rewards
         self._num_pairs = num_pairs
-        batches = -(-prompts.num_prompts // num_pairs)
-        most = batches if config.eval_steps == -1 else min(config.eval_steps, batches)
-        self._prompts = prompts.read(0, min(prompts.num_prompts, most * num_pairs))
+        self._prompts = prompts.read(0, num_prompts)
 
     def __call__(self, params: nnx.State) -> Evaluation:
         """Evaluate parameters that lie on the sampling devices."""

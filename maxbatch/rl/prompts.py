@@ -256,9 +256,13 @@ class _Dataset:
         if lengths[longest] > most:
             others = sum(length > most for length in lengths) - 1
             more = f", and {others} more are too long" if others else ""
+            works = f"max_prefill_predict_length={lengths[longest]}"
+            if lengths[longest] >= self._config.max_target_length:
+                room = self._config.max_target_length - most
+                works += f" max_target_length={lengths[longest] + room}"
             raise ConfigError(
                 f"max_prefill_predict_length={most}: the prompt of record {numbers[longest]} of {self._where} has "
-                f"{lengths[longest]} tokens{more}; works: max_prefill_predict_length={lengths[longest]}"
+                f"{lengths[longest]} tokens{more}; works: {works}"
             )
         if not lengths[shortest]:
             raise ConfigError(

@@ -48,6 +48,11 @@ class PolicyRun:
                 f"compiled_dir={config.compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
                 'works: compiled_dir=""'
             )
+        if config.warm_start_steps and not config.warm_start_path and config.dataset_type != "arithmetic":
+            raise ConfigError(
+                f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
+                f"examples of dataset_type=arithmetic, not {config.dataset_type}; works: warm_start_steps=0"
+            )
         self.config = config
         self._source = PromptSource(config)
         self.prompts: Prompts = self._source.train()
@@ -118,6 +123,11 @@ class PolicyRun:
         held_out = self._source.held_out() if self.config.eval_interval > 0 else None
         if held_out is None:
             return None
-        num_pairs = self.plan.eval_batch_size
+        num_pairs, num_prompts = self.plan.eval_batch_size, held_out.num_prompts
+        if self.config.eval_steps != -1:
+            # The chunks of an update, which eval takes over where its batch is not stated, do not change the prompts.
+            is_stated = self.config.eval_per_device_batch_size is not None
+            batch = num_pairs if is_stated else self.batch.effective_batch_size
+            num_prompts = min(num_prompts, self.config.eval_steps * batch)
         roller = Roller(self.config, held_out.tokenizer, self._samplers, num_pairs)
-        return PolicyEvaluator(self.config, held_out, roller, num_pairs, rewards)
+        return PolicyEvaluator(self.config, held_out, num_prompts, roller, num_pairs, rewards)
