@@ -32,8 +32,8 @@ def check_batch_keys(config: ConfigDict) -> None:
     """
     if config.batch_size is not None:
         raise ConfigError(
-            f"batch_size={config.batch_size}: states a batch of prompts, which is for `maxbatch rl` alone; "
-            "works: batch_size=null"
+            f"batch_size={config.batch_size}: states a batch of prompts, which maxbatch rl trains on; "
+            "works: batch_size=null and a dataset of documents, or maxbatch rl"
         )
     _check_expansion(config)
     if config.enable_rampup_batch_size:

@@ -99,6 +99,8 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(message.removeprefix("argument ").replace(": ", " ", 1))
         flag, _, value = unknown[1].partition("=")
         key = flag.lstrip("-").replace("-", "_")
+        if key in keys() and not flag.startswith("-"):
+            raise ConfigError(f"{unknown[1]}: {self.prog} takes no config keys")
         if key in keys():
             raise ConfigError(f"{flag}: config keys are stated without dashes; works: {key}={value or '...'}")
         nearest = nearest_name(flag, self._option_string_actions)

@@ -28,6 +28,13 @@ RAMP_KEYS = (
     "global_rampup_samples",
 )
 # What batch_size stands in place of: in reinforcement learning the batch is stated in prompts.
+RL_BATCH_KEYS = (
+    "num_generations",
+    "micro_batch_size",
+    "train_micro_batch_size",
+    "rollout_micro_batch_size",
+    "num_iterations",
+)
 PRETRAINING_BATCH_KEYS = (
     "per_device_batch_size",
     "gradient_accumulation_steps",
@@ -70,6 +77,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     for layer in [*below, *_preset_layers(str(named_models[-1])), *above]:
         _apply(values, layer)
     _check_rules(values)
+    _refuse_pairs_without_prompts([*below[1:], *above])
     return ConfigDict({name: values[name] for name in keys()}).lock()
 
 
@@ -289,9 +297,22 @@ def _displace_pretraining_batch(values: dict[str, Value], stated: set[str]) -> N
         name = refused[0]
         raise ConfigError(
             f"{name}={values[name]}: must not be stated beside batch_size={values['batch_size']}, which states the "
-            f"batch in prompts; works: micro_batch_size, or batch_size=null for pre-training"
+            f"batch in prompts; works: batch_size=null, or {name} left out"
         )
     values.update({name: _base_layer()[name] for name in PRETRAINING_BATCH_KEYS})
+
+
+def _refuse_pairs_without_prompts(layers: Sequence[_Layer]) -> None:
+    """Refuse keys of a batch of prompts where no layer says anything of such a batch: they would do nothing."""
+    if any("batch_size" in layer for layer in layers):
+        return
+    for layer in layers:
+        for name in RL_BATCH_KEYS:
+            if layer.get(name, _base_layer()[name]) != _base_layer()[name]:
+                raise ConfigError(
+                    f"{name}={layer[name]}: belongs to reinforcement learning, and says nothing without batch_size, "
+                    f"the prompts of a batch; works: {name}={_base_layer()[name]}"
+                )
 
 
 def _check_rules(values: Mapping[str, Value]) -> None:

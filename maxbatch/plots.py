@@ -114,7 +114,9 @@ def metric_against_key(
     groups = (
         list(dict.fromkeys(overrides[others[0]] for overrides, _, _ in trials)) if len(others) == 1 else []
     )
-    is_number = all(_number(overrides[key]) is not None for overrides, _, _ in trials)
+    numbers = [_number(overrides[key]) for overrides, _, _ in trials]
+    # One value has no scale: an axis of numbers would show a range around it that nobody swept.
+    is_number = None not in numbers and len(set(numbers)) > 1
     if not 1 < len(groups) <= _MOST_GROUPS:
         groups = [""]
     data = []
@@ -134,9 +136,8 @@ def metric_against_key(
         })  # fmt: skip
     kind = ("log" if is_log else "linear") if is_number else "category"
     ticks: dict[str, Any] = {}
-    numbers = [_number(overrides[key]) for overrides, _, _ in trials]
     values = sorted({number for number in numbers if number is not None})
-    if is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
+    if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
         # the values themselves say more than powers of ten
         ticks = {"tickvals": values, "ticktext": [f"{value:g}" for value in values]}
     layout = {

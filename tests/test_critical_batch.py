@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config import dump_config
+from maxbatch.config import configs_dir, dump_config
 from maxbatch.critical_batch.choosing import (
     Chunk,
     critical_batch,
@@ -238,9 +238,17 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         MeasuredRun.read(tmp_path, 1)
 
 
+def test_a_run_of_reinforcement_learning_is_refused(tmp_path):
+    config = load_config(configs_dir() / "post_train" / "rl.yml")
+    (tmp_path / "config.yml").write_text(dump_config(config))
+    with pytest.raises(ConfigError, match="a run of maxbatch rl"):
+        MeasuredRun.read(tmp_path, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (["steps=3"], "steps=3: maxbatch critical-batch takes no config keys"),
         (["--factors", "2,4"], "--factors 2,4"),
         (["--factors", "1,0"], "--factors 1,0"),
         (["--checkpoints", "ten"], "--checkpoints ten"),

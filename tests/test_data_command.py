@@ -12,6 +12,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import ConfigError
+from maxbatch.cli import main
 from maxbatch.config import dump_config
 from maxbatch.data.command import add_arguments, run
 from maxbatch.data.fingerprint import fingerprint
@@ -132,6 +133,11 @@ def test_stats_tell_how_well_documents_were_packed(tmp_path: Path, capsys) -> No
     overrides = ["max_target_length=2048", "packing_strategy=best_fit"]
     config = jsonl_config(tmp_path / "c.jsonl", ["x" * length for length in lengths], *overrides)
     assert json.loads(printed(capsys, config, "--stats", "--json"))["packing_efficiency"] >= 0.97
+
+
+def test_prompts_are_refused_in_one_line(config, capsys) -> None:
+    assert main(["data", "batch_size=8", f"dataset_path={config.dataset_path}", "--fingerprint"]) == 2
+    assert "makes the stream one of prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

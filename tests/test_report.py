@@ -206,6 +206,11 @@ def test_figures_are_what_the_plotting_library_takes(figure: Any) -> None:
     assert go.Figure({"data": figure.data, "layout": figure.layout}).data
 
 
+def test_an_axis_of_one_value_shows_the_value() -> None:
+    figure = metric_against_key("learning_rate", "loss", [({"learning_rate": "1e-3"}, 1.0, "trial 0")], True)
+    assert figure.layout["xaxis"]["type"] == "category" and figure.data[0]["x"] == ["1e-3"]
+
+
 def test_a_sweep_with_two_keys_joins_the_trials_that_share_the_other() -> None:
     figure = metric_against_key("learning_rate", "loss", TRIALS, True)
     assert [line["name"] for line in figure.data] == ["global_batch_size=8", "global_batch_size=16"]

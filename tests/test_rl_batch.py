@@ -9,7 +9,7 @@ import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
-from maxbatch.config import dump_config
+from maxbatch.config import RL_BATCH_KEYS, dump_config
 
 RL = str(Path(__file__).parent.parent / "configs/post_train/rl.yml")
 BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
@@ -58,11 +58,11 @@ def test_every_number_of_the_batch_is_planned(
         ("micro_batch_size=-4", "micro_batch_size=-1"),
         ("train_micro_batch_size=3", "train_micro_batch_size=2"),
         ("rollout_micro_batch_size=16", "rollout_micro_batch_size=8"),
-        ("per_device_batch_size=4", "micro_batch_size"),
-        ("gradient_accumulation_steps=2", "micro_batch_size"),
-        ("enable_rampup_batch_size=true", "micro_batch_size"),
+        ("per_device_batch_size=4", "batch_size=null, or per_device_batch_size left out"),
+        ("gradient_accumulation_steps=2", "batch_size=null, or gradient_accumulation_steps left out"),
+        ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
         ("train_tokens=100", "train_tokens=null"),
-        ("max_prefill_predict_length=20", "max_prefill_predict_length=10"),
+        ("max_prefill_predict_length=20", "max_target_length=40"),
     ],
 )
 def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
@@ -99,6 +99,17 @@ def test_the_config_of_a_run_says_the_same_again(tmp_path: Path) -> None:
 def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", RL]) == 2
     assert "works: batch_size=null" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RL_BATCH_KEYS)
+def test_keys_of_pairs_that_would_do_nothing_are_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{name}=6"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}=6: belongs to reinforcement learning" in error
+    assert main(["plan", *error.partition("works: ")[2].split()]) == 0
+    assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
 
 
 def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:

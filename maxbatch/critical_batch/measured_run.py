@@ -70,6 +70,10 @@ class MeasuredRun:
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(path / "config.yml"), read_metrics(path)
+        if config.batch_size is not None:
+            raise ConfigError(
+                f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
+            )
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")
         return cls(path, config, records, _checkpoints(path), num_devices)

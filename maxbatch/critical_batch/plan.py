@@ -226,7 +226,7 @@ def _held(
 def _too_short(run: MeasuredRun, plan: Plan, largest: int, samples: int, least: int) -> ConfigError:
     half, chunk = run.samples_seen // 2, plan.chunk
     smaller = [factor for factor in plan.factors if factor <= 1 or _wanted(plan.forks, (factor,)) <= half]
-    if max(smaller) > 1 and _wanted(plan.forks, smaller) <= half:
+    if max(smaller) > 1 and len(smaller) < len(plan.factors) and _wanted(plan.forks, smaller) <= half:
         works = f"works: --factors {_texts(smaller)}"
     elif least <= half:
         works = f"works: --samples {half // chunk * chunk}"

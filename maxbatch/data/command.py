@@ -46,6 +46,11 @@ def run(args: Namespace) -> int:
       ConfigError: bad numbers, or a config or data that cannot be used.
     """
     config = config_of(args)
+    if config.batch_size is not None:
+        raise ConfigError(
+            f"batch_size={config.batch_size}: makes the stream one of prompts, which maxbatch data does not show; "
+            "works: batch_size=null, for documents"
+        )
     first = _whole("--first", args.first, least=0, default=0)
     count = _whole("--count", args.count, least=1, default=_DEFAULT_COUNT)
     if args.stats and not (args.first is args.count is None):

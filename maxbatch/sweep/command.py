@@ -59,8 +59,10 @@ def run(args: argparse.Namespace) -> int:
         has_ended = runner.run(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
-        left = sum(result.status == "unfinished" for result in results)
-        console.print(f"stopped; {left} of {len(results)} trials are left. The same command goes on.")
+        # Optuna's trials are planned one by one; of a storage that others share, only these are known.
+        total = len(results) if sweep.storage else max(len(results), sweep.trials or 0)
+        left = total - sum(result.status != "unfinished" for result in results)
+        console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
         return EXIT_STOPPED
     conclude(sweep, folder, results, console)
     return 0
