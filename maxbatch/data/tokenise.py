@@ -190,7 +190,7 @@ class _Workers:
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
@@ -283,12 +283,13 @@ def _end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Runs a worker on standard input and output."""
+    """Runs a worker on standard input and output; the argument is the parent's process id, since a parent that was
+    killed at once could not be asked for any more."""
     # Ctrl-C is the parent's to answer; what libraries print must not end up among the answers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     with contextlib.suppress(EOFError, BrokenPipeError):
         work(sys.stdin.buffer, answers)
 
