@@ -16,8 +16,9 @@ from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.data import building
+from maxbatch.data.dataset_store import find_store, open_store
 from maxbatch.data.documents import DocumentSource
-from maxbatch.data.store import TokenStore, find_store, open_store
+from maxbatch.data.store import TokenStore
 from maxbatch.data.tokenizers import ByteTokenizer, make_tokenizer
 from tests.corpus import jsonl_config, write_jsonl
 from tests.test_formats import write_parquet

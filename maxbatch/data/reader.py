@@ -10,16 +10,14 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import grain
 import numpy as np
 from absl import flags
 
 from maxbatch.data.rows import Rows
-
-if TYPE_CHECKING:
-    from maxbatch.data.stream import Stream
+from maxbatch.data.samples import Indices
 
 # Enough tokens that the cost per element of a Grain pipeline (30 us in threads, more between processes)
 # vanishes.
@@ -68,10 +66,20 @@ class Contiguous:
         return np.arange(self.start + first, self.start + stop, dtype=np.int64)
 
 
+class RowsByIndex(Protocol):
+    """Where samples come from, such as a stream; pickled for worker processes."""
+
+    max_target_length: int
+
+    def batch(self, indices: Indices) -> Rows:
+        """Returns the samples with these indices, in their order, as arrays [n, L]."""
+        ...
+
+
 class RowBlocks:
     """A Grain data source: element k is the samples at places k size to (k + 1) size - 1 of an order."""
 
-    def __init__(self, stream: Stream, order: Order, size: int):
+    def __init__(self, stream: RowsByIndex, order: Order, size: int):
         """Takes the samples of `order`, `size` rows an element, fewer in the last."""
         self.stream = stream
         self.order = order
@@ -95,7 +103,7 @@ class Reader:
       position: samples handed out so far: the place in the order of the next one.
     """
 
-    def __init__(self, stream: Stream, order: Order, *, worker_count: int, prefetch_rows: int):
+    def __init__(self, stream: RowsByIndex, order: Order, *, worker_count: int, prefetch_rows: int):
         """Starts nothing yet; the first `take` does.
 
         Args:

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.data.dataset_store import find_store, open_store
 from maxbatch.data.heldout import HeldOutFraction
 from maxbatch.data.packing import find_best_fit, open_best_fit
 from maxbatch.data.rows import ConcatenatePlan, DocumentPlan, RowPlan, RowSource, StoredRows
-from maxbatch.data.store import TokenStore, find_store, open_store
+from maxbatch.data.store import TokenStore
 from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.data.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
 from maxbatch.errors import ConfigError
