@@ -17,9 +17,10 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.data import building, formats, prepare, tokenise
+from maxbatch.data.dataset_store import find_store, open_store
 from maxbatch.data.documents import DocumentSource
 from maxbatch.data.formats import jsonl
-from maxbatch.data.store import TokenStore, find_store, open_folder, open_store
+from maxbatch.data.store import TokenStore, open_folder
 from maxbatch.data.stream import open_stream
 from maxbatch.data.tokenizers import ByteTokenizer, check_vocab_size, make_tokenizer
 from maxbatch.errors import TrainingError
@@ -146,6 +147,15 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
     while any(_runs(pid) for pid in workers):
         assert time.monotonic() < end, "a worker outlives its parent"
         time.sleep(0.05)
+
+
+def test_a_worker_whose_parent_was_killed_before_it_looked_ends(tmp_path: Path) -> None:
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    worker = [sys.executable, "-m", "maxbatch.data.tokenise", gone.stdout.strip()]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.wait(timeout=60) == 1, "its standard input is open and silent"
 
 
 def _runs(pid: int) -> bool:
