@@ -27,7 +27,7 @@ RAMP_KEYS = (
     "per_device_batch_size_increment",
     "global_rampup_samples",
 )
-# What batch_size stands in place of: in reinforcement learning the batch is stated in prompts.
+# What says more of a batch of prompts, and nothing of any other.
 RL_BATCH_KEYS = (
     "num_generations",
     "micro_batch_size",
@@ -35,6 +35,7 @@ RL_BATCH_KEYS = (
     "rollout_micro_batch_size",
     "num_iterations",
 )
+# What batch_size stands in place of: in reinforcement learning the batch is stated in prompts.
 PRETRAINING_BATCH_KEYS = (
     "per_device_batch_size",
     "gradient_accumulation_steps",

@@ -17,6 +17,7 @@ from maxbatch.errors import ConfigError
 
 MOST_STAGES = 10_000
 MOST_SAMPLES = 2**40  # per update; far beyond any machine, and small enough to be factored at once
+ANYWHERE = Fraction(1)  # rows per device that devices of any number and mesh hold, a pipeline's parts aside
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -32,14 +33,14 @@ class Target:
     micro_batch: Fraction | None
 
 
-def targets(config: ConfigDict, num_devices: int, unit: Fraction | None = None) -> list[Target]:
+def targets(config: ConfigDict, num_devices: int, unit: Fraction = ANYWHERE) -> list[Target]:
     """Return the stages that the config states.
 
     Args:
       config: the run's config.
       num_devices: N.
-      unit: what p must be a multiple of on these devices, where that is known: what is suggested in place of a
-        ramp that breaks its rule then keeps to it.
+      unit: what p must be a multiple of on these devices, as the ramp is that is named in place of one that breaks
+        its rule.
 
     Raises:
       ConfigError: a ramp or a schedule that breaks its rule, or two statements that disagree.
@@ -68,7 +69,7 @@ def targets(config: ConfigDict, num_devices: int, unit: Fraction | None = None) 
     return [Target(threshold, Fraction(batch), micro_batch) for threshold, batch in batches]
 
 
-def increments(config: ConfigDict, unit: Fraction | None = None) -> int:
+def increments(config: ConfigDict, unit: Fraction = ANYWHERE) -> int:
     """Return n = (p - a) / c, the increments of the ramp; ConfigError where that is no whole number >= 1 (`unit`: see
     `targets`)."""
     p, a, c = ramp_numbers(config)
@@ -148,19 +149,15 @@ def ramp_text(start: Fraction, step: Fraction, n: int) -> str:
     )
 
 
-def _nearest_ramp(p: Fraction, a: Fraction, c: Fraction, unit: Fraction | None) -> str:
-    """Return the overrides of a ramp near this one, of whole increments and, where a unit is given, multiples of it."""
-
-    def fitting(value: Fraction) -> Fraction:
-        return nearest_multiple(value, unit) if unit else value
-
-    start = fitting(a)
+def _nearest_ramp(p: Fraction, a: Fraction, c: Fraction, unit: Fraction) -> str:
+    """Return the overrides of a ramp near this one, of whole increments and multiples of a unit."""
+    start = nearest_multiple(a, unit)
     way = -1 if p < start else 1
     far = abs(p - start) or start
-    step = fitting(abs(c) or far)
+    step = nearest_multiple(abs(c) or far, unit)
     n = max(1, round(far / step)) if p != start else 1
     if n > MOST_STAGES:
-        n, step = 1, fitting(far)
+        n, step = 1, nearest_multiple(far, unit)
     if way < 0 and n * step >= start:
         n = math.ceil(start / step) - 1
     return ramp_text(start, way * step, n) if n else ramp_text(start, step, 1)
