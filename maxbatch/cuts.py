@@ -91,34 +91,44 @@ def check_held(
     batches = stated_batches(config)
     if batches is None or config.gradient_accumulation_steps is not None:
         raise _micro_batch_fault(config, num_devices, divisor)
+    raise _stated_batch_fault(config, num_devices, divisor, batches, ahead, unheld)
+
+
+def _stated_batch_fault(
+    config: ConfigDict,
+    num_devices: int,
+    divisor: Divisor,
+    batches: Sequence[tuple[Fraction, int]],
+    ahead: int,
+    unheld: Sequence[int],
+) -> ConfigError:
     sizes = [batch for _, batch in batches[ahead:]]
     parts = _fitting_parts(config, num_devices, divisor, sizes)
     if parts is not None:
-        raise ConfigError(
+        return ConfigError(
             f"num_pipeline_microbatches={config.num_pipeline_microbatches}: {divisor} = {divisor.rows} samples must "
             f"fit into one pass (per_device_batch_size={config.per_device_batch_size} x {num_devices} devices) and "
             f"divide every global batch ahead; works: num_pipeline_microbatches={parts}"
         )
+    rule = f"must be divisible by {divisor.rows} ({divisor})"
     if config.batch_size_schedule is None:
+        stated = f"global_batch_size={config.global_batch_size}: {rule}"
         works = f"global_batch_size={nearest_multiple(config.global_batch_size, divisor.rows)}"
     else:
+        named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
+        stated = (
+            f"batch_size_schedule={config.batch_size_schedule}: every stage ahead {rule}, but {named} cannot"
+        )
         fitting = [f"{_samples(t, config)}:{nearest_multiple(batch, divisor.rows)}" for t, batch in batches]
         works = f'batch_size_schedule="{" ".join(fitting)}"'
     if exact(config.per_device_batch_size) * num_devices < divisor.rows:
         p = f"per_device_batch_size={plain_number(Fraction(divisor.rows, num_devices))}"
-        raise ConfigError(
-            f"per_device_batch_size={config.per_device_batch_size}: x {num_devices} devices must hold at "
-            f"least {divisor.rows} samples in one pass ({divisor}); "
-            f"works: {f'{p} {works}' if any(size % divisor.rows for size in sizes) else p}"
+        stated = (
+            f"per_device_batch_size={config.per_device_batch_size}: x {num_devices} devices must hold at least "
+            f"{divisor.rows} samples in one pass ({divisor})"
         )
-    rule = f"must be divisible by {divisor.rows} ({divisor})"
-    if config.batch_size_schedule is None:
-        raise ConfigError(f"global_batch_size={config.global_batch_size}: {rule}; works: {works}")
-    named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
-    raise ConfigError(
-        f"batch_size_schedule={config.batch_size_schedule}: every stage ahead {rule}, but {named} cannot; "
-        f"works: {works}"
-    )
+        works = f"{p} {works}" if any(size % divisor.rows for size in sizes) else p
+    return ConfigError(f"{stated}; works: {works}")
 
 
 def _fitting_parts(

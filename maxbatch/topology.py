@@ -168,14 +168,11 @@ def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, total: int, 
         others = math.prod(sizes[a] for a in AXES if a not in (axis, rest))
         if total % others == 0:
             limit = total // others
-            divisors = [
-                d
-                for d in range(1, min(limit, 2 * abs(sizes[axis])) + 1)
-                if limit % d == 0 and splits(axis, d)
-            ]
-            nearest = min(divisors, key=lambda d: abs(d - sizes[axis])) if rest else limit
-            if not splits(axis, nearest):
+            candidates = range(1, min(limit, 2 * abs(sizes[axis])) + 1) if rest else (limit,)
+            fitting = [d for d in candidates if limit % d == 0 and splits(axis, d)]
+            if not fitting:
                 continue
+            nearest = min(fitting, key=lambda d: abs(d - sizes[axis]))
             return ConfigError(f"{_key(net, axis)}={sizes[axis]}: {rule}; works: {_key(net, axis)}={nearest}")
     works = " ".join(f"{_key(net, a)}=1" for a in AXES if sizes[a] > 1 and a != "fsdp")
     works = f"{works} {_key(net, 'fsdp')}={-1 if rest in (None, 'fsdp') else 1}".strip()

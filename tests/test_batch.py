@@ -198,6 +198,13 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
 ]  # fmt: skip
 
 
+def plan_as_told(error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1) -> None:
+    """Plan with what the message names in place of what was stated."""
+    works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
+    assert works
+    plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
+
+
 @pytest.mark.parametrize(
     ("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60]
 )
@@ -208,10 +215,7 @@ def test_a_rejection_is_one_line_with_a_value_that_works(
         plan_of(overrides, num_devices, num_hosts)
     message = str(caught.value)
     assert said in message and "\n" not in message and len(message) < 500
-    works = dict(word.split("=", 1) for word in shlex.split(message.partition("; works: ")[2]))
-    assert works
-    stated = dict(override.split("=", 1) for override in overrides)
-    plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
+    plan_as_told(caught.value, dict(override.split("=", 1) for override in overrides), num_devices, num_hosts)
 
 
 def sizes(most: int) -> st.SearchStrategy[str]:
@@ -238,8 +242,7 @@ def test_what_is_named_in_place_of_a_ramp_works(
     try:
         plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
     except ConfigError as error:
-        works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
-        plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices)
+        plan_as_told(error, stated, num_devices)
 
 
 @given(
@@ -262,8 +265,7 @@ def test_what_is_named_in_place_of_batches_in_a_pipeline_works(
     try:
         plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
     except ConfigError as error:
-        works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
-        plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices)
+        plan_as_told(error, stated, num_devices)
 
 
 def test_all_stages_that_do_not_fit_are_named_at_once() -> None:
