@@ -78,7 +78,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     for layer in [*below, *_preset_layers(str(named_models[-1])), *above]:
         _apply(values, layer)
     _check_rules(values)
-    _refuse_pairs_without_prompts([*below[1:], *above])
+    _refuse_pairs_without_prompts(values, [*below[1:], *above])
     return ConfigDict({name: values[name] for name in keys()}).lock()
 
 
@@ -303,17 +303,16 @@ def _displace_pretraining_batch(values: dict[str, Value], stated: set[str]) -> N
     values.update({name: _base_layer()[name] for name in PRETRAINING_BATCH_KEYS})
 
 
-def _refuse_pairs_without_prompts(layers: Sequence[_Layer]) -> None:
+def _refuse_pairs_without_prompts(values: Mapping[str, Value], layers: Sequence[_Layer]) -> None:
     """Refuse keys of a batch of prompts where no layer says anything of such a batch: they would do nothing."""
     if any("batch_size" in layer for layer in layers):
         return
-    for layer in layers:
-        for name in RL_BATCH_KEYS:
-            if layer.get(name, _base_layer()[name]) != _base_layer()[name]:
-                raise ConfigError(
-                    f"{name}={layer[name]}: belongs to reinforcement learning, and says nothing without batch_size, "
-                    f"the prompts of a batch; works: {name}={_base_layer()[name]}"
-                )
+    for name in RL_BATCH_KEYS:
+        if values[name] != _base_layer()[name]:
+            raise ConfigError(
+                f"{name}={values[name]}: belongs to reinforcement learning, and says nothing without batch_size, "
+                f"the prompts of a batch; works: {name}={_base_layer()[name]}"
+            )
 
 
 def _check_rules(values: Mapping[str, Value]) -> None:

@@ -103,12 +103,14 @@ def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", RL_BATCH_KEYS)
 def test_keys_of_pairs_that_would_do_nothing_are_refused(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"{name}=6"]) == 2
     error = capsys.readouterr().err
     assert f"{name}=6: belongs to reinforcement learning" in error
-    assert main(["plan", *error.partition("works: ")[2].split()]) == 0
+    (tmp_path / "pairs.yml").write_text(f"{name}: 6\n")
+    assert main(["plan", str(tmp_path / "pairs.yml")]) == 2
+    assert main(["plan", str(tmp_path / "pairs.yml"), *error.partition("works: ")[2].split()]) == 0
     assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
 
 
