@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
-from maxbatch.batch import BatchPlan
-from maxbatch.config import load_config
-from maxbatch.data.feed import Feed
-from maxbatch.data.placement import BatchShape, Placement
-from maxbatch.data.stream import open_stream
+from maxbatch.config.loading import load_config
+from maxbatch.data.feed.feed import Feed
+from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.batch import BatchPlan
 
 BAR = 0.95
 _ROWS_OF_A_DEVICE = 8

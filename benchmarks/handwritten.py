@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.data.rows import Rows
+from maxbatch.data.stream.rows import Rows
 
 Params = dict[str, Any]
 Gradients = tuple[jax.Array, Params, jax.Array]

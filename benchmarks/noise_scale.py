@@ -8,8 +8,8 @@ import jax
 
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from benchmarks.trainer import MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
-from maxbatch.config import load_config
-from maxbatch.data.placement import BatchShape, Placement
+from maxbatch.config.loading import load_config
+from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.state import abstract_state

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
-from maxbatch.config import load_config
-from maxbatch.data.building import build_store
-from maxbatch.data.documents import DocumentSource
-from maxbatch.data.tokenizers import make_tokenizer
+from maxbatch.config.loading import load_config
+from maxbatch.data.store.builder import build_store
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.tokenizers import make_tokenizer
 
 BAR = 0.9
 WORKERS = 2

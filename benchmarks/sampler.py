@@ -14,8 +14,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_in_turns
-from maxbatch.config import load_config
-from maxbatch.data.tokenizers import ByteTokenizer
+from maxbatch.config.loading import load_config
+from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.sampling.sampler import Sampler
 

@@ -39,16 +39,16 @@ def main(output: str, began: str, *overrides: str) -> None:
     for library in _LIBRARIES:
         importlib.import_module(library)
         passed(f"import {library}")
+    from maxbatch.runs.run_folder import RunFolder
     from maxbatch.training import loop
-    from maxbatch.training.executables import Background
+    from maxbatch.training.compile.ladder import Background
     from maxbatch.training.run import Run
-    from maxbatch.training.run_folder import RunFolder
 
     passed("import the rest of maxbatch")
     import jax
 
-    from maxbatch.config import load_config
-    from maxbatch.data.stream import open_stream
+    from maxbatch.config.loading import load_config
+    from maxbatch.data.stream.stream import open_stream
 
     config = load_config(overrides=overrides)
     passed("config")

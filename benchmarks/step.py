@@ -21,15 +21,15 @@ from rich.console import Console
 from benchmarks.handwritten import HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
-from maxbatch.config import load_config
-from maxbatch.data.feed import Feed, Feeding
-from maxbatch.training.compilation import CompileCounter
-from maxbatch.training.executables import Background
+from maxbatch.config.loading import load_config
+from maxbatch.data.feed.feed import Feed, StagedBatch
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.training.compile.cache import CompileCounter
+from maxbatch.training.compile.ladder import Background
 from maxbatch.training.loop import open_outputs, train_to_the_end
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.recorder import Recorder
 from maxbatch.training.run import Run
-from maxbatch.training.run_folder import RunFolder
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.state import abstract_state
 
@@ -55,10 +55,10 @@ class FeedInTurns:
     def waited_s(self) -> float:
         return self._feed.waited_s
 
-    def __iter__(self) -> Iterator[Feeding]:
+    def __iter__(self) -> Iterator[StagedBatch]:
         return self
 
-    def __next__(self) -> Feeding:
+    def __next__(self) -> StagedBatch:
         if self._taken % self._updates_per_turn == 0:
             if self._taken:
                 self.seconds["loop"].append(time.perf_counter() - self._turn_began)

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.data.placement import BatchShape, Placement
-from maxbatch.data.rows import Rows
+from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.data.stream.rows import Rows
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.state import TrainState, init_state
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.errors import ConfigError
+from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maxbatch.batch import BatchPlan
-    from maxbatch.config import load_config
-    from maxbatch.rampup import RampupBatchManager
+    from maxbatch.config.loading import load_config
+    from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.rampup import RampupBatchManager
     from maxbatch.training.loop import train
 
 __version__ = "0.1.0"
@@ -27,9 +27,9 @@ __version__ = "0.1.0"
 __all__ = ["BatchPlan", "ConfigError", "RampupBatchManager", "__version__", "load_config", "train"]
 
 _HOME = {
-    "BatchPlan": "maxbatch.batch",
-    "RampupBatchManager": "maxbatch.rampup",
-    "load_config": "maxbatch.config",
+    "BatchPlan": "maxbatch.plan.batch",
+    "RampupBatchManager": "maxbatch.plan.rampup",
+    "load_config": "maxbatch.config.loading",
     "train": "maxbatch.training.loop",
 }
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from maxbatch.errors import ConfigError, TrainingError, report
+from maxbatch.system.errors import ConfigError, TrainingError, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        from maxbatch.terminal import discard_output
+        from maxbatch.system.terminal import discard_output
 
         discard_output()  # whoever read it has read enough
         return 0
@@ -91,8 +91,8 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        from maxbatch.config import keys
-        from maxbatch.config_keys import nearest_name
+        from maxbatch.config.keys import nearest_name
+        from maxbatch.config.loading import keys
 
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
@@ -117,7 +117,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
             'maxbatch plan batch_size_schedule="0:256 1M:512 2Bt:1024" train_tokens=10B --devices 64 --json',
         ),
-        "maxbatch.plan_command",
+        "maxbatch.commands.plan",
     ),
     "train": Command(
         "Train a model; a checkpoint in run_dir is resumed.",
@@ -129,7 +129,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch train run.yml enable_rampup_batch_size=true --simulate-devices 4",
             "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4",
         ),
-        "maxbatch.train_command",
+        "maxbatch.commands.train",
     ),
     "fit": Command(
         "Find the largest batch that fits, by asking the compiler.",
@@ -138,7 +138,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
             "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
         ),
-        "maxbatch.fit.command",
+        "maxbatch.commands.fit.command",
     ),
     "compile": Command(
         "Compile every program of a run ahead of time, for this machine or a TPU that is not here.",
@@ -147,7 +147,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
             "maxbatch compile run.yml --simulate-devices 8 --output compiled",
         ),
-        "maxbatch.aot.command",
+        "maxbatch.commands.compile",
     ),
     "data": Command(
         "Show the stream of samples that training reads.",
@@ -157,7 +157,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch data run.yml --stats --json",
             "maxbatch data run.yml --fingerprint --first 1024 --count 64",
         ),
-        "maxbatch.data.command",
+        "maxbatch.commands.data",
     ),
     "prepare": Command(
         "Tokenise a dataset into a folder that dataset_type=tokens reads.",
@@ -167,7 +167,7 @@ COMMANDS: dict[str, Command] = {
             "maxbatch prepare run.yml --output tokens --workers 64",
             "maxbatch prepare --verify tokens",
         ),
-        "maxbatch.data.prepare",
+        "maxbatch.commands.prepare",
     ),
     "generate": Command(
         "Continue a prompt with the model of a run.",
@@ -176,7 +176,7 @@ COMMANDS: dict[str, Command] = {
             'maxbatch generate runs/default --prompt "def main("',
             'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7',
         ),
-        "maxbatch.generate",
+        "maxbatch.commands.generate",
     ),
     "rl": Command(
         "Train a policy with GRPO: prompts, sampled responses, rewards.",
@@ -186,13 +186,13 @@ COMMANDS: dict[str, Command] = {
             "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
             "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score",
         ),
-        "maxbatch.rl.command",
+        "maxbatch.commands.rl",
     ),
     "sweep": Command(
         "Train a run for each combination of swept config keys, and compare them.",
         "SWEEP.yml [--retry-failed]",
         ("maxbatch sweep batch_size", "maxbatch sweep configs/sweeps/batch_size.yml"),
-        "maxbatch.sweep.command",
+        "maxbatch.commands.sweep.command",
     ),
     "critical-batch": Command(
         "Measure the critical batch size along a run, and write the schedule that follows.",
@@ -202,13 +202,13 @@ COMMANDS: dict[str, Command] = {
             "maxbatch critical-batch runs/default",
             "maxbatch critical-batch runs/default --checkpoints 100,400,1600 --factors 1/2,1,2,4,8,16 --samples 4K",
         ),
-        "maxbatch.critical_batch.command",
+        "maxbatch.commands.critical_batch.command",
     ),
     "report": Command(
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
         "RUN_DIR [RUN_DIR ...] [--output FILE]",
         ("maxbatch report runs/default", "maxbatch report runs/a runs/b --output compared.html"),
-        "maxbatch.report.command",
+        "maxbatch.commands.report.command",
     ),
 }
 
@@ -232,7 +232,7 @@ def _examples(command: Command) -> str:
 
 
 def _unknown_command(name: str) -> str:
-    from maxbatch.config_keys import nearest_name
+    from maxbatch.config.keys import nearest_name
 
     nearest = nearest_name(name, COMMANDS)
     return (

@@ -11,7 +11,7 @@ import pytest
 import maxbatch
 from maxbatch import ConfigError
 from maxbatch.cli import COMMANDS, main
-from maxbatch.simulation import simulate_devices
+from maxbatch.commands.simulation import simulate_devices
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
@@ -116,6 +116,6 @@ def test_simulated_devices_replace_a_count_and_keep_other_flags(monkeypatch: pyt
 
 def test_the_package_resolves_its_names_and_no_others() -> None:
     assert {"BatchPlan", "RampupBatchManager", "load_config", "train", "ConfigError"} <= set(dir(maxbatch))
-    assert maxbatch.load_config.__module__ == "maxbatch.config"
+    assert maxbatch.load_config.__module__ == "maxbatch.config.loading"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = maxbatch.nothing

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.command import environment, wait_until
-from tests.tiny import TINY_RUN, read_metrics
+from tests.helpers.command import environment, wait_until
+from tests.helpers.tiny import TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 LAUNCH = TOP / "launch"

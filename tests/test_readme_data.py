@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from tests.command import maxbatch
-from tests.test_formats import byte_strings, example, write_gzip, write_jsonl, write_parquet, write_records
-from tests.test_tokenizers import write_bpe
+from tests.data.store.test_formats import (
+    byte_strings,
+    example,
+    write_gzip,
+    write_jsonl,
+    write_parquet,
+    write_records,
+)
+from tests.data.store.test_tokenizers import write_bpe
+from tests.helpers.command import maxbatch
 
 TEXTS = [f"document {number}: the quick brown fox jumps over the lazy dog" for number in range(40)]
 

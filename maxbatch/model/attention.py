@@ -14,11 +14,11 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxbatch.errors import ConfigError
 from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix, residual_matrix
-from maxbatch.model.placing import Constrain, unconstrained
 from maxbatch.model.splash import LANES, splash_attend
+from maxbatch.parallel.activations import Constrain, unconstrained
+from maxbatch.system.errors import ConfigError
 
 Rope = tuple[jax.Array, jax.Array]
 Implementation = Literal["dot_product", "cudnn", "splash"]

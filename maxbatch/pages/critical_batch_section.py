@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxbatch.errors import ConfigError
 from maxbatch.pages.page import Page
-from maxbatch.plots import BatchCurve, loss_against_batch
+from maxbatch.pages.plots import BatchCurve, loss_against_batch
+from maxbatch.system.errors import ConfigError
 
 
 def read_critical_batch(run: Path) -> dict[str, Any] | None:

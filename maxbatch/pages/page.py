@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from maxbatch.errors import ConfigError
-from maxbatch.plots import Figure, Panel, colour
-from maxbatch.run_files import write_whole
+from maxbatch.pages.plots import Figure, Panel, colour
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.files import write_whole
 
 AXES = ("steps", "samples", "tokens", "time")
 

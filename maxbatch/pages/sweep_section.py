@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maxbatch.pages.page import Page
-from maxbatch.plots import Figure, heat_map, metric_against_key
-from maxbatch.sweep_folder import METRICS, Result, SweepFolder
+from maxbatch.pages.plots import Figure, heat_map, metric_against_key
+from maxbatch.runs.sweep_folder import METRICS, Result, SweepFolder
 
 
 def add_sweep(page: Page, folder: SweepFolder) -> list[Result]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from maxbatch.errors import ConfigError
+from maxbatch.system.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def first_tells(make: Callable[[], T]) -> T:
+def broadcast(make: Callable[[], T]) -> T:
     """What `make` returns on the first host, on all of them; JSON. Called by all hosts in the same order."""
     if jax.process_count() == 1:
         return make()
@@ -131,7 +131,7 @@ def first_tells(make: Callable[[], T]) -> T:
     return json.loads(_store().blocking_key_value_get(key, _LONGEST_WAIT_MS))
 
 
-def all_tell(value: T) -> list[T]:
+def gather(value: T) -> list[T]:
     """The values of all hosts, by their index; JSON. Called by all hosts in the same order."""
     if jax.process_count() == 1:
         return [value]

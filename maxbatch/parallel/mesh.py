@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.topology import MeshShape, check_model_fits
+from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:

@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.model.placing import Constrain
+from maxbatch.parallel.activations import Constrain
 from maxbatch.parallel.sharding import activation_constraint
-from maxbatch.topology import pipeline_microbatches
+from maxbatch.plan.mesh_shape import pipeline_microbatches
 
 PyTree = Any
 # (x_bxLxD, segments_bxL, the parameters of some layers stacked in order) -> x_bxLxD

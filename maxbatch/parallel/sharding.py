@@ -17,8 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.model.placing import Constrain, LogicalAxes
-from maxbatch.topology import BATCH_AXES
+from maxbatch.parallel.activations import Constrain, LogicalAxes
+from maxbatch.plan.mesh_shape import BATCH_AXES
 
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {

@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.data.heldout import HeldOutFraction
+from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.rl.templates import Template
 
 NUM_TERMS = 4

@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
-from maxbatch.topology import BATCH_AXES
 from maxbatch.training.state import TrainState, abstract_model, abstract_state
 from maxbatch.training.step import StepMetrics, Sums, Update
 

@@ -16,9 +16,9 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from maxbatch.config import dump_config
-from maxbatch.errors import ConfigError
-from maxbatch.plan_view import WIDTH, equation
+from maxbatch.config.loading import dump_config
+from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.view import WIDTH, equation
 from maxbatch.rl.collecting import Collector
 from maxbatch.rl.evaluation import Evaluation
 from maxbatch.rl.objective import Pairs
@@ -26,15 +26,15 @@ from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.run import PolicyRun
 from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import warm_up
-from maxbatch.schedules import LearningRate
-from maxbatch.terminal import TrainingConsole
-from maxbatch.training.compilation import CompileCounter, use_persistent_cache
-from maxbatch.training.console import Progression, end_of_run, nothing_left
+from maxbatch.runs.run_folder import MetricsLog, RunFolder
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.terminal import TrainingConsole
+from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.loop import Outcome
 from maxbatch.training.profiling import Profiler
+from maxbatch.training.progress import Progression, end_of_run, nothing_left
 from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
 from maxbatch.training.run import warn
-from maxbatch.training.run_folder import MetricsLog, RunFolder
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.step import StepMetrics
 

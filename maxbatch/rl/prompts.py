@@ -14,16 +14,16 @@ from typing import Any, Literal
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.data.documents import DocumentSource
-from maxbatch.data.formats import record_as_json
-from maxbatch.data.heldout import HeldOutFraction
-from maxbatch.data.mixture import read_mixture
-from maxbatch.data.samples import place_in_epochs
-from maxbatch.data.sources import Identity, check_paths
-from maxbatch.data.tokenizers import Tokenizer, check_special_tokens, check_vocab_size, make_tokenizer
-from maxbatch.errors import ConfigError
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import record_as_json
+from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.samples import place_in_epochs
+from maxbatch.data.stream.sources import Identity, check_paths
 from maxbatch.rl import arithmetic
 from maxbatch.rl.templates import Template
+from maxbatch.system.errors import ConfigError
 
 # Part of every identity: raised when the same settings come to mean other prompts.
 _PROMPTS_VERSION = 1

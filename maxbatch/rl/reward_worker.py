@@ -3,7 +3,7 @@
 REQUESTS and ANSWERS are file descriptors of pipes, on which messages go as pickles after their length. The first
 request is the list of the functions, answered by "" or by what is wrong with them; each further one is a list of
 responses, answered one by one as soon as each is scored. Standard output goes where standard error goes, so that a
-function may print, and standard input is the pipe of `maxbatch.child_process`, whose other end the parent holds.
+function may print, and standard input is the pipe of `maxbatch.system.child_process`, whose other end the parent holds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from maxbatch.child_process import end_with_parent
-from maxbatch.config_keys import nearest_name
+from maxbatch.config.keys import nearest_name
+from maxbatch.system.child_process import end_with_parent
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 16

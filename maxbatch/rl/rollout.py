@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.data.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt

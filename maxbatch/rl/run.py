@@ -8,19 +8,19 @@ from contextlib import ExitStack, closing
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.batch import BatchPlan
-from maxbatch.errors import ConfigError
 from maxbatch.parallel.mesh import must_take_turns
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.evaluation import PolicyEvaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.warm_start import first_parameters
-from maxbatch.rl_batch import RLBatch
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.run import warn
-from maxbatch.training.run_folder import RunFolder
 from maxbatch.training.state import init_opt_state, num_parameters
 
 

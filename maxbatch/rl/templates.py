@@ -7,8 +7,8 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.config_keys import nearest_name, shown
-from maxbatch.errors import ConfigError
+from maxbatch.config.keys import nearest_name, shown
+from maxbatch.system.errors import ConfigError
 
 
 class Template:

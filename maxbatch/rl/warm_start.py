@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxbatch.config import keys
+from maxbatch.config.loading import keys
+from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
-from maxbatch.rl_batch import RLBatch
-from maxbatch.run_files import write_whole
+from maxbatch.system.files import write_whole
 from maxbatch.training.checkpoints import restore_parameters
 from maxbatch.training.loop import Outcome, train
 from maxbatch.training.state import TrainState, init_state

@@ -20,13 +20,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.data.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
-from maxbatch.model.placing import unconstrained
+from maxbatch.parallel.activations import unconstrained
 from maxbatch.parallel.sharding import activation_constraint
-from maxbatch.topology import BATCH_AXES
+from maxbatch.plan.mesh_shape import BATCH_AXES
 
 _COOLEST = 1e-6  # temperature below which dividing by it could overflow
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.data.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.sampling.sampler import Sampler
 
 

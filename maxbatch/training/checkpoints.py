@@ -20,10 +20,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxbatch.config import load_config
-from maxbatch.errors import ConfigError
-from maxbatch.parallel.hosts import all_tell, first_tells
-from maxbatch.training.executables import Background, MakeExecutable, compile_here
+from maxbatch.config.loading import load_config
+from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.noise_scale import NoiseScale
 from maxbatch.training.state import TrainState, abstract_model
 
@@ -156,7 +156,7 @@ class Checkpoints:
                 return [saved.position._asdict(), saved.hosts]
             return None
 
-        found = first_tells(look)
+        found = broadcast(look)
         return Newest(_position(found[0]), tuple(found[1])) if found else None
 
     def _read(self, step: int) -> _Saved:
@@ -190,11 +190,11 @@ class Checkpoints:
                 return [_reason(error), None, None]
             return [None, saved.position._asdict(), saved.checksum]
 
-        for step in first_tells(self._steps):
-            damage, position, checksum = first_tells(partial(look, step))
+        for step in broadcast(self._steps):
+            damage, position, checksum = broadcast(partial(look, step))
             if not damage:
                 state, own_damage = self._restore_arrays(step, abstract)
-                damages = [d for d in all_tell(own_damage) if d]
+                damages = [d for d in gather(own_damage) if d]
                 damage = damages[0] if damages else self._wrong_sum(state, checksum, abstract, make)
             if not damage:
                 return Restored(state, _position(position))
@@ -234,7 +234,7 @@ class Checkpoints:
             (self._folder / str(step)).rename(target)
             return str(target)
 
-        target = first_tells(move)
+        target = broadcast(move)
         self._warn(f"checkpoint {step} cannot be read ({damage}); moved to {target}, the one before is taken")
 
     def save(self, state: TrainState, position: Position) -> None:

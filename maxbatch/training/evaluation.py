@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.data.feed import Loader, Portion
-from maxbatch.data.placement import Batch, BatchShape, Placement
-from maxbatch.data.stream import Stream
+from maxbatch.data.feed.feed import Loader, Portion
+from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.data.stream.stream import Stream
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
-from maxbatch.topology import BATCH_AXES
-from maxbatch.training.executables import Background, MakeExecutable, compile_here
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.state import abstract_model, with_layers
 
 

@@ -12,24 +12,24 @@ import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from maxbatch.config import dump_config
-from maxbatch.data.feed import Feed
-from maxbatch.data.tokenizers import make_tokenizer
+from maxbatch.config.loading import dump_config
+from maxbatch.data.feed.feed import Feed
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.mesh import must_take_turns
-from maxbatch.plan_view import WIDTH, equation, ramp_table
+from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.view import WIDTH, equation, ramp_table
+from maxbatch.runs.run_folder import MetricsLog, RunFolder
 from maxbatch.sampling.text import generate_text
-from maxbatch.schedules import LearningRate
-from maxbatch.terminal import TrainingConsole
+from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.checkpoints import Position
-from maxbatch.training.compilation import CompileCounter, use_persistent_cache
-from maxbatch.training.console import Progression, end_of_run, nothing_left
+from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
+from maxbatch.training.compile.ladder import Background, StepExecutables
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.executables import Background, StepExecutables
 from maxbatch.training.profiling import Profiler
+from maxbatch.training.progress import Progression, end_of_run, nothing_left
 from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
 from maxbatch.training.run import Run
-from maxbatch.training.run_folder import MetricsLog, RunFolder
 from maxbatch.training.signals import StopRequest
 
 

@@ -15,7 +15,7 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from maxbatch.errors import ConfigError
+from maxbatch.system.errors import ConfigError
 
 PyTree = Any
 KeyPath = tuple[Any, ...]

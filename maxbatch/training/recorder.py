@@ -11,12 +11,12 @@ import jax
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from maxbatch.data.fingerprint import to_hex
-from maxbatch.data.stream import Stream
-from maxbatch.errors import TrainingError
+from maxbatch.data.stream.fingerprint import to_hex
+from maxbatch.data.stream.stream import Stream
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import TrainingError
 from maxbatch.training.checkpoints import Position
-from maxbatch.training.compilation import CompileCounter
-from maxbatch.training.run_folder import RunFolder
+from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.step import StepMetrics
 from maxbatch.training.throughput import ThroughputMeter
 

@@ -11,17 +11,17 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.batch import BatchPlan, expansion_factor
-from maxbatch.data.placement import BatchShape, is_loading
-from maxbatch.data.stream import Stream, open_stream
-from maxbatch.errors import ConfigError
-from maxbatch.parallel.hosts import all_tell, first_tells, is_first
+from maxbatch.data.feed.placement import BatchShape, is_loading
+from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.parallel.hosts import broadcast, gather, is_first
+from maxbatch.plan.batch import BatchPlan, expansion_factor
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity, restore_parameters
+from maxbatch.training.compile.ladder import Background, StepExecutables, compile_here
+from maxbatch.training.compile.lowering import INIT, Programs, check_devices, step_name
+from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.executables import Background, StepExecutables, compile_here
-from maxbatch.training.programs import INIT, Programs, check_devices, step_name
-from maxbatch.training.run_folder import RunFolder
-from maxbatch.training.saved_programs import SavedPrograms
 from maxbatch.training.state import TrainState, init_opt_state, num_parameters
 
 
@@ -93,10 +93,10 @@ class Run:
             assert self.stream is not None, "the first host loads data"
             return [self.stream.samples_per_epoch, self.stream.identity]
 
-        samples_per_epoch, identity = first_tells(facts)
+        samples_per_epoch, identity = broadcast(facts)
         differing = [
             f"{key} on host {host}"
-            for host, theirs in enumerate(all_tell(self.stream.identity if self.stream else identity))
+            for host, theirs in enumerate(gather(self.stream.identity if self.stream else identity))
             for key in sorted(identity.keys() | theirs.keys())
             if identity.get(key) != theirs.get(key)
         ]
@@ -178,7 +178,7 @@ class Run:
         if self.config.eval_interval <= 0:
             return None
         held_out = open_stream(self.config, split="eval") if self._loads else None
-        num_rows = first_tells(lambda: held_out.samples_per_epoch if held_out else 0)
+        num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
         if not num_rows:
             return None
         return Evaluator(

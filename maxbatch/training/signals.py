@@ -10,7 +10,7 @@ from types import FrameType
 import jax
 from jax.experimental import multihost_utils
 
-from maxbatch.stopping import Stopping
+from maxbatch.system.stopping import Stopping
 
 
 class StopRequest(Stopping):

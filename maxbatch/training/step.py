@@ -24,15 +24,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.data.fingerprint import carry, limb_sums, row_hashes
-from maxbatch.data.placement import Batch
+from maxbatch.data.feed.placement import Batch
+from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
+from maxbatch.training.layer_gradients import SummingLayers
 from maxbatch.training.optimizers import make_optimizer
 from maxbatch.training.state import TrainState, abstract_model, with_layers
-from maxbatch.training.summing import SummingLayers
 
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 

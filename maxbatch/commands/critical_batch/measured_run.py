@@ -1,0 +1,140 @@
+"""The run that is measured, as it lies on disk: its config, its updates, its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.loading import load_config
+from maxbatch.plan.rampup import RampupBatchManager
+from maxbatch.plan.stages import stated_stages
+from maxbatch.runs.metrics import read_metrics
+from maxbatch.system.errors import ConfigError
+
+
+class Saved(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    samples_seen: int
+    checksum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """A checkpoint that branches start from.
+
+    Attributes:
+      step: updates done there; names the checkpoint.
+      samples_seen: its position.
+      batch_size: samples of the run's update there.
+      learning_rate: the rate of that update.
+      checksum: of the checkpoint's arrays; tells it from that of another run in the same folder.
+    """
+
+    step: int
+    samples_seen: int
+    batch_size: int
+    learning_rate: float
+    checksum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredRun:
+    """The run that is measured, as it lies on disk.
+
+    Attributes:
+      path: its folder.
+      config: its config.
+      records: its updates.
+      checkpoints: step to what is said of it, of every checkpoint that is committed.
+      num_devices: devices of the branches.
+    """
+
+    path: Path
+    config: ConfigDict
+    records: list[dict[str, Any]]
+    checkpoints: dict[int, Saved]
+    num_devices: int
+
+    @classmethod
+    def read(cls, path: Path, num_devices: int) -> MeasuredRun:
+        """Read a run's folder.
+
+        Raises:
+          ConfigError: there is no run, or it cannot be read.
+        """
+        if not (path / "config.yml").is_file():
+            raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
+        config, records = load_config(path / "config.yml"), read_metrics(path)
+        if config.batch_size is not None:
+            raise ConfigError(
+                f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
+            )
+        if not records:
+            raise ConfigError(f"{path}: this run has made no update yet; train it first")
+        return cls(path, config, records, _checkpoints(path), num_devices)
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that it was trained on."""
+        return self.records[-1]["samples_seen"]
+
+    @property
+    def total_samples(self) -> int | None:
+        """Samples of the whole run; None where epochs say how long."""
+        anchor = self.records[-1]["step"], self.samples_seen
+        return RampupBatchManager.from_config(self.config, self.num_devices, anchor=anchor).total_samples
+
+    @property
+    def first_batch_size(self) -> int:
+        return self.records[0]["global_batch_size"]
+
+    @property
+    def reference_batch_size(self) -> int:
+        """The batch for which `learning_rate` is the peak."""
+        return self.config.reference_batch_size or self._last_batch_size()
+
+    def _last_batch_size(self) -> int:
+        stages = stated_stages(self.config, self.num_devices)
+        return int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
+
+    def scale(self, batch_size: int, scaling: str) -> float:
+        """Return the factor on the learning rate that a rule gives a batch."""
+        stated = (f"global_batch_size={batch_size}", f"learning_rate_scaling={scaling}",
+                  f"reference_batch_size={self.reference_batch_size}", f"train_samples={batch_size}")  # fmt: skip
+        config = load_config(self.path / "config.yml", stated)
+        return RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
+
+    def fork_at(self, step: int) -> Fork:
+        """Return the fork at a checkpoint: batch and rate of the update that follows it, or of the last one."""
+        index = next((i for i, record in enumerate(self.records) if record["step"] == step), None)
+        if index is None:
+            raise ConfigError(
+                f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of it"
+            )
+        at = self.records[min(index + 1, len(self.records) - 1)]
+        near = self.records[max(0, index - 1) : index + 2]  # a run's last update may be a partial one
+        batch = max(record["global_batch_size"] for record in near if record["stage"] == at["stage"])
+        return Fork(
+            step, batch_size=batch, learning_rate=at["learning_rate"], **self.checkpoints[step]._asdict()
+        )
+
+
+def _checkpoints(path: Path) -> dict[int, Saved]:
+    found = {}
+    for position in path.glob("checkpoints/*/position/metadata"):
+        step = position.parent.parent.name
+        if not step.isdecimal():
+            continue
+        try:
+            saved = json.loads(position.read_text())
+            found[int(step)] = Saved(saved["position"]["samples_seen"], saved["checksum"])
+        except FileNotFoundError:  # the run that still trains has just removed it
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{position}: cannot be read ({error}); is the checkpoint damaged?") from None
+    return dict(sorted(found.items()))

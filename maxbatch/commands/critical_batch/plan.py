@@ -1,0 +1,242 @@
+"""What a measurement consists of: the checkpoints, the batches, how long a branch is; refused where that tells nothing.
+
+A fork is a checkpoint that branches start from; a branch is a run from there with another batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
+from maxbatch.config.keys import plain_number
+from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.plan.stages import stated_stages
+from maxbatch.system.errors import ConfigError
+
+DEFAULT_FACTORS = tuple(map(Fraction, ("1/2", "1", "2", "4", "8")))
+DEFAULT_UPDATES, LEAST_UPDATES = 32, 8  # of the largest batch, in a branch
+MOST_FORKS = 4  # chosen by default
+_COMPARED = 4  # one part in so many of a branch, its end, is compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A run of `samples` samples from a fork on, with another batch."""
+
+    fork: Fork
+    batch_size: int
+    samples: int
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.fork.step}-batch-{self.batch_size}"
+
+    @property
+    def end(self) -> int:
+        return self.fork.samples_seen + self.samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+      forks: the checkpoints, in order.
+      factors: of the batch at the fork; 1 is among them.
+      scaling: how the learning rate follows the batch: `none`, `linear` or `sqrt`.
+      samples: samples of every branch.
+      chunk: samples of a chunk: a multiple of every batch.
+    """
+
+    forks: tuple[Fork, ...]
+    factors: tuple[Fraction, ...]
+    scaling: str
+    samples: int
+    chunk: int
+
+    @property
+    def compared(self) -> int:
+        """Samples at the end of a branch over which its loss is averaged: a quarter, in whole chunks."""
+        return -(-(self.samples // self.chunk) // _COMPARED) * self.chunk
+
+    def branches(self, fork: Fork) -> list[Branch]:
+        """Return a fork's branches, the smallest batch first."""
+        return [Branch(fork, int(f * fork.batch_size), self.samples) for f in sorted(self.factors)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "factors": [str(factor) for factor in self.factors]}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Plan:
+        forks = tuple(Fork(**fork) for fork in record["forks"])
+        factors = tuple(Fraction(text) for text in record["factors"])
+        return cls(forks, factors, record["scaling"], record["samples"], record["chunk"])
+
+
+def make_plan(
+    run: MeasuredRun,
+    steps: Sequence[int] | None,
+    factors: Sequence[Fraction] | None,
+    samples: int | None,
+    scaling: str,
+) -> Plan:
+    """Return what is measured.
+
+    Args:
+      run: the run.
+      steps: checkpoints; None: up to `MOST_FORKS`, evenly over the logarithm of the position.
+      factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices allow them.
+      samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest batch.
+      scaling: how the learning rate follows the batch.
+
+    Raises:
+      ConfigError: checkpoints that are not there, a batch that the devices cannot hold, a run too short to tell.
+    """
+    _check_rule(run, scaling)
+    forks = _forks(run, steps)
+    chosen = _held(run, forks, factors)
+    half = run.samples_seen // 2
+    while factors is None and samples is None and chosen[-1] > 2 and _wanted(forks, chosen) > half:
+        chosen = chosen[:-1]
+    plan = Plan(forks, chosen, scaling, 0, _chunk(forks, chosen))
+    largest = int(max(fork.batch_size for fork in forks) * chosen[-1])
+    least = -(-LEAST_UPDATES * largest // plan.chunk) * plan.chunk
+    rounded = -(-samples // plan.chunk) * plan.chunk if samples else _wanted(forks, chosen)
+    if rounded < least:
+        raise ConfigError(
+            f"--samples {samples}: a branch must be at least {LEAST_UPDATES} updates of its largest batch, "
+            f"{largest:,}; works: --samples {least}"
+        )
+    if rounded > half:
+        raise _too_short(run, plan, largest, rounded, least)
+    return dataclasses.replace(plan, samples=rounded)
+
+
+def check_plan(run: MeasuredRun, plan: Plan) -> bool:
+    """Return whether a plan made before is one of this run as it is now.
+
+    Raises:
+      ConfigError: the devices cannot hold one of its batches.
+    """
+    _held(run, plan.forks, plan.factors)
+    return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
+
+
+def _check_rule(run: MeasuredRun, scaling: str) -> None:
+    own = run.config.learning_rate_scaling
+    if len(stated_stages(run.config, run.num_devices)) > 1 and own != scaling:
+        raise ConfigError(
+            f"--scaling {scaling}: the batch of {run.path} changes, with learning_rate_scaling={own}, and no config "
+            f"could state rates that follow two rules; works: --scaling {own}"
+        )
+
+
+def _chunk(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
+    return math.lcm(*(int(factor * fork.batch_size) for fork in forks for factor in factors))
+
+
+def _wanted(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
+    """Return the samples of a branch where nobody says how many."""
+    chunk = _chunk(forks, factors)
+    largest = max(fork.batch_size for fork in forks) * max(factors)
+    return math.ceil(DEFAULT_UPDATES * largest / chunk) * chunk
+
+
+def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
+    there = ", ".join(map(str, run.checkpoints)) or "none"
+    keep_all = "max_num_checkpoints_to_keep=null keeps them all"
+    if not run.checkpoints:
+        raise ConfigError(
+            f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true"
+        )
+    if steps is not None:
+        for step in steps:
+            if step not in run.checkpoints:
+                nearest = min(run.checkpoints, key=lambda there: abs(there - step))
+                raise ConfigError(
+                    f"--checkpoints {step}: {run.path} has checkpoints {there} ({keep_all}); "
+                    f"works: --checkpoints {nearest}"
+                )
+    forks = tuple(run.fork_at(step) for step in (steps or _spread(run)))
+    for fork in forks:
+        if not fork.learning_rate > 0:
+            others = [s for s in run.checkpoints if run.fork_at(s).learning_rate > 0]
+            works = f"; works: --checkpoints {others[-1]}" if others else ""
+            raise ConfigError(
+                f"--checkpoints {fork.step}: the learning rate there is 0, so no branch would move{works}"
+            )
+    return forks
+
+
+def _spread(run: MeasuredRun) -> list[int]:
+    """Return up to MOST_FORKS steps, evenly over the logarithm of their position.
+
+    Those within the warmup of the learning rate and the one that ends the run are left out where others are there.
+    """
+    total = run.total_samples
+    warmup = 0 if total is None else run.config.warmup_steps_fraction * total
+    everywhere = {step: saved.samples_seen for step, saved in run.checkpoints.items()}
+    within = {s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)}
+    places = within or everywhere
+    first, last = min(places.values()), max(places.values())
+    chosen: list[int] = []
+    for i in range(number := min(MOST_FORKS, len(places))):
+        wanted = first * (last / first) ** (i / max(1, number - 1))
+        left = [step for step in places if step not in chosen]
+        chosen.append(min(left, key=lambda step: abs(math.log(places[step] / wanted))))
+    return sorted(chosen)
+
+
+def _held(
+    run: MeasuredRun, forks: Sequence[Fork], factors: Sequence[Fraction] | None
+) -> tuple[Fraction, ...]:
+    """Return the factors whose batches are whole and held evenly by the devices, or refuse those that are not."""
+    config, devices = run.config, run.num_devices
+    divisor = MicrobatchUnit.from_config(config, devices, MeshShape.from_config(config, devices))
+
+    def fault(factor: Fraction) -> str | None:
+        for fork in forks:
+            batch = factor * fork.batch_size
+            if batch.denominator != 1 or batch % divisor.rows:
+                rule = "whole" if batch.denominator != 1 else f"divisible by {divisor.rows} ({divisor})"
+                return (
+                    f"{factor} x the batch of {fork.batch_size} at step {fork.step} = {plain_number(batch)} "
+                    f"samples must be {rule}"
+                )
+        return None
+
+    wanted = sorted(factors or DEFAULT_FACTORS)
+    fitting = [factor for factor in wanted if not fault(factor)]
+    own = fault(Fraction(1))
+    if own:
+        raise ConfigError(f"--factors 1: {own}; works: --simulate-devices 1, or the devices of the run")
+    if factors is not None:
+        for factor in wanted:
+            if reason := fault(factor):
+                works = fitting if len(fitting) > 1 else [Fraction(1), Fraction(2)]
+                raise ConfigError(f"--factors {factor}: {reason}; works: --factors {_texts(works)}")
+    return tuple(fitting)
+
+
+def _too_short(run: MeasuredRun, plan: Plan, largest: int, samples: int, least: int) -> ConfigError:
+    half, chunk = run.samples_seen // 2, plan.chunk
+    smaller = [factor for factor in plan.factors if factor <= 1 or _wanted(plan.forks, (factor,)) <= half]
+    if max(smaller) > 1 and len(smaller) < len(plan.factors) and _wanted(plan.forks, smaller) <= half:
+        works = f"works: --factors {_texts(smaller)}"
+    elif least <= half:
+        works = f"works: --samples {half // chunk * chunk}"
+    else:
+        works = f"train it on; works: train_samples={2 * samples}"
+    return ConfigError(
+        f"{run.path}: too short to tell: a branch is {samples:,} samples ({samples // largest} updates of its largest "
+        f"batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; {works}"
+    )
+
+
+def _texts(factors: Sequence[Fraction]) -> str:
+    return ",".join(map(str, factors))

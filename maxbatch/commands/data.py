@@ -1,0 +1,173 @@
+"""`maxbatch data`: what the stream holds, for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.stream.fingerprint import fingerprint
+from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_DEFAULT_COUNT = 3
+_BLOCK_ROWS = 256
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the flags of `maxbatch data`."""
+    add_config(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--fingerprint", action="store_true", help="print the fingerprint of the samples instead"
+    )
+    what.add_argument(
+        "--stats", action="store_true", help="count one epoch instead; of a mixture, each source once"
+    )
+    # Read as text, so that a bad number is answered by one line like any other bad value.
+    parser.add_argument("--first", metavar="S", help="first sample (default 0)")
+    parser.add_argument("--count", metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
+    parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per sample")
+
+
+def run(args: Namespace) -> int:
+    """Prints samples, their fingerprint, or the figures of an epoch; returns the exit code.
+
+    Raises:
+      ConfigError: bad numbers, or a config or data that cannot be used.
+    """
+    config = config_of(args)
+    if config.batch_size is not None:
+        raise ConfigError(
+            f"batch_size={config.batch_size}: makes the stream one of prompts, which maxbatch data does not show; "
+            "works: batch_size=null, for documents"
+        )
+    first = _whole("--first", args.first, least=0, default=0)
+    count = _whole("--count", args.count, least=1, default=_DEFAULT_COUNT)
+    if args.stats and not (args.first is args.count is None):
+        raise ConfigError("--stats: counts a whole epoch; leave out --first and --count")
+    stream = open_stream(config)
+    if args.stats:
+        _print_stats(stream, args.json)
+    elif args.fingerprint:
+        digits = fingerprint(_blocks(stream, first, first + count))
+        print(json.dumps({"first": first, "count": count, "fingerprint": digits}) if args.json else digits)
+    elif args.json:
+        for index in range(first, first + count):
+            print(json.dumps(_sample_record(stream, index)))
+    else:
+        _print_samples(stream, first, first + count)
+    return 0
+
+
+def _whole(flag: str, text: str | None, *, least: int, default: int) -> int:
+    if text is None:
+        return default
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: not a whole number; for example {flag} {default}") from error
+    if number < least:
+        raise ConfigError(f"{flag} {text}: must be at least {least}")
+    return number
+
+
+def _blocks(stream: Stream, start: int, stop: int) -> Iterator[Rows]:
+    for begin in range(start, stop, _BLOCK_ROWS):
+        yield stream.read(begin, min(begin + _BLOCK_ROWS, stop))
+
+
+def _sample_record(stream: Stream, index: int) -> dict[str, object]:
+    sample, source = stream[index], stream.row(index).source
+    return {
+        "sample": index,
+        **({} if source is None else {"source": source}),
+        "text": stream.tokenizer.decode(sample["tokens"]),
+        **{name: array.tolist() for name, array in sample.items()},
+    }
+
+
+def _print_stats(stream: Stream, as_json: bool) -> None:
+    stats = stream.stats()
+    if as_json:
+        print(json.dumps(stats))
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from maxbatch.system.terminal import PipeConsole
+
+    sources: dict[str, dict[str, int | float]] = stats.pop("sources", {})
+    console = PipeConsole()
+    table = Table("each source once" if sources else "one epoch", box=box.SIMPLE)
+    table.add_column("", justify="right")
+    for name, value in stats.items():
+        table.add_row(name, _figure(value))
+    console.print(table)
+    for source, figures in sources.items():
+        line = "  ".join(f"{name} {_figure(value)}" for name, value in figures.items())
+        console.print(Text(f"{source}:  {line}"), soft_wrap=True)
+
+
+def _figure(value: int | float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
+
+
+def _print_samples(stream: Stream, start: int, stop: int) -> None:
+    from rich.text import Text
+
+    from maxbatch.system.terminal import PipeConsole
+
+    # No wrapping, no markup, no guessing at numbers: a line of a sample is a line of output, coloured or not.
+    console = PipeConsole(highlight=False, soft_wrap=True)
+    for index in range(start, stop):
+        place = stream.row(index)
+        sample = stream[index]
+        segments = sample["segments"]
+        filled = np.count_nonzero(segments)
+        head = f"== sample {index}  epoch {place.epoch}  row {place.row}  tokens {filled}/{len(segments)}"
+        head += f"  segments {segments.max()}  loss_weight {sample['weights'].sum():g}"
+        if place.source is not None:
+            head += f"  source {place.source}"
+        console.print(Text(head, style="bold"))
+        for segment in range(1, int(segments.max()) + 1):
+            of_segment = segments == segment
+            console.print(Text(f"-- segment {segment}  tokens {np.count_nonzero(of_segment)}", style="cyan"))
+            console.print(_readable(sample["tokens"][of_segment], stream.tokenizer))
+        if filled < len(segments):
+            console.print(Text(f"-- padding {len(segments) - filled}", style="dim"))
+
+
+def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
+    """Returns the text of ids; special tokens are named, and what a terminal would act on is escaped."""
+    from rich.text import Text
+
+    named = ((tokenizer.pad_id, "<pad>"), (tokenizer.bos_id, "<bos>"), (tokenizer.eos_id, "<eos>"))
+    names = {token: name for token, name in named if token is not None}
+    special = np.flatnonzero(np.isin(ids, list(names)))
+    text = Text()
+    begin = 0
+    for place in (*special, len(ids)):
+        text.append(_escaped(tokenizer.decode(ids[begin:place])))
+        if place < len(ids):
+            text.append(names[int(ids[place])], style="bold magenta")
+        begin = place + 1
+    return text
+
+
+def _escaped(text: str) -> str:
+    """Escapes control characters other than newline and tab, which could move the cursor or forge a line."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )

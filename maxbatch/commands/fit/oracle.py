@@ -1,0 +1,155 @@
+"""The compiler's verdicts, kept on disk: the same question is answered at once the next time."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from maxbatch.commands.fit.search import Line
+from maxbatch.data.feed.placement import BatchShape
+from maxbatch.data.store.token_store import cache_folder
+from maxbatch.training.compile.lowering import Programs
+from maxbatch.training.compile.memory import Memory, Parts, Verdict, all_parts, compile_for, known_parts
+from maxbatch.training.compile.saved import program_keys, versions
+from maxbatch.training.compile.target import Target
+from maxbatch.training.state import num_parameters
+
+# Keys that say what the batch is: the shape that is asked about says it.
+_BATCH_KEYS = frozenset({
+    "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size", "batch_size_schedule",
+    "eval_per_device_batch_size", "enable_rampup_batch_size", "per_device_batch_size_start",
+    "per_device_batch_size_increment", "global_rampup_samples", "init_weights_seed",
+})  # fmt: skip
+
+_FORMAT = 2  # of a verdict on disk
+
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_compiling = threading.Semaphore(CORES)  # one compilation keeps about one core busy
+_tracing = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A question that was put, and its answer."""
+
+    shape: BatchShape
+    verdict: Verdict
+    cached: bool
+
+
+class Judge:
+    """Asks the compiler whether the update of a config fits, with batches of one shape or another.
+
+    Args:
+      config: the run's config; its batch keys are of no account.
+      target: the devices.
+      say: told what is asked, before the compiler is.
+
+    Attributes:
+      asked: every question so far.
+    """
+
+    def __init__(self, config: ConfigDict, target: Target, say: Callable[[str], None]) -> None:
+        self.config, self.target, self._say = config, target, say
+        self.asked: list[Asked] = []
+        self._folder = cache_folder(config).parent / "fit"
+        identity = {
+            "format": _FORMAT,
+            "keys": {k: v for k, v in program_keys(config).items() if k not in _BATCH_KEYS},
+            "versions": versions(target.devices[0].platform),
+            "target": [target.name, dict(target.facts), target.memory_bytes],
+        }
+        self._identity = json.dumps(identity, sort_keys=True)
+
+    @cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.config, self.target.devices)
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        return num_parameters(self._programs.abstract.params)
+
+    def ask(self, *shapes: BatchShape) -> list[Verdict]:
+        """The verdicts on the updates for batches of these shapes, compiled side by side as far as there are cores.
+
+        Raises:
+          TrainingError: the compiler fails for another reason than memory.
+        """
+        before = {asked.shape: asked for asked in self.asked}
+        new = [shape for shape in shapes if shape not in before]
+        with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
+            self.asked += pool.map(self._find_out, new)
+        found = {asked.shape: asked.verdict for asked in self.asked}
+        return [found[shape] for shape in shapes]
+
+    def _find_out(self, shape: BatchShape) -> Asked:
+        digest = hashlib.sha256(f"{self._identity}{list(shape)}".encode()).hexdigest()[:32]
+        path = self._folder / f"{digest}.json"
+        verdict = _read(path)
+        if verdict is not None:
+            return Asked(shape, verdict, cached=True)
+        with _compiling:
+            with _tracing:
+                lowered = self._programs.step(shape)
+            self._say(
+                f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of them, "
+                f"remat_policy={self.config.remat_policy}, for {self.target.name}"
+            )
+            verdict, _ = compile_for(lowered, self.target)
+        _write(path, verdict)
+        return Asked(shape, verdict, cached=False)
+
+    def parts(self, shape: BatchShape, verdict: Verdict) -> Parts:
+        """What the memory of one device holds, by kind."""
+        batch = self._programs.placement.abstract_batch(shape)
+        return all_parts(known_parts(self._programs.abstract, batch), verdict)
+
+    def estimate(self) -> Line:
+        """Memory before the compiler has said anything: the state and its gradients, and activations per row."""
+        shape = BatchShape(self._programs.mesh.shape["data"] * self._programs.mesh.shape["fsdp"], 1)
+        known = known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
+        fixed = known.parameters + known.optimizer + known.gradients
+        return Line(
+            fixed, _activation_bytes(self.config, dict(self._programs.mesh.shape)) / shape.micro_batch
+        )
+
+
+def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
+    """Return about what one row per batch shard takes: what each layer keeps, and what one layer works with.
+
+    Counted in values of `dtype` per token: the layer's input, where the policy keeps products the outputs of its
+    matrices as well, where it keeps all about twice these.
+    """
+    width, mlp = config.base_emb_dim, config.base_mlp_dim
+    heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
+    products = heads + 2 * width + 3 * mlp
+    kept = {"full": width, "minimal": width + products, "none": width + 2 * products}[config.remat_policy]
+    value = 2 if config.dtype == "bfloat16" else 4
+    per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
+    return per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])
+
+
+def _read(path: Path) -> Verdict | None:
+    try:
+        record = json.loads(path.read_text())
+        memory = record.pop("memory")
+        return Verdict(**record, memory=Memory(**memory) if memory else None)
+    except (OSError, ValueError, TypeError, KeyError):  # not there, or torn: asked again
+        return None
+
+
+def _write(path: Path, verdict: Verdict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(dataclasses.asdict(verdict)))
+    temporary.rename(path)

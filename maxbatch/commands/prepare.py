@@ -1,0 +1,176 @@
+"""`maxbatch prepare`: a dataset tokenised into a folder of its own, to be read by `dataset_type=tokens`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.data.store.builder import Progress, build_store, num_cores
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.token_store import TokenStore, open_folder, signature
+from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.system.errors import ConfigError
+
+# What a prepared folder has settled: the command that trains on it need not say it.
+_RECORD_KEYS = ("text_field", "record_format")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the flags of `maxbatch prepare`."""
+    add_config(parser)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--output", metavar="FOLDER", help="write the tokenised dataset there, whole or not at all"
+    )
+    where.add_argument("--verify", metavar="FOLDER", help="read a prepared folder and compare its checksums")
+    # Read as text, so that a bad number is answered by one line like any other bad value.
+    parser.add_argument(
+        "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"
+    )
+
+
+def run(args: Namespace) -> int:
+    """Prepares the dataset of a config, or verifies a prepared one; returns the exit code.
+
+    Raises:
+      ConfigError: a dataset, tokenizer or folder that cannot be used, or damage that was found.
+      TrainingError: a worker was killed.
+    """
+    config = config_of(args)
+    if args.verify is not None:
+        _verify(args.verify)
+        return 0
+    workers = _workers(args.workers)
+    _check_dataset(config)
+    tokenizer = make_tokenizer(config)
+    check_special_tokens(config, tokenizer)
+    source = DocumentSource.from_config(config)
+    folder = Path(os.path.expanduser(args.output)).absolute()
+    store = _unchanged(folder, signature(source, tokenizer, config))
+    if store is not None:
+        print(f"unchanged: {_figures(store)} in {args.output}")
+    else:
+        begin = time.perf_counter()
+        with _progress_bar(source.size) as progress:
+            store = _build(folder, source, tokenizer, config, workers, progress)
+        seconds = time.perf_counter() - begin
+        rate = store.manifest["text_bytes"] / 1e6 / seconds
+        print(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}")
+    _print_next(config, args, tokenizer)
+    return 0
+
+
+def _workers(text: str | None) -> int:
+    if text is None:
+        return num_cores()
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 1024:
+        raise ConfigError(
+            f"--workers {text}: must be a whole number from 1 to 1024; works: --workers {num_cores()}"
+        )
+    return int(text)
+
+
+def _check_dataset(config: ConfigDict) -> None:
+    if config.dataset_type in ("synthetic", "tokens"):
+        what = "is made by index" if config.dataset_type == "synthetic" else "is prepared already"
+        raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: dataset_type=python_stdlib")
+    sources = read_mixture(config)
+    if sources is not None:
+        raise ConfigError(
+            f"dataset_path={config.dataset_path!r}: a mixture is prepared source by source, each into a folder of "
+            f"its own; works: dataset_path={sources[0].config.dataset_path}"
+        )
+
+
+def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
+    """Returns the store in the output folder where it is what is wanted.
+
+    Raises:
+      ConfigError: the folder holds something else than a prepared dataset.
+    """
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise ConfigError(f"--output {folder}: is no folder; works: --output {folder}-tokens")
+    if (store := open_folder(folder)) is not None:
+        return store if store.manifest["signature"] == wanted else None
+    prepared_once = {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
+    if os.listdir(folder) and not prepared_once:
+        raise ConfigError(
+            f"--output {folder}: the folder holds something else than a prepared dataset; "
+            f"works: --output {folder / 'tokens'}"
+        )
+    return None
+
+
+def _build(
+    folder: Path,
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    config: ConfigDict,
+    workers: int,
+    progress: Progress,
+) -> TokenStore:
+    try:
+        return build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
+
+
+def _verify(text: str) -> None:
+    folder = Path(os.path.expanduser(text)).absolute()
+    store = open_folder(folder)
+    if store is None:
+        raise ConfigError(f"--verify {text}: no whole prepared dataset there")
+    store.verify()
+    print(f"intact: {_figures(store)} in {text}")
+
+
+def _figures(store: TokenStore) -> str:
+    manifest = store.manifest
+    figures = f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
+    if manifest["skipped_records"]:
+        figures += f", {manifest['skipped_records']:,} records left out"
+    return figures
+
+
+def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> None:
+    """Prints the command that trains on the folder: what was typed here, without what is settled now."""
+    settings = {"dataset_type": "tokens", "dataset_path": args.output}
+    if config.vocab_size < tokenizer.vocab_size:
+        settings["vocab_size"] = str(tokenizer.vocab_size)
+    if config.eval_dataset_path:
+        settings["eval_dataset_path"] = f"{args.output}-eval"
+        of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})
+        print("the held-out data are prepared by a command of their own:")
+        print("  " + shlex.join(["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]))
+    typed = [text for text in args.config if text.split("=", 1)[0] not in _RECORD_KEYS]
+    print("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)]))
+
+
+def _restated(typed: list[str], settings: dict[str, str]) -> list[str]:
+    """Returns what was typed, with some keys set anew."""
+    kept = [text for text in typed if text.split("=", 1)[0] not in settings]
+    return [*kept, *(f"{key}={value}" for key, value in settings.items())]
+
+
+@contextmanager
+def _progress_bar(total_bytes: int) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total_bytes)
+        yield lambda done: bar.advance(task, done)

@@ -1,0 +1,119 @@
+"""`maxbatch report`: run folders and sweep folders in, one HTML page out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxbatch.commands.report.plans import add_config_differences, add_plan
+from maxbatch.commands.report.runs import MOST_POINTS, SUMMARY_HEADS, ReportedRun
+from maxbatch.pages.critical_batch_section import add_critical_batch, read_critical_batch
+from maxbatch.pages.page import Page
+from maxbatch.pages.plots import PANELS
+from maxbatch.pages.sweep_section import add_sweep
+from maxbatch.runs.sweep_folder import SweepFolder
+
+MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
+_LONG_S = 3 * 3600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or the folder of a sweep")
+    parser.add_argument(
+        "--output", metavar="FILE", help="the page (default: RUN/report.html; of several runs ./report.html)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+      ConfigError: a folder is none of a run, the page cannot be written, or plotly is not installed.
+    """
+    paths = [Path(text) for text in args.runs]
+    page = make_page(paths)
+    beside = paths[0] if len(paths) == 1 else Path()
+    output = Path(args.output) if args.output else beside / "report.html"
+    page.write(output)
+    print(output)
+    return 0
+
+
+def make_page(paths: Sequence[Path]) -> Page:
+    """Return the page of these folders.
+
+    Raises:
+      ConfigError: a folder is none of a run.
+    """
+    names = _names(paths)
+    page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}")
+    runs: list[ReportedRun] = []
+    for path, name in zip(paths, names, strict=True):
+        if SweepFolder.is_one(path):
+            runs += _add_sweep(page, path, name, len(paths) > 1)
+        else:
+            runs.append(ReportedRun.read(path, name))
+    if runs:
+        _add_runs(page, runs)
+    for path in paths:
+        found = read_critical_batch(path)
+        if found:
+            add_critical_batch(page, found)
+    return page
+
+
+def _add_sweep(page: Page, path: Path, name: str, is_one_of_many: bool) -> list[ReportedRun]:
+    """Add a sweep's own plots; return its best trials, as runs."""
+    trials = [result.trial for result in add_sweep(page, SweepFolder(path)) if result.steps]
+    drawn = trials[:MOST_CURVES]
+    if len(drawn) < len(trials):
+        page.paragraph(f"Below, of {len(trials)} trials the {len(drawn)} best.")
+    prefix = f"{name}: " if is_one_of_many else ""
+    return [ReportedRun.read(t.folder, f"{prefix}{t.number}: {_short(t.overrides)}") for t in drawn]
+
+
+def _short(overrides: dict[str, str]) -> str:
+    return (
+        ", ".join(overrides.values())
+        if len(overrides) > 1
+        else " ".join(f"{k}={v}" for k, v in overrides.items())
+    )
+
+
+def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
+    is_long = max(run.seconds for run in runs) > _LONG_S
+    page.heading("Runs" if len(runs) > 1 else "Run")
+    page.table(SUMMARY_HEADS, [run.summary() for run in runs], swatches=range(len(runs)))
+    units = {
+        "steps": "updates",
+        "samples": "samples",
+        "tokens": "tokens",
+        "time": f"time in updates ({'hours' if is_long else 'seconds'})",
+    }
+    page.panels(PANELS, [run.columns(3600 if is_long else 1) for run in runs], units)
+    windows = sorted({run.smoothing for run in runs})
+    page.paragraph(
+        f"Smoothed loss: the mean of the last {' or '.join(map(str, windows))} updates (a fiftieth of a run, at least "
+        "5). Time: the sum of step_time_s, which leaves evals and saves out. Diamonds: evals."
+    )
+    for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
+        apart = -(-len(thinned.records) // MOST_POINTS)
+        page.paragraph(
+            f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in {apart}, "
+            "the first of each stage, those with an eval, and the last."
+        )
+    page.heading("Batch plan")
+    for run in runs:
+        add_plan(page, run, is_open=len(runs) == 1)
+    add_config_differences(page, runs)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]

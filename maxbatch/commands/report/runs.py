@@ -1,0 +1,139 @@
+"""A run as a report draws it: its columns, smoothed and thinned, its totals, its config."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.loading import load_config
+from maxbatch.pages.page import RunColumns
+from maxbatch.pages.plots import COLUMNS
+from maxbatch.runs.metrics import read_metrics
+from maxbatch.system.errors import ConfigError
+
+MOST_POINTS = 20_000
+_ALWAYS_DRAWN = ("eval_loss", "eval_pass_at_1")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportedRun:
+    """A run of a report.
+
+    Attributes:
+      name: names it on the page.
+      path: its folder.
+      config: its config; None where it has none that can be read.
+      records: the lines of its metrics.
+    """
+
+    name: str
+    path: Path
+    config: ConfigDict | None
+    records: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, path: Path, name: str) -> ReportedRun:
+        """Read a run folder.
+
+        Raises:
+          ConfigError: it is no run folder, or its metrics cannot be read.
+        """
+        if not is_run(path):
+            raise ConfigError(f"{path}: {_no_run(path)}")
+        records = read_metrics(path)
+        config_path = path / "config.yml"
+        config = load_config(config_path) if config_path.exists() else None
+        return cls(name, path, config, records)
+
+    @property
+    def drawn(self) -> list[int]:
+        """Indices of the records that are drawn: all, or every k-th and those that a reader would miss."""
+        apart = -(-len(self.records) // MOST_POINTS)
+        if apart <= 1:
+            return list(range(len(self.records)))
+        return [
+            i
+            for i, record in enumerate(self.records)
+            if i % apart == 0
+            or i == len(self.records) - 1
+            or record["stage"] != self.records[i - 1]["stage"]
+            or any(key in record for key in _ALWAYS_DRAWN)
+        ]
+
+    def columns(self, seconds_per_unit: float) -> RunColumns:
+        """Return what is drawn; time in a unit of so many seconds."""
+        records, drawn = self.records, self.drawn
+        seconds = list(itertools.accumulate(record.get("step_time_s") or 0.0 for record in records))
+        axes = {
+            "steps": [records[i]["step"] for i in drawn],
+            "samples": [records[i]["samples_seen"] for i in drawn],
+            "tokens": [records[i]["tokens_seen"] for i in drawn],
+            "time": [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn],
+        }
+        columns = {name: [records[i].get(name) for i in drawn] for name in COLUMNS if name != "smoothed loss"}
+        smooth = smoothed([record["loss"] for record in records], self.smoothing)
+        columns["smoothed loss"] = [smooth[i] for i in drawn]
+        return RunColumns(self.name, axes, columns)
+
+    @property
+    def smoothing(self) -> int:
+        """Updates that the smoothed loss is the mean of."""
+        return max(5, len(self.records) // 50)
+
+    @property
+    def seconds(self) -> float:
+        return sum(record.get("step_time_s") or 0.0 for record in self.records)
+
+    def summary(self) -> list[object]:
+        """Return the cells of `SUMMARY_HEADS`."""
+        if not self.records:
+            return [self.name, 0, *[None] * 7]
+        last = self.records[-1]
+        batches = [record["global_batch_size"] for record in self.records]
+        evals = [record["eval_loss"] for record in self.records if "eval_loss" in record]
+        rates = [record["tokens_per_second"] for record in self.records if record.get("tokens_per_second")]
+        most = max(batches)
+        return [
+            self.name, last["step"], last["samples_seen"], last["tokens_seen"],
+            most if batches[0] == most else f"{batches[0]:,} to {most:,}",
+            smoothed([record["loss"] for record in self.records], self.smoothing)[-1],
+            evals[-1] if evals else None, statistics.median(rates) if rates else None, f"{self.seconds:,.1f} s",
+        ]  # fmt: skip
+
+
+SUMMARY_HEADS = (
+    "run", "steps", "samples", "tokens", "global batch", "smoothed loss", "last eval loss", "median tokens/s",
+    "time in updates",
+)  # fmt: skip
+
+
+def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
+    """Return at each place the mean of the last `window` values, of fewer at the start; None is left out."""
+    sums = [0.0, *itertools.accumulate(value or 0.0 for value in values)]
+    counts = [0, *itertools.accumulate(int(value is not None) for value in values)]
+    starts = (max(0, end - window) for end in range(1, len(values) + 1))
+    return [
+        (sums[end] - sums[start]) / (counts[end] - counts[start]) if counts[end] > counts[start] else None
+        for end, start in enumerate(starts, start=1)
+    ]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run."""
+    return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
+
+
+def _no_run(path: Path) -> str:
+    if not path.exists():
+        return "does not exist; a run folder is what run_dir names"
+    if not path.is_dir():
+        return "is no folder; a run folder is what run_dir names"
+    inside = sorted(child for child in path.iterdir() if child.is_dir() and is_run(child))
+    works = f"; works: {' '.join(map(str, inside[:3]))}" if inside else ""
+    return f"holds no metrics.jsonl and no config.yml of a run{works}"

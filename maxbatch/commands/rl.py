@@ -1,0 +1,42 @@
+"""`maxbatch rl`: GRPO post-training, in this process."""
+
+from __future__ import annotations
+
+import argparse
+
+from maxbatch.commands.arguments import add_config, config_of, count
+from maxbatch.config.loading import configs_dir
+from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `maxbatch rl`."""
+    add_config(parser)
+    parser.add_argument(
+        "--simulate-devices", type=count, metavar="N", help="train on N CPU devices made in this process"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train a policy as a config says; return the exit code."""
+    from maxbatch.plan.batch import BatchPlan
+
+    config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
+    if config.batch_size is None:
+        raise ConfigError(
+            "batch_size=null: must say how many prompts a batch has; works: batch_size=32, or a config built on "
+            "configs/post_train/rl.yml"
+        )
+    if args.simulate_devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(args.simulate_devices)
+        BatchPlan.from_config(config, args.simulate_devices)
+    from maxbatch.parallel.hosts import together
+    from maxbatch.rl.loop import train_policy
+
+    with together(report):
+        outcome = train_policy(config)
+    if outcome.stopped_by is None:
+        return 0
+    return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED

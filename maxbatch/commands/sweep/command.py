@@ -1,0 +1,130 @@
+"""`maxbatch sweep`: from a sweep file to a table of its trials, the best first."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from maxbatch.commands.sweep.runner import Runner
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.commands.sweep.trials import PlannedTrials, TrialSource
+from maxbatch.config.keys import shown
+from maxbatch.pages.page import Page
+from maxbatch.pages.sweep_section import add_sweep
+from maxbatch.runs.sweep_folder import METRICS, Result, SweepFolder
+from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
+from maxbatch.system.files import write_whole
+from maxbatch.system.stopping import Stopping
+from maxbatch.system.terminal import TrainingConsole
+
+_WIDTH = 400  # wider than any table here: nothing is cut off
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
+    )
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="run the trials that failed again (not those that diverged)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a sweep, or go on with one; the exit code is 75 where it was asked to stop.
+
+    Raises:
+      ConfigError: the sweep file, or what it sweeps, cannot be used.
+      TrainingError: not one trial came to its end.
+    """
+    sweep = SweepFile.read(args.file)
+    folder = SweepFolder(sweep.sweep_dir)
+    console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
+    if args.retry_failed and sweep.sampler == "optuna":
+        raise ConfigError(
+            "--retry-failed: Optuna's study keeps what failed; works: a larger number of trials"
+        )
+    if args.retry_failed:
+        _forget_failed(folder, sweep.metric)
+    with Stopping() as stop:
+        source = _source(sweep, folder)
+        write_whole(folder.base, sweep.base)
+        runner = Runner(folder, source, sweep.metric, sweep.parallel, console.print)
+        has_ended = runner.run(stop)
+    results = folder.results(sweep.metric)
+    if not has_ended:
+        # Optuna's trials are planned one by one; of a storage that others share, only these are known.
+        total = len(results) if sweep.storage else max(len(results), sweep.trials or 0)
+        left = total - sum(result.status != "unfinished" for result in results)
+        console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
+        return EXIT_STOPPED
+    conclude(sweep, folder, results, console)
+    return 0
+
+
+def _source(sweep: SweepFile, folder: SweepFolder) -> TrialSource:
+    if sweep.sampler == "optuna":
+        from maxbatch.commands.sweep.optuna_trials import OptunaTrials
+
+        return OptunaTrials(sweep, folder)
+    return PlannedTrials(sweep, folder)
+
+
+def _forget_failed(folder: SweepFolder, metric: str) -> None:
+    for result in folder.results(metric):
+        if result.status == "failed":
+            (result.trial.folder / "outcome.json").unlink(missing_ok=True)
+
+
+def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
+    """Print the table, write the plot, and say what to type next.
+
+    Raises:
+      TrainingError: not one trial came to its end.
+    """
+    console.print(results_table(results, sweep.metric))
+    console.print(f"metric: {METRICS[sweep.metric]}; lower is better")
+    best = results[0]
+    if best.status != "done":
+        raise TrainingError(
+            f"none of the {len(results)} trials came to its end; trial {best.trial.number}: {best.reason}"
+        )
+    words = ["maxbatch", "train", str(folder.base), *(f"{k}={v}" for k, v in best.trial.overrides.items())]
+    console.print(_draw(folder))
+    console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
+    console.print(f"next: {shlex.join([*words, 'run_dir=runs/best'])}")
+
+
+def _draw(folder: SweepFolder) -> str:
+    """Write the plot; return the line that says where it is, or what it needs."""
+    page, path = Page(f"maxbatch sweep: {folder.path.name}"), folder.path / "sweep.html"
+    add_sweep(page, folder)
+    try:
+        page.write(path)
+    except ConfigError as error:
+        return f"plot: not written ({error})"
+    return f"plot: {path}"
+
+
+def results_table(results: Sequence[Result], metric: str) -> Table:
+    """Return the table of a sweep's trials."""
+    table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
+    swept = list(results[0].trial.overrides)
+    for head in ["trial", *swept, metric, "steps"]:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    for result in results:
+        value = "-" if result.value is None else f"{result.value:.4f}"
+        reason = f": {shown(result.reason, 100)}" if result.reason else ""
+        texts = [str(result.trial.number), *(result.trial.overrides[key] for key in swept)]
+        table.add_row(
+            *texts, value, f"{result.steps:,}", Text(f"{result.status}{reason}"),
+            style=None if result.status == "done" else "dim",
+        )  # fmt: skip
+    return table

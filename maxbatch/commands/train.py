@@ -1,0 +1,53 @@
+"""`maxbatch train`: a run in this process, on its share of several hosts, or on simulated ones."""
+
+from __future__ import annotations
+
+import argparse
+
+from maxbatch.commands.arguments import add_config, config_of, count
+from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `maxbatch train`."""
+    add_config(parser)
+    parser.add_argument(
+        "--simulate-devices", type=count, metavar="N", help="train on N CPU devices made in this process"
+    )
+    parser.add_argument(
+        "--simulate-hosts",
+        type=count,
+        metavar="H",
+        help="train in H processes of N / H devices each (default N: H)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train as a config says; return the exit code."""
+    from maxbatch.plan.batch import check_batch_keys
+
+    config = config_of(args)
+    check_batch_keys(config)
+    if args.simulate_hosts:
+        return _run_simulated_hosts(args, args.simulate_hosts)
+    if args.simulate_devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(args.simulate_devices)
+    from maxbatch.parallel.hosts import together
+    from maxbatch.training.loop import train
+
+    with together(report):
+        outcome = train(config)
+    if outcome.stopped_by is None:
+        return 0
+    return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
+
+
+def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int) -> int:
+    from maxbatch.commands.simulation import check_hosts, run_hosts
+
+    num_devices = args.simulate_devices or num_hosts
+    check_hosts(num_devices, num_hosts)
+    per_host = str(num_devices // num_hosts)
+    return run_hosts(["train", *args.config, "--simulate-devices", per_host], num_hosts)

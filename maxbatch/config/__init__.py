@@ -1,0 +1,1 @@
+"""The config: one row per key, YAML, layers, precedence."""

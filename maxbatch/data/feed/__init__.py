@@ -1,0 +1,1 @@
+"""From positions in the stream to sharded batches."""

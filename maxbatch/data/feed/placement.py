@@ -1,0 +1,172 @@
+"""How global batches get onto the devices, and which of their rows this host stages.
+
+Legend: A micro-batches of M rows of L tokens; N devices, H hosts, e expansion; S slots of a staged array.
+
+Usually every host stages the rows that its own devices train on: one array of S = M slots. With load expansion
+(e > 1) only one host in e reads data. A micro-batch is then staged in e arrays, each spread evenly over all devices,
+S = N x ceil(M / N), of which the loading hosts' slots hold rows, in order, and all others placeholders; the compiled
+program moves the rows to where they train. A loading host so stages e times its share, any other host one array of
+placeholders, made once, that stands for all e. Slots are never replicated, so that no copy of a row can be a
+placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.data.stream.rows import Rows
+
+
+class Batch(NamedTuple):
+    """Rows of a global batch, cut into A micro-batches; staged with load expansion, a tuple of e arrays each.
+
+    Attributes:
+      tokens_AxMxL: int32 token ids.
+      segments_AxMxL: int32, 1.. per document within a row, 0 at padding.
+      weights_AxMxL: float32 loss weight of each token as a target; 0 at padding rows.
+    """
+
+    tokens_AxMxL: Any
+    segments_AxMxL: Any
+    weights_AxMxL: Any
+
+
+BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}
+
+
+class BatchShape(NamedTuple):
+    """The shape in which a global batch is given to an executable."""
+
+    micro_batch: int  # M: rows in one forward and backward pass
+    max_micro_batches: int  # A: micro-batches that the arrays have room for
+
+
+class Placement:
+    """Stages rows on the devices.
+
+    Args:
+      final: where `[A, M, L]` arrays lie while they are trained on.
+      length: L.
+      expansion: e; 1: every host loads its own rows.
+    """
+
+    def __init__(self, final: NamedSharding, length: int, expansion: int = 1) -> None:
+        mesh = final.mesh
+        self._final, self._length, self._expansion = final, length, expansion
+        self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
+        self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
+        self._padding: dict[BatchShape, Batch] = {}
+        # The same for every batch of a shape, and asked several times for each.
+        self._local_slots = cache(self._find_local_slots)
+        self.local_rows = cache(self._find_local_rows)
+        self.loads = is_loading(jax.process_index(), expansion)
+        self.stages_all = expansion == 1 and final.is_fully_addressable
+
+    def abstract_batch(self, shape: BatchShape) -> Batch:
+        """The staged arrays of a batch, for compiling ahead of time."""
+        staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self._length)
+        arrays = (jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in BATCH_DTYPES.values())
+        return Batch(*(self._staged([array] * self._expansion) for array in arrays))
+
+    def arrange(self, micro_batch: int) -> Callable[[Batch], Batch]:
+        """What a compiled program does with one staged micro-batch (arrays `[S, L]`) to train on it (`[M, L]`)."""
+        if self._expansion == 1:
+            return lambda staged: staged
+        slots_of_part = [np.flatnonzero(row_S >= 0) for row_S in self._row_of_slot(micro_batch)]
+        rows = NamedSharding(self._final.mesh, P(*self._final.spec[1:]))
+
+        def joined(parts: Sequence[jax.Array]) -> jax.Array:
+            real = [part[slots] for part, slots in zip(parts, slots_of_part, strict=True)]
+            return jax.lax.with_sharding_constraint(jnp.concatenate(real), rows)
+
+        return lambda staged: Batch(*map(joined, staged))
+
+    def _staged(self, parts: Sequence[Any]) -> Any:
+        return tuple(parts) if self._expansion > 1 else parts[0]
+
+    def _num_slots(self, micro_batch: int) -> int:
+        if self._expansion == 1:
+            return micro_batch
+        num_devices = len(self._device_loads)
+        return num_devices * -(-micro_batch // num_devices)
+
+    def _row_of_slot(self, micro_batch: int) -> np.ndarray:
+        """int64[e, S]: the row of the micro-batch in each slot of each array, -1 for a placeholder."""
+        if self._expansion == 1:
+            return np.arange(micro_batch)[None]
+        per_device = self._num_slots(micro_batch) // len(self._device_loads)
+        loads_S = np.repeat(self._device_loads, per_device)
+        first_e = np.arange(self._expansion)[:, None] * loads_S.sum()
+        row_exS = np.where(loads_S, first_e + np.cumsum(loads_S) - 1, -1)
+        return np.where(row_exS < micro_batch, row_exS, -1)
+
+    def _find_local_slots(self, num_slots: int) -> dict[int, np.ndarray]:
+        """This host's slots of an array: numbers of each run of them that a device holds, by the first."""
+        indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
+        runs = {(index[1].start or 0, index[1].stop or num_slots) for index in indices.values() if index}
+        return {start: np.arange(start, stop) for start, stop in sorted(runs)}
+
+    def _find_local_rows(self, shape: BatchShape) -> np.ndarray:
+        """int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
+        num_slots = self._num_slots(shape.micro_batch)
+        slots = np.concatenate(list(self._local_slots(num_slots).values()))
+        row_exs = self._row_of_slot(shape.micro_batch)[:, slots]
+        micro_A = np.arange(shape.max_micro_batches)[:, None, None] * shape.micro_batch
+        return np.where(row_exs >= 0, micro_A + row_exs, -1)
+
+    def wanted(self, num_rows: int, shape: BatchShape) -> np.ndarray:
+        """bool[A, e, local slots]: where this host stages a row, of a batch of `num_rows` real ones."""
+        rows = self.local_rows(shape)
+        return (rows >= 0) & (rows < num_rows)
+
+    def stage(self, rows: Rows, num_rows: int, shape: BatchShape) -> Batch:
+        """Puts this host's rows of a batch, in the order of `wanted`, on its devices; the rest is padding."""
+        wanted = self.wanted(num_rows, shape)
+
+        def staged(name: str) -> Any:
+            if wanted.all():
+                slots = rows[name].reshape(*wanted.shape, self._length)
+            else:
+                slots = np.zeros((*wanted.shape, self._length), BATCH_DTYPES[name])
+                slots[wanted] = rows[name]
+            return self._staged([self._put(slots[:, part], shape) for part in range(self._expansion)])
+
+        return Batch(*map(staged, BATCH_DTYPES))
+
+    def padding(self, shape: BatchShape) -> Batch:
+        """A batch without a single real row, made once: also what a host stages that reads none."""
+        if shape not in self._padding:
+            local = (shape.max_micro_batches, self.wanted(0, shape).shape[-1], self._length)
+            arrays = (self._put(np.zeros(local, dtype), shape) for dtype in BATCH_DTYPES.values())
+            self._padding[shape] = Batch(*(self._staged([array] * self._expansion) for array in arrays))
+        return self._padding[shape]
+
+    def _put(self, local: np.ndarray, shape: BatchShape) -> jax.Array:
+        """Puts this host's slots of one array, `[A, local slots, L]`, on its devices."""
+        num_slots = self._num_slots(shape.micro_batch)
+        place_of_run, place = {}, 0
+        for start, slots in self._local_slots(num_slots).items():
+            place_of_run[start] = place
+            place += len(slots)
+
+        def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "asked for devices of this host only"
+            start, stop, _ = index[1].indices(num_slots)
+            place = place_of_run[start]
+            return local[:, place : place + stop - start, index[2]]
+
+        whole = (shape.max_micro_batches, num_slots, self._length)
+        return jax.make_array_from_callback(whole, self._sharding, of_device)
+
+
+def is_loading(host: int, expansion: int) -> bool:
+    """Whether a host reads data: with e > 1 one in e does, the first among them."""
+    return host % expansion == 0

@@ -1,0 +1,1 @@
+"""From files to documents to tokens on disk."""

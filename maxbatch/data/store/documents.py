@@ -1,0 +1,250 @@
+"""The documents of a dataset, in a fixed order, and the jobs that their reading is cut into.
+
+A document is UTF-8 text, held as bytes. A record that is left out (an empty one always, one that cannot be
+read where `skip_bad_records` is set) is handed on as the empty document, so that whoever reads on can count
+it.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbatch.data.store.files import Listing, SourceFile, changed, list_files, walk
+from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, make_format
+from maxbatch.system.errors import ConfigError
+
+# Present in every Python from 3.11 on, self-contained, together some 120 kB.
+STDLIB_HELD_OUT = frozenset(
+    [
+        "bisect.py",
+        "cmd.py",
+        "colorsys.py",
+        "csv.py",
+        "fnmatch.py",
+        "getopt.py",
+        "json/decoder.py",
+        "netrc.py",
+        "queue.py",
+        "sched.py",
+        "shlex.py",
+        "textwrap.py",
+    ]
+)
+# Tests are full of odd bytes and generated tables, the rest are applications and bundles rather than the
+# library.
+_STDLIB_LEFT_OUT = frozenset(
+    [
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "test",
+        "tests",
+        "idle_test",
+        "lib2to3",
+        "idlelib",
+        "turtledemo",
+        "ensurepip",
+    ]
+)
+# Files without content have no size, and a job names each of them.
+_JOB_PIECES = 1024
+
+
+class Document(NamedTuple):
+    """UTF-8 text (empty: a record left out), and whether the source itself keeps it for evaluation."""
+
+    utf8: bytes
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """The documents of one dataset, in order.
+
+    Attributes:
+      dataset_type: python_stdlib, text, jsonl, parquet or arrayrecord.
+      key, value: the config key and value that name the dataset, for messages.
+      files: in order.
+      missing_shards: names of shards that are not there, left out as one record each.
+      text_field: field of a record that holds its text; "" where records have no fields; None: a document is a
+        whole record, as JSON (jsonl and parquet).
+      record_format: text or example, of arrayrecord.
+      skip_bad_records: leave out records that cannot be read.
+    """
+
+    dataset_type: str
+    key: str
+    value: str
+    files: tuple[SourceFile, ...]
+    missing_shards: tuple[str, ...]
+    text_field: str | None
+    record_format: str
+    skip_bad_records: bool
+
+    @classmethod
+    def from_config(
+        cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False
+    ) -> DocumentSource:
+        """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them. The documents are texts,
+        or whole records.
+
+        A file below both paths is held out: it is no part of `dataset_path`.
+
+        Raises:
+          ConfigError: nothing there, nothing of the right kind, or a set of shards with gaps.
+        """
+        dataset_type = config.dataset_type
+        if dataset_type == "python_stdlib":
+            key, value = "dataset_type", "python_stdlib"
+            files, missing = Listing(_stdlib_files(Path(sysconfig.get_paths()["stdlib"])), ())
+        else:
+            value = config[key]
+            files, missing = _path_files(dataset_type, key, value)
+            if key == "dataset_path" and config.eval_dataset_path:
+                files = _without_held_out(config, files)
+        has_fields = dataset_type in ("jsonl", "parquet") or (
+            dataset_type == "arrayrecord" and config.record_format == "example"
+        )
+        text_field = config.text_field if has_fields else ""
+        source = cls(
+            dataset_type=dataset_type,
+            key=key,
+            value=value,
+            files=files,
+            missing_shards=missing,
+            text_field=None if whole_records else text_field,
+            record_format=config.record_format if dataset_type == "arrayrecord" else "",
+            skip_bad_records=config.skip_bad_records,
+        )
+        if missing and not config.skip_bad_records:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise source.error(
+                f"shard {missing[0]} is missing{others}; skip_bad_records=true goes on without, and naming "
+                "the shards one by one (joined by ';') asks for no others"
+            )
+        return source
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What shapes the documents of the same files."""
+        return {
+            "dataset_type": self.dataset_type,
+            "text_field": self.text_field,
+            "record_format": self.record_format,
+            "skip_bad_records": self.skip_bad_records,
+        }
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    def error(self, problem: str) -> ConfigError:
+        """Returns the error that blames this dataset's key and value for `problem`."""
+        return ConfigError(f"{self.key}={self.value!r}: {problem}")
+
+    def jobs(self) -> Iterator[tuple[Piece, ...]]:
+        """Yields all pieces in order, small ones together: how they are grouped depends on nothing but the files.
+
+        Raises:
+          ConfigError: a file that cannot be read.
+        """
+        waiting: list[Piece] = []
+        size = 0
+        for file in self.files:
+            try:
+                for piece in self._format.pieces(file):
+                    waiting.append(piece)
+                    size += piece.size
+                    if size >= PIECE_BYTES or len(waiting) >= _JOB_PIECES:
+                        yield tuple(waiting)
+                        waiting, size = [], 0
+            except OSError as error:
+                raise self._unreadable(file, error) from error
+        if waiting:
+            yield tuple(waiting)
+
+    def documents(self, pieces: Iterable[Piece] | None = None) -> Iterator[Document]:
+        """Yields the documents of some pieces (default: of all), in order; a record left out is yielded empty.
+
+        Raises:
+          ConfigError: a file or record that cannot be read, named by file and line, row or record.
+        """
+        for piece in (piece for job in self.jobs() for piece in job) if pieces is None else pieces:
+            held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
+            try:
+                for utf8 in self._format.documents(piece):
+                    yield Document(utf8, held_out)
+            except OSError as error:
+                raise self._unreadable(piece.file, error) from error
+
+    def refuse_changed(self) -> None:
+        """Raises ConfigError where a file is no longer what was listed."""
+        for file in self.files:
+            if what := changed(file):
+                again = "; start again once it is complete" if what == "changed" else ""
+                raise self.error(f"{file.path} {what} while it was read{again}")
+
+    @cached_property
+    def _format(self) -> Format:
+        return make_format(self.dataset_type, self.record_format, self.text_field, self._bad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_format"}
+
+    def _bad(self, problem: str) -> bytes:
+        if self.skip_bad_records:
+            return b""
+        raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
+
+    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError:
+        return self.error(f"cannot read {file.path}: {error.strerror or error}")
+
+
+def _path_files(dataset_type: str, key: str, value: str) -> Listing:
+    if dataset_type not in FOLDER_FILES:
+        raise ConfigError(
+            f"dataset_type={dataset_type}: is no format of files with documents; works: dataset_type=jsonl"
+        )
+    return list_files(key, value, *FOLDER_FILES[dataset_type])
+
+
+def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
+    """Returns the library modules of the Python that runs, without empty files and files made on this
+    machine."""
+
+    def wanted(module: str) -> bool:
+        return module.endswith(".py") and not module.startswith(
+            ("_sysconfigdata", "sitecustomize", "usercustomize")
+        )
+
+    def enter(folder: str) -> bool:
+        return folder not in _STDLIB_LEFT_OUT and not folder.startswith("config-")
+
+    files = tuple(file for file in walk(root, wanted, enter) if file.size)
+    if not files:
+        raise ConfigError(
+            f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type"
+        )
+    return files
+
+
+def _without_held_out(config: ConfigDict, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
+    """Returns the files that `eval_dataset_path` does not name as well."""
+    eval_files = _path_files(config.dataset_type, "eval_dataset_path", config.eval_dataset_path).files
+    held_out = {os.path.realpath(file.path) for file in eval_files}
+    rest = tuple(file for file in files if os.path.realpath(file.path) not in held_out)
+    if not rest:
+        raise ConfigError(
+            f"eval_dataset_path={config.eval_dataset_path!r}: holds out every file of dataset_path="
+            f"{config.dataset_path!r}, none trains; eval_fraction=0.1 holds out a tenth of the documents instead"
+        )
+    return rest

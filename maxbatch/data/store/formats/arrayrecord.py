@@ -1,0 +1,83 @@
+"""`arrayrecord`: every record is a document, as UTF-8 text or inside a tf.train.Example."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from maxbatch.data.store.files import SourceFile, is_remote, local_path
+from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
+from maxbatch.data.store.formats.example import ExampleError, example_field
+from maxbatch.system.errors import ConfigError
+
+_BATCH_BYTES = 1 << 20
+
+
+class ArrayRecords:
+    """Records of ArrayRecord files (Grain's and TFDS's format). Pieces are ranges of records."""
+
+    def __init__(self, record_format: str, text_field: str, bad: Bad):
+        """Makes a reader of records; `text_field` is the feature of an Example.
+
+        Raises:
+          ConfigError: array_record is not installed (it comes with Grain, except on Windows).
+        """
+        try:
+            from array_record.python.array_record_module import ArrayRecordReader
+        except ImportError as error:
+            raise ConfigError(
+                "dataset_type=arrayrecord: needs array_record, which is not installed; pip install array_record"
+            ) from error
+        self._reader = ArrayRecordReader
+        self._feature = text_field if record_format == "example" else None
+        self._bad = bad
+
+    def pieces(self, file: SourceFile) -> Iterator[Piece]:
+        """Yields ranges of records; a file that lies elsewhere is one piece, since each piece fetches it anew."""
+        with local_path(file) as path:
+            records = self._opened(path).num_records()
+        step = max(records, 1) if is_remote(file.path) else max(1, records * PIECE_BYTES // max(file.size, 1))
+        for begin in range(0, max(records, 1), step):
+            end = min(begin + step, records)
+            yield Piece(file, begin, end, file.size * (end - begin) // max(records, 1))
+
+    def documents(self, piece: Piece) -> Iterator[bytes]:
+        """Yields the text of each record; those that the file's checksums call damaged are left out one by one."""
+        with local_path(piece.file) as path:
+            reader = self._opened(path)
+            if not reader.ok():
+                yield self._bad(f"{piece.file.path}: not an ArrayRecord file, or cut short")
+                return
+            average = max(1, piece.file.size // max(reader.num_records(), 1))
+            step = max(1, _BATCH_BYTES // average)
+            for begin in range(piece.begin, piece.end, step):
+                numbers = range(begin, min(begin + step, piece.end))
+                for number, record in zip(numbers, _records(reader, numbers), strict=True):
+                    place = f"{piece.file.path} record {number}"
+                    if isinstance(record, bytes):
+                        yield self._text(record, place)
+                    else:
+                        yield self._bad(f"{place}: damaged ({' '.join(str(record).split())})")
+
+    def _opened(self, path: str) -> Any:
+        os.stat(path)  # The reader takes a file that is not there for an empty one.
+        return self._reader(path, options="readahead_buffer_size:0,max_parallelism:0")
+
+    def _text(self, record: bytes, place: str) -> bytes:
+        if self._feature is not None:
+            try:
+                record = example_field(record, self._feature)
+            except ExampleError as error:
+                return self._bad(f"{place}: {error}")
+        return checked_utf8(record, place, self._bad)
+
+
+def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
+    """Reads a range of records at once, and one by one where one of them is damaged."""
+    try:
+        return reader.read(numbers.start, numbers.stop)
+    except RuntimeError as error:
+        if len(numbers) == 1:
+            return [error]
+        return [record for number in numbers for record in _records(reader, range(number, number + 1))]

@@ -1,0 +1,142 @@
+"""`parquet`: every row is a document, the column `text_field` its text, or all columns. Needs pyarrow (extra
+`parquet`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from maxbatch.data.store.files import SourceFile, open_file
+from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, record_as_json
+from maxbatch.system.errors import ConfigError
+
+_BATCH_ROWS = 512
+_READ_AHEAD_BYTES = 1 << 20
+
+
+class Parquet:
+    """Rows of Parquet files. Pieces are row groups; of one only the text column is read (without one, all), a few
+    rows at a time."""
+
+    def __init__(self, text_field: str | None, bad: Bad):
+        """Makes a reader of the column `text_field`; None: of whole rows, as JSON.
+
+        Raises:
+          ConfigError: pyarrow is not installed.
+        """
+        try:
+            import pyarrow.parquet
+        except ImportError as error:
+            raise ConfigError(
+                "dataset_type=parquet: needs pyarrow, which is not installed; pip install 'maxbatch[parquet]'"
+            ) from error
+        self._arrow = pyarrow
+        self._text_field = text_field
+        self._columns = None if text_field is None else [text_field]
+        self._bad = bad
+
+    def pieces(self, file: SourceFile) -> Iterator[Piece]:
+        """Yields runs of row groups; one piece without any where the file is no Parquet file."""
+        try:
+            with self._opened(file) as parquet:
+                metadata = parquet.metadata
+                sizes = [
+                    metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
+                ]
+        except (self._arrow.ArrowException, OSError) as error:
+            _raise_if_of_the_system(error)
+            yield Piece(file, 0, 0, file.size)
+            return
+        # Bytes of the file, of which progress is counted, follow the sizes of the groups.
+        share = file.size / max(sum(sizes), 1)
+        begin = 0
+        for group in range(len(sizes)):
+            size = sum(sizes[begin : group + 1])
+            if size >= PIECE_BYTES or group + 1 == len(sizes):
+                yield Piece(file, begin, group + 1, int(size * share))
+                begin = group + 1
+
+    def documents(self, piece: Piece) -> Iterator[bytes]:
+        """Yields the text of each row. Of a damaged row group the rows from the damage on are left out."""
+        path = piece.file.path
+        try:
+            with self._opened(piece.file) as parquet:
+                names = parquet.schema_arrow.names
+                if self._text_field is not None and self._text_field not in names:
+                    columns = ", ".join(map(repr, names[:12]))
+                    raise ConfigError(
+                        f"text_field={self._text_field!r}: {path} has no such column; its columns: {columns}; "
+                        f"works: text_field={_likely_text(parquet.schema_arrow)}"
+                    )
+                for group in range(piece.begin, piece.end):
+                    yield from self._rows(parquet, group, f"{path} row group {group}")
+        except (self._arrow.ArrowException, OSError) as error:
+            _raise_if_of_the_system(error)
+            yield self._bad(f"{path}: not a whole Parquet file ({_in_one_line(error)})")
+
+    @contextlib.contextmanager
+    def _opened(self, file: SourceFile) -> Iterator[Any]:
+        # Without read-ahead of whole column chunks a row group of any size takes little memory.
+        options = {"pre_buffer": False, "buffer_size": _READ_AHEAD_BYTES, "page_checksum_verification": True}
+        with (
+            open_file(file) as stream,
+            self._arrow.parquet.ParquetFile(stream, **options) as parquet,
+        ):
+            yield parquet
+
+    def _rows(self, parquet: Any, group: int, place: str) -> Iterator[bytes]:
+        rows = parquet.metadata.row_group(group).num_rows
+        number = 0
+        try:
+            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self._columns):
+                for value in self._texts(batch, place):
+                    if value is None:
+                        problem = f"{self._text_field} is null" if self._text_field else "not UTF-8"
+                        yield self._bad(f"{place} row {number}: {problem}")
+                    else:
+                        yield checked_utf8(value, f"{place} row {number}", self._bad)
+                    number += 1
+        except (self._arrow.ArrowException, OSError) as error:
+            _raise_if_of_the_system(error)
+            for lost in range(number, rows):
+                yield self._bad(f"{place} row {lost}: damaged ({_in_one_line(error)})")
+
+    def _texts(self, batch: Any, place: str) -> list[bytes | None]:
+        if self._text_field is None:
+            return [_whole(batch.slice(row, 1)) for row in range(batch.num_rows)]
+        column = batch.column(0)
+        types = self._arrow.types
+        kind = column.type.value_type if types.is_dictionary(column.type) else column.type
+        if not any(
+            is_text(kind)
+            for is_text in (types.is_string, types.is_large_string, types.is_string_view,
+                            types.is_binary, types.is_large_binary)
+        ):  # fmt: skip
+            raise ConfigError(
+                f"text_field={self._text_field!r}: the column is of type {kind} at {place}, not a string; "
+                "name a column of strings"
+            )
+        return column.cast(self._arrow.large_binary()).to_pylist()
+
+
+def _whole(row: Any) -> bytes | None:
+    try:
+        return record_as_json(row.to_pylist()[0])
+    except UnicodeDecodeError:
+        return None
+
+
+def _likely_text(schema: Any) -> str:
+    strings = [field.name for field in schema if str(field.type) in ("string", "large_string")]
+    return repr(strings[0]) if strings else "another file: this one has no column of strings"
+
+
+def _raise_if_of_the_system(error: Exception) -> None:
+    """Raises what the system said (no such file, no permission); pyarrow's own OSErrors have no number."""
+    if getattr(error, "errno", None):
+        raise error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

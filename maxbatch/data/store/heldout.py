@@ -1,0 +1,64 @@
+"""Which records train and which are held out, in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.system.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class HeldOutFraction:
+    """Record i is held out iff floor((i + 1) f) > floor(i f): a share f, evenly spread, whatever the number
+    of records.
+
+    Attributes:
+      fraction: f, exact, 0 <= f < 1.
+    """
+
+    fraction: Fraction
+
+    @classmethod
+    def from_config(cls, config: ConfigDict) -> HeldOutFraction:
+        """Reads `eval_fraction`; 0.1 means one tenth."""
+        return cls(Fraction(str(config.eval_fraction)))
+
+    @property
+    def rule(self) -> str:
+        """The rule in words, for identities."""
+        return f"fraction {self.fraction}" if self.fraction else "none"
+
+    def refuse_empty(self, records: int, what: str) -> None:
+        """Raises ConfigError where there is a share to hold out and none of `records` is in it; `what` they are."""
+        if not self.fraction or self.count(records, held_out=True):
+            return
+        digits = 10 ** (len(str(records)) + 1)
+        least = -(-digits // records) / digits
+        works = f"eval_fraction={least if records > 1 else 0}"
+        raise ConfigError(
+            f"eval_fraction={float(self.fraction)}: holds out none of {records} {what}; works: {works}"
+        )
+
+    def count(self, records: int, held_out: bool) -> int:
+        """Returns how many of the first `records` records are held out (or train)."""
+        number = records * self.fraction.numerator // self.fraction.denominator
+        return number if held_out else records - number
+
+    def record(self, number: int, held_out: bool) -> int:
+        """Returns the index of held-out (or training) record `number`, counted from 0. O(1)."""
+        a, b = self.fraction.numerator, self.fraction.denominator
+        # The (n + 1)-th held-out record is the last of ceil((n + 1) / f); of the training ones, n / (1 - f)
+        # come before.
+        return -(-(number + 1) * b // a) - 1 if held_out else number * b // (b - a)
+
+    def records(self, count: int, held_out: bool) -> np.ndarray:
+        """Returns the indices (int64) of the first `count` held-out (or training) records."""
+        a, b = self.fraction.numerator, self.fraction.denominator
+        if max(count + 1, 1) * b >= 1 << 62:
+            return np.array([self.record(number, held_out) for number in range(count)], np.int64)
+        numbers = np.arange(count, dtype=np.int64)
+        return -(-(numbers + 1) * b // a) - 1 if held_out else numbers * b // (b - a)

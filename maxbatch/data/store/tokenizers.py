@@ -1,0 +1,117 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.system.errors import ConfigError
+
+
+class Tokenizer(Protocol):
+    """What the store, the stream and generation need of a tokenizer. Text never becomes a special token.
+
+    Attributes:
+      vocab_size: number of ids, special ones included; ids are 0 .. vocab_size - 1.
+      bos_id, eos_id: the special tokens, None where there is none.
+      pad_id: id of slots that hold nothing.
+      identity: a string that differs between tokenizers that encode differently.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def identity(self) -> str: ...
+
+    def encode_utf8(self, utf8: bytes) -> np.ndarray: ...
+
+    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
+
+    vocab_size = 259
+    bos_id = 256
+    eos_id = 257
+    pad_id = 258
+    identity = "byte"
+
+    def encode_utf8(self, utf8: bytes) -> np.ndarray:
+        """Returns the ids (uint8[n], n = number of bytes) of UTF-8 text; no special tokens."""
+        return np.frombuffer(utf8, np.uint8)
+
+    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids of each text, as encode_utf8 does."""
+        return [self.encode_utf8(utf8) for utf8 in documents]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids (int32[n]) of a text; no special tokens."""
+        return self.encode_utf8(text.encode("utf-8")).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids; special tokens and ids beyond the vocabulary vanish, torn characters
+        become U+FFFD."""
+        ids = np.asarray(ids)
+        return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+def make_tokenizer(config: ConfigDict) -> Tokenizer:
+    """Returns the tokenizer that `tokenizer_type` and `tokenizer_path` name.
+
+    Its file is hashed now and read by its library (extra `text`) when the first id is wanted.
+
+    Raises:
+      ConfigError: a `tokenizer_path` that nothing would read, or one that leads to no tokenizer file.
+    """
+    if config.tokenizer_type == "byte":
+        if config.tokenizer_path:
+            raise ConfigError(
+                f"tokenizer_path={config.tokenizer_path!r}: the byte tokenizer reads no file; "
+                'works: tokenizer_path="", or tokenizer_type=huggingface'
+            )
+        return ByteTokenizer()
+    from maxbatch.data.store.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer
+
+    if config.tokenizer_type == "huggingface":
+        return HuggingFaceTokenizer(config.tokenizer_path)
+    return SentencePieceTokenizer(config.tokenizer_path)
+
+
+def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where the model's embedding has fewer rows than the tokenizer has ids."""
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"vocab_size={config.vocab_size}: the {config.tokenizer_type} tokenizer has "
+            f"{tokenizer.vocab_size} tokens; works: vocab_size={tokenizer.vocab_size}"
+        )
+
+
+def check_special_tokens(config: ConfigDict, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where `add_bos` or `add_eos` asks for a token that the tokenizer does not have."""
+    for key, token, what in (
+        ("add_bos", tokenizer.bos_id, "beginning"),
+        ("add_eos", tokenizer.eos_id, "end"),
+    ):
+        if config[key] and token is None:
+            raise ConfigError(
+                f"{key}=true: the {config.tokenizer_type} tokenizer {config.tokenizer_path!r} has no "
+                f"{what}-of-text token; works: {key}=false"
+            )

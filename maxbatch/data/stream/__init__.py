@@ -1,0 +1,1 @@
+"""From tokens on disk to `stream[i]`."""

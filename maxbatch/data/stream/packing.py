@@ -1,0 +1,289 @@
+"""Best-fit packing: documents laid into rows so that few are cut and few slots stay empty.
+
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830): a document longer than a row
+is cut every L tokens, and only there; what is left of each document, the longest first, goes into the row whose
+free space it fills best, or opens a new one.
+
+Which row that is depends on lengths alone, so equal pieces and equally free rows are handled as groups. A row
+with the least free space f >= l takes floor(f / l) pieces of length l before any other does, and then has less than l
+left. Each length therefore meets one free space that it has not met before, and all is done in O(L) group
+operations over arrays, whatever the number of documents.
+
+The order of rows and pieces follows the dataset, not the length: rows stand in the order of the pieces that
+opened them, and the pieces of a row in their own order. Placing goes from long to short; a stream without shuffle
+that followed it would train on long documents first and on leftovers last. Of equal pieces any may come first, so
+they are taken from all over the dataset: were they taken in its order, the last ones would open the last rows.
+
+Legend: L row length, P pieces, n rows asked for, S documents of the split, R rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.data.store.token_store import cache_folder
+from maxbatch.data.stream.rows import Pieces
+from maxbatch.system.errors import ConfigError
+
+_VERSION = 1
+_HEADER_BYTES = 4096
+_CHUNK_BYTES = 1 << 24
+_STALE_SECONDS = 24 * 3600
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples spread evenly
+
+
+class Packing(NamedTuple):
+    """Pieces by row.
+
+    Attributes:
+      first_piece: int64[R + 1]; row r is pieces first_piece[r] to first_piece[r + 1] - 1.
+      start_P: int64, index of the piece's first token in the store.
+      length_P: int32, tokens, 1 to L.
+    """
+
+    first_piece: np.ndarray
+    start_P: np.ndarray
+    length_P: np.ndarray
+
+
+def best_fit(offsets: np.ndarray, documents_S: np.ndarray, row_length: int) -> Packing:
+    """Packs the documents with numbers `documents_S` (increasing) of a store with `offsets`
+    (int64[documents + 1]) into rows of `row_length` tokens."""
+    start_P, length_P = _cut(offsets[documents_S], offsets[documents_S + 1], row_length)
+    row_P, opener_R = _fit(length_P, row_length)
+    num_rows = len(opener_R)
+    rank_R = np.empty(num_rows, np.int64)
+    rank_R[_stable_order(opener_R, len(start_P))] = np.arange(num_rows)
+    number_P = rank_R[row_P]
+    order = _stable_order(number_P, num_rows)
+    first_piece = np.concatenate([[0], np.cumsum(np.bincount(number_P, minlength=num_rows))])
+    return Packing(first_piece, start_P[order], length_P[order].astype(np.int32))
+
+
+def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns start and length of each document's pieces, in the order of the dataset."""
+    count_S = -(-(end_S - start_S) // row_length)
+    first_S = np.cumsum(count_S) - count_S
+    place_P = np.arange(int(count_S.sum())) - np.repeat(first_S, count_S)
+    start_P = np.repeat(start_S, count_S) + place_P * row_length
+    return start_P, np.minimum(np.repeat(end_S, count_S) - start_P, row_length)
+
+
+def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the row of each piece, int64[P], rows numbered as they are opened, and the piece that opened each row,
+    int64[R]."""
+    keys_P = np.arange(len(length_P), dtype=np.uint64) * _GOLDEN >> np.uint64(48)
+    spread = _stable_order(keys_P, 1 << 16)
+    by_length = spread[_stable_order(length_P[spread], row_length + 1)]
+    end_of_length = np.cumsum(np.bincount(length_P, minlength=row_length + 1)).tolist()
+    row_P = np.empty(len(length_P), np.int64)
+    rows_of: dict[int, list[np.ndarray]] = {}  # by free space
+    usable: list[int] = []  # a heap of the free spaces that the present length fits into
+    openers: list[np.ndarray] = []
+    num_rows = 0
+    for length in range(row_length, 0, -1):
+        if length in rows_of:  # of no use to longer pieces
+            heappush(usable, length)
+        pieces = by_length[end_of_length[length - 1] : end_of_length[length]]
+        while len(pieces) and usable:
+            free = heappop(usable)
+            rows = np.concatenate(rows_of.pop(free))
+            used = _lay(pieces, rows, free, length, row_P, rows_of, usable)
+            pieces = pieces[free // length * used :]
+        if len(pieces):
+            openers.append(pieces[:: row_length // length])
+            rows = np.arange(num_rows, num_rows + len(openers[-1]))
+            _lay(pieces, rows, row_length, length, row_P, rows_of, usable)
+            num_rows += len(rows)
+    return row_P, np.concatenate([np.zeros(0, np.int64), *openers])
+
+
+def _lay(
+    pieces: np.ndarray,
+    rows: np.ndarray,
+    free: int,
+    length: int,
+    row_P: np.ndarray,
+    rows_of: dict[int, list[np.ndarray]],
+    usable: list[int],
+) -> int:
+    """Lays pieces of one length into rows of one free space, filling row after row, until either runs out.
+
+    Returns:
+      How many rows were reached; they and the others are in `rows_of`, by the free space they now have.
+    """
+    per_row = free // length
+    used = min(len(rows), -(-len(pieces) // per_row))
+    row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
+    row_P[pieces[: len(row_of_piece)]] = row_of_piece
+    full = len(row_of_piece) // per_row
+    for some, left in (
+        (rows[:full], free - per_row * length),
+        (rows[full:used], free - (len(row_of_piece) - full * per_row) * length),
+        (rows[used:], free),
+    ):
+        if len(some) and left:
+            if left >= length and left not in rows_of:
+                heappush(usable, left)
+            rows_of.setdefault(left, []).append(some)
+    return used
+
+
+def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
+    """Returns the stable argsort of keys 0 to end - 1, 16 bits at a time: numpy sorts those in linear time."""
+    order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    for shift in range(16, max(end - 1, 1).bit_length(), 16):
+        digit = (keys >> shift & 0xFFFF).astype(np.uint16)
+        order = order[np.argsort(digit[order], kind="stable")]
+    return order
+
+
+class BestFitPlan:
+    """A `RowPlan` from a file of the cache; its arrays are mapped when they are first used, in each process.
+
+    The file: a JSON header padded to 4096 bytes (`version`, `rows`, `pieces`, `tokens`, `row_length`, and the CRC-32 of
+    these and of what follows), then the arrays of `Packing`, little-endian, one after the other.
+    """
+
+    def __init__(self, path: Path):
+        """Opens a file that `open_best_fit` or `find_best_fit` found whole.
+
+        Raises:
+          OSError, ValueError, KeyError, TypeError: the file is not there, or damaged.
+        """
+        with open(path, "rb") as file:
+            header = json.loads(file.read(_HEADER_BYTES))
+            checksum = header.pop("crc32")
+            if header["version"] != _VERSION:
+                raise ValueError(f"{path} is of version {header['version']}, not {_VERSION}")
+            if checksum != _checksum(header, iter(lambda: file.read(_CHUNK_BYTES), b"")):
+                raise ValueError(f"{path} is damaged")
+        self.row_length: int = header["row_length"]
+        self.num_rows: int = header["rows"]
+        self.num_tokens: int = header["tokens"]
+        self._path = path
+        self._num_pieces: int = header["pieces"]
+
+    @cached_property
+    def _packing(self) -> Packing:
+        starts_at = _HEADER_BYTES + 8 * (self.num_rows + 1)
+        lengths_at = starts_at + 8 * self._num_pieces
+        return Packing(
+            np.memmap(self._path, "<i8", "r", _HEADER_BYTES, (self.num_rows + 1,)),
+            np.memmap(self._path, "<i8", "r", starts_at, (self._num_pieces,)),
+            np.memmap(self._path, "<i4", "r", lengths_at, (self._num_pieces,)),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_packing"}
+
+    def pieces(self, rows_n: np.ndarray) -> Pieces:
+        first_piece, start, length = self._packing
+        first_n = first_piece[rows_n]
+        count_n = first_piece[rows_n + 1] - first_n
+        row_P = np.repeat(np.arange(len(rows_n)), count_n)
+        before_n = np.cumsum(count_n) - count_n
+        piece_P = np.repeat(first_n - before_n, count_n) + np.arange(len(row_P))
+        return Pieces(row_P, np.asarray(start[piece_P]), length[piece_P].astype(np.int64))
+
+
+def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | None:
+    """Returns the cached plan of `key`, or None where there is none that is whole. Computes nothing."""
+    try:
+        return BestFitPlan(_path(config, key))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def open_best_fit(
+    config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], tuple[np.ndarray, np.ndarray]]
+) -> BestFitPlan:
+    """Returns the plan of `key`, computed now where the cache has none or a damaged one.
+
+    Args:
+      config: says where the cache is, and L (`max_target_length`).
+      key: all that shapes the plan but L, JSON values.
+      documents: gives offsets and document numbers as `best_fit` takes them; called where there is no plan yet.
+
+    Raises:
+      ConfigError: the cache cannot be written.
+    """
+    plan = find_best_fit(config, key)
+    if plan is not None:
+        return plan
+    path = _path(config, key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path.parent)
+        _write(path, best_fit(*documents(), config.max_target_length), config.max_target_length)
+    except OSError as error:
+        raise ConfigError(
+            f"data_cache_dir={config.data_cache_dir!r}: cannot write the packing to {path.parent}: "
+            f"{error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
+        ) from error
+    return BestFitPlan(path)
+
+
+def _path(config: ConfigDict, key: Mapping[str, Any]) -> Path:
+    whole_key = json.dumps([_VERSION, config.max_target_length, key], sort_keys=True)
+    name = hashlib.blake2b(whole_key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return cache_folder(config).parent / "packing" / name
+
+
+def _write(path: Path, packing: Packing, row_length: int) -> None:
+    """Writes a file that appears whole or not at all; of processes that race, the last wins with the same."""
+    header = {
+        "version": _VERSION,
+        "rows": len(packing.first_piece) - 1,
+        "pieces": len(packing.start_P),
+        "tokens": int(packing.length_P.sum(dtype=np.int64)),
+        "row_length": row_length,
+    }
+    arrays = [
+        np.ascontiguousarray(array, dtype).data
+        for array, dtype in zip(packing, ("<i8", "<i8", "<i4"), strict=True)
+    ]
+    checksum = _checksum(header, arrays)
+    descriptor, building = tempfile.mkstemp(prefix=".building-", dir=path.parent)
+    os.fchmod(descriptor, 0o644)  # mkstemp's is for its maker alone; a cache may be shared.
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(json.dumps(header | {"crc32": checksum}).encode().ljust(_HEADER_BYTES))
+            for array in arrays:
+                file.write(array)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(building, path)
+    except BaseException:
+        Path(building).unlink(missing_ok=True)
+        raise
+
+
+def _checksum(header: dict[str, int], chunks: Iterable[bytes | memoryview]) -> int:
+    checksum = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for chunk in chunks:
+        checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what processes left behind that were killed more than a day ago."""
+    for file in folder.glob(".building-*"):
+        try:
+            if time.time() - file.stat().st_mtime > _STALE_SECONDS:
+                file.unlink()
+        except FileNotFoundError:
+            continue

@@ -1,0 +1,172 @@
+"""Documents cut into rows, as an index: which pieces of which documents make row r.
+
+A piece is a run of consecutive tokens of one document; a row is pieces laid from its left end, then padding.
+Plans are computed once from the documents' lengths, know nothing of epochs, and find the pieces of any row by
+binary search.
+
+Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from maxbatch.data.store.token_store import TokenStore
+
+# `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
+Rows = dict[str, np.ndarray]
+
+
+class Pieces(NamedTuple):
+    """Pieces of some rows, in order of row and place.
+
+    Attributes:
+      row_P: int64, position of the piece's row among the rows asked for.
+      start_P: int64, index of its first token in the store.
+      length_P: int64, tokens, at least 1; the pieces of a row add up to at most L.
+    """
+
+    row_P: np.ndarray
+    start_P: np.ndarray
+    length_P: np.ndarray
+
+
+class RowPlan(Protocol):
+    """A way of cutting documents into rows of `row_length` slots; `num_rows` rows hold `num_tokens`
+    tokens."""
+
+    row_length: int
+    num_rows: int
+    num_tokens: int
+
+    def pieces(self, rows_n: np.ndarray) -> Pieces: ...
+
+
+class ConcatenatePlan:
+    """The documents joined into one sequence and cut every L tokens; nothing is dropped, the last row is
+    padded."""
+
+    def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
+        """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+        self.row_length = row_length
+        self._store_start_S = offsets[documents_S]
+        lengths_S = offsets[documents_S + 1] - self._store_start_S
+        # Document s of the split is tokens joined_start[s] : joined_start[s + 1] of the joined sequence.
+        self._joined_start = np.concatenate([[0], np.cumsum(lengths_S)])
+        self.num_tokens = int(self._joined_start[-1])
+        self.num_rows = -(-self.num_tokens // row_length)
+
+    def pieces(self, rows_n: np.ndarray) -> Pieces:
+        begin_n = rows_n * self.row_length
+        end_n = np.minimum(begin_n + self.row_length, self.num_tokens)
+        first_n = np.searchsorted(self._joined_start, begin_n, side="right") - 1
+        last_n = np.searchsorted(self._joined_start, end_n, side="left") - 1
+        count_n = last_n - first_n + 1
+        row_P = np.repeat(np.arange(len(rows_n)), count_n)
+        place_P = np.arange(len(row_P)) - np.repeat(np.cumsum(count_n) - count_n, count_n)
+        document_P = first_n[row_P] + place_P
+        document_start_P = self._joined_start[document_P]
+        low_P = np.maximum(document_start_P, begin_n[row_P])
+        high_P = np.minimum(self._joined_start[document_P + 1], end_n[row_P])
+        return Pieces(row_P, self._store_start_S[document_P] + low_P - document_start_P, high_P - low_P)
+
+
+class DocumentPlan:
+    """One document a row; a document of n tokens fills ceil(n / L) rows, of which the last is padded."""
+
+    def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
+        """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+        self.row_length = row_length
+        self._store_start_S = offsets[documents_S]
+        self._store_end_S = offsets[documents_S + 1]
+        lengths_S = self._store_end_S - self._store_start_S
+        self._first_row = np.concatenate([[0], np.cumsum(-(-lengths_S // row_length))])
+        self.num_tokens = int(lengths_S.sum())
+        self.num_rows = int(self._first_row[-1])
+
+    def pieces(self, rows_n: np.ndarray) -> Pieces:
+        document_n = np.searchsorted(self._first_row, rows_n, side="right") - 1
+        start_n = self._store_start_S[document_n] + (rows_n - self._first_row[document_n]) * self.row_length
+        end_n = np.minimum(start_n + self.row_length, self._store_end_S[document_n])
+        return Pieces(np.arange(len(rows_n)), start_n, end_n - start_n)
+
+
+def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int, pad_id: int) -> Rows:
+    """Lays pieces into rows.
+
+    Args:
+      tokens: the store's tokens, any unsigned integer type.
+      pieces: as a RowPlan gives them.
+      num_rows: n.
+      row_length: L.
+      pad_id: token of the slots that no piece fills.
+
+    Returns:
+      `tokens` int32[n, L]; `segments` int32[n, L], the number of the piece in its row from 1, 0 at padding;
+      `weights` float32[n, L], 1 where a token follows another of its segment, else 0.
+    """
+    row_P, start_P, length_P = pieces
+    end_P = np.cumsum(length_P)
+    begin_P = end_P - length_P
+    total = int(end_P[-1]) if len(end_P) else 0
+    gathered = tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)]
+    new_row_P = np.diff(row_P, prepend=-1) != 0
+    first_piece_P = np.maximum.accumulate(np.where(new_row_P, np.arange(len(row_P)), 0))
+    segment_P = (np.arange(len(row_P)) - first_piece_P + 1).astype(np.int32)
+    slot_weights = np.ones(total, np.float32)
+    slot_weights[begin_P] = 0
+    shape = (num_rows, row_length)
+    if total == num_rows * row_length:
+        return {
+            "tokens": gathered.astype(np.int32).reshape(shape),
+            "segments": np.repeat(segment_P, length_P).reshape(shape),
+            "weights": slot_weights.reshape(shape),
+        }
+    filled_n = np.bincount(row_P, weights=length_P, minlength=num_rows).astype(np.int64)
+    mask_nxL = np.arange(row_length) < filled_n[:, None]
+    rows = {
+        "tokens": np.full(shape, pad_id, np.int32),
+        "segments": np.zeros(shape, np.int32),
+        "weights": np.zeros(shape, np.float32),
+    }
+    rows["tokens"][mask_nxL] = gathered
+    rows["segments"][mask_nxL] = np.repeat(segment_P, length_P)
+    rows["weights"][mask_nxL] = slot_weights
+    return rows
+
+
+class RowSource(Protocol):
+    """The rows of one split: what a stream draws from. `num_documents` and `num_tokens` count the whole
+    split."""
+
+    row_length: int
+    num_rows: int
+    num_tokens: int
+    num_documents: int
+    skipped_records: int
+
+    def batch(self, rows_n: Sequence[int]) -> Rows: ...
+
+
+class StoredRows:
+    """Rows of a token store by index: slices of a memory map, so opening costs no reading."""
+
+    def __init__(self, store: TokenStore, plan: RowPlan, num_documents: int, pad_id: int):
+        """Takes a plan of `num_documents` documents of the store; `pad_id` fills what it leaves free."""
+        self.row_length = plan.row_length
+        self.num_rows = plan.num_rows
+        self.num_tokens = plan.num_tokens
+        self.num_documents = num_documents
+        self.skipped_records = int(store.manifest["skipped_records"])
+        self._store = store
+        self._plan = plan
+        self._pad_id = pad_id
+
+    def batch(self, rows_n: Sequence[int]) -> Rows:
+        """Returns the rows with these numbers, each below `num_rows`: arrays [n, L] as `assemble` describes
+        them."""
+        pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
+        return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id)

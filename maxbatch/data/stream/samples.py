@@ -1,0 +1,165 @@
+"""From the index of a sample to a row of a source: epochs, their permutations, and sources in a mixture.
+
+Limits: a shuffled epoch has at most 2^32 rows (Grain's permutation is 32 bits wide).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from grain.experimental import index_shuffle
+
+from maxbatch.data.stream.mixture_order import Drawn
+from maxbatch.data.stream.rows import Rows, RowSource
+
+MAX_SHUFFLED_ROWS = 1 << 32
+
+Indices = Sequence[int] | np.ndarray
+
+
+class Place(NamedTuple):
+    """Where a sample comes from: the number of its row in the split of its source, in the epoch of that source;
+    `source` is its name in a mixture, else None."""
+
+    epoch: int
+    row: int
+    source: str | None = None
+
+
+class Samples(Protocol):
+    """Samples by index, each at least 0 and below the end, if there is one."""
+
+    row_length: int
+
+    def place(self, index: int) -> Place: ...
+
+    def batch(self, indices: Indices) -> Rows: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Epochs:
+    """The rows of one source, epoch after epoch: sample i is row i mod n of epoch i // n, or where that row's slot
+    went in the epoch's permutation."""
+
+    def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
+        """Takes the rows of a split, and the seed and the name that key the permutations (None: in order)."""
+        self.rows = rows
+        self.row_length = rows.row_length
+        self._shuffle = shuffle
+
+    def place(self, index: int) -> Place:
+        return place_in_epochs(index, self.rows.num_rows, self._shuffle)
+
+    def batch(self, indices: Indices) -> Rows:
+        return self.rows.batch([self.place(index).row for index in indices])
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what an epoch holds, as `Stream.stats` describes it."""
+        return _figures([self.rows])
+
+
+class SourceOrder(Protocol):
+    """Says which source each sample comes from: `Draw` by weights, `InTurn` one after the other."""
+
+    def at(self, indices: Indices) -> Drawn: ...
+
+    def counts(self, position: int) -> list[int]: ...
+
+
+class InTurn:
+    """The samples of one source after those of another, each once."""
+
+    def __init__(self, num_rows: Sequence[int]):
+        """Takes the number of samples of each source."""
+        self._ends = np.cumsum(num_rows)
+        self._begins = self._ends - num_rows
+
+    def at(self, indices: Indices) -> Drawn:
+        index_n = np.asarray(indices, np.int64)
+        source_n = np.searchsorted(self._ends, index_n, side="right")
+        return Drawn(source_n, index_n - self._begins[source_n])
+
+    def counts(self, position: int) -> list[int]:
+        """Returns how many of samples 0 to position - 1 each source has."""
+        return (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
+
+
+class Mixed:
+    """Samples of several sources.
+
+    Attributes:
+      sources: by name, in the order's numbering.
+      order: which source each sample comes from.
+    """
+
+    def __init__(self, sources: Mapping[str, Epochs], order: SourceOrder):
+        self.sources = sources
+        self.order = order
+        self._names = list(sources)
+        self._epochs = list(sources.values())
+        self.row_length = self._epochs[0].row_length
+
+    def place(self, index: int) -> Place:
+        source, place = (array.tolist()[0] for array in self.order.at([operator.index(index)]))
+        return self._epochs[source].place(place)._replace(source=self._names[source])
+
+    def batch(self, indices: Indices) -> Rows:
+        source_n, place_n = self.order.at(indices)
+        rows: Rows = {}
+        for source in np.unique(source_n).tolist() or [0]:
+            here = np.flatnonzero(source_n == source)
+            of_source = self._epochs[source].batch(place_n[here].tolist())
+            if len(here) == len(source_n):
+                return of_source
+            for name, array in of_source.items():
+                if name not in rows:
+                    rows[name] = np.empty((len(source_n), *array.shape[1:]), array.dtype)
+                rows[name][here] = array
+        return rows
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what one epoch of each source holds together, and under `sources` what each one holds by name."""
+        return _figures([epochs.rows for epochs in self._epochs]) | {
+            "sources": {name: epochs.stats() for name, epochs in self.sources.items()}
+        }
+
+
+def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
+    samples = sum(rows.num_rows for rows in parts)
+    slots = sum(rows.num_rows * rows.row_length for rows in parts)
+    tokens = sum(rows.num_tokens for rows in parts)
+    return {
+        "samples": samples,
+        "slots": slots,
+        "tokens": tokens,
+        "packing_efficiency": tokens / slots,
+        "documents": sum(rows.num_documents for rows in parts),
+        "skipped_records": sum(rows.skipped_records for rows in parts),
+    }
+
+
+def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> Place:
+    """Returns where sample `index` lies when n rows follow one another epoch after epoch, each epoch permuted anew
+    by a seed and a name (None: in order). O(1) in `index`."""
+    epoch, slot = divmod(operator.index(index), num_rows)
+    if shuffle is None:
+        return Place(epoch, slot)
+    key = epoch_key(*shuffle, epoch)
+    return Place(epoch, index_shuffle(slot, max_index=num_rows - 1, seed=key, rounds=4))
+
+
+@lru_cache(maxsize=64)
+def epoch_key(seed: int, source: str, epoch: int) -> int:
+    """Returns the 32-bit key of one epoch's permutation.
+
+    A hash, because a key of seed + epoch makes seed 0's second epoch the first of seed 1, and two sources of
+    equal length and seed march in step.
+    """
+    digest = hashlib.blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")

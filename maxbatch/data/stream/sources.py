@@ -1,0 +1,174 @@
+"""The rows that a config names: its dataset, opened, split and cut, and the settings that define them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.lookup import find_store, open_store
+from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.packing import find_best_fit, open_best_fit
+from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, RowPlan, RowSource, StoredRows
+from maxbatch.data.stream.synthetic import SyntheticRows
+from maxbatch.system.errors import ConfigError
+
+Identity = dict[str, str | int | bool]
+
+
+class SourceRows(NamedTuple):
+    """Rows of one split of one source.
+
+    Attributes:
+      rows: by index.
+      identity: what defines them, by config key where there is one.
+      tokenizer: what made their tokens.
+    """
+
+    rows: RowSource
+    identity: Identity
+    tokenizer: Tokenizer
+
+    @property
+    def shuffle_name(self) -> str:
+        """What keys the shuffle beside the seed: the content, wherever and however it is stored."""
+        return str(self.identity.get("content", "synthetic"))
+
+
+def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
+    """Opens the training rows of a config, or the held-out ones; data seen for the first time are tokenised
+    now.
+
+    Returns:
+      None for held-out rows where nothing is held out.
+
+    Raises:
+      ConfigError: settings or data that cannot be used, by key, value, and file.
+    """
+    check_paths(config)
+    tokenizer = make_tokenizer(config)
+    fraction = HeldOutFraction.from_config(config)
+    if config.dataset_type == "synthetic":
+        return _synthetic_rows(config, tokenizer, fraction, held_out)
+    check_vocab_size(config, tokenizer)
+    own_path = held_out and bool(config.eval_dataset_path)
+    store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path")
+    documents, rule = _split_documents(config, store, fraction, held_out)
+    if held_out and rule == "none" and not own_path:
+        return None
+    # How the text was stored (dataset_type, paths, fields) is no part of it: the content is.
+    identity: Identity = {
+        "content": store.manifest["content"],
+        "tokenizer": tokenizer.identity,
+        "max_target_length": config.max_target_length,
+        "packing": config.packing,
+        "packing_strategy": config.packing_strategy,
+        "add_bos": config.add_bos,
+        "add_eos": config.add_eos,
+        "skip_bad_records": config.skip_bad_records,
+        "held_out": rule,
+    }
+    if config.packing_strategy == "best_fit":
+        plan: RowPlan = open_best_fit(
+            config, _packing_key(store, rule, held_out), lambda: (store.offsets, documents)
+        )
+    else:
+        plan = _plan(config, store, documents)
+    if not plan.num_rows:
+        raise ConfigError(
+            f"dataset_type={config.dataset_type}: the tokenizer makes no token of any of the {len(documents)} "
+            "documents; works: add_eos=true"
+        )
+    return SourceRows(StoredRows(store, plan, len(documents), tokenizer.pad_id), identity, tokenizer)
+
+
+def num_rows_if_cached(config: ConfigDict) -> int | None:
+    """Returns the number of training rows where it is known without reading data, else None."""
+    check_paths(config)
+    fraction = HeldOutFraction.from_config(config)
+    if config.dataset_type == "synthetic":
+        return fraction.count(config.synthetic_samples, held_out=False)
+    tokenizer = make_tokenizer(config)
+    store = find_store(config, tokenizer)
+    if store is None:
+        return None
+    documents, rule = _split_documents(config, store, fraction, held_out=False)
+    if config.packing_strategy == "best_fit":
+        plan = find_best_fit(config, _packing_key(store, rule, held_out=False))
+        return None if plan is None else plan.num_rows
+    return _plan(config, store, documents).num_rows
+
+
+def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
+    """Returns what fixes the lengths of a split's documents, and so their packing into rows of a given length."""
+    manifest = store.manifest
+    return {
+        **{name: manifest[name] for name in ("content", "tokenizer", "documents", "tokens")},
+        "rule": rule,
+        "held_out": manifest["held_out"] if rule == "list" else None,
+        "split": held_out,
+    }
+
+
+def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> RowPlan:
+    plan = ConcatenatePlan if config.packing else DocumentPlan
+    return plan(store.offsets, documents, config.max_target_length)
+
+
+def check_paths(config: ConfigDict) -> None:
+    """Raises ConfigError for a path that nothing would read, or held-out data that are stated twice."""
+    for key in ("dataset_path", "eval_dataset_path"):
+        if config[key] and config.dataset_type in ("python_stdlib", "synthetic", "arithmetic"):
+            raise ConfigError(
+                f"{key}={config[key]!r}: dataset_type={config.dataset_type} reads no path; "
+                f"set dataset_type=text or dataset_type=jsonl"
+            )
+    if config.eval_dataset_path and config.eval_fraction:
+        raise ConfigError(
+            f"eval_fraction={config.eval_fraction}: eval_dataset_path={config.eval_dataset_path!r} is the "
+            f"held-out data already; works: eval_fraction=0"
+        )
+
+
+def _synthetic_rows(
+    config: ConfigDict, tokenizer: Tokenizer, fraction: HeldOutFraction, held_out: bool
+) -> SourceRows | None:
+    samples, seed = config.synthetic_samples, config.data_shuffle_seed
+    fraction.refuse_empty(samples, "samples")
+    if held_out and not fraction.fraction:
+        return None
+    # A model may have a smaller vocabulary than bytes need: the rows then use what there is.
+    token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
+    rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
+    identity: Identity = {
+        "dataset_type": config.dataset_type,
+        "synthetic_samples": samples,
+        "data_shuffle_seed": seed,
+        "token_range": token_range,
+        "max_target_length": config.max_target_length,
+        "held_out": fraction.rule,
+    }
+    return SourceRows(rows, identity, tokenizer)
+
+
+def _split_documents(
+    config: ConfigDict, store: TokenStore, fraction: HeldOutFraction, held_out: bool
+) -> tuple[np.ndarray, str]:
+    """Returns the documents of a split and the rule that chose them."""
+    total = store.manifest["documents"]
+    if fraction.fraction:
+        fraction.refuse_empty(total, "documents")
+        return fraction.records(fraction.count(total, held_out), held_out), fraction.rule
+    listed = np.zeros(total, bool)
+    listed[store.manifest["held_out"]] = True
+    if not listed.any():
+        return np.arange(total), "none"
+    documents = np.flatnonzero(listed if held_out else ~listed)
+    if not len(documents):
+        raise ConfigError(
+            f"dataset_type={config.dataset_type!r}: all {total} documents are held out, none trains"
+        )
+    return documents, "list"

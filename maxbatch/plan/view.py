@@ -1,0 +1,280 @@
+"""The batch plan for people: an equation, the numbers by name, the ramp table, the layout of one update."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.rampup import Stage
+from maxbatch.plan.words import words_of
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.terminal import PipeConsole
+
+# Wider than any table here: a number that a terminal wraps can be read, one that a table cuts off cannot.
+WIDTH = 400
+_MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
+_GAP = "..."
+
+_NUMBERS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "machine",
+        (
+            ("num_devices", "N"),
+            ("num_hosts", "H"),
+            ("batch_shards", "parts that every micro-batch is split into"),
+        ),
+    ),
+    (
+        "batch",
+        (
+            ("per_device_batch_size", "p: rows of a device in one pass"),
+            ("micro_batch_size_to_train_on", "p x N: samples in one pass"),
+            ("gradient_accumulation_steps", "g: micro-batches per update"),
+            ("global_batch_size_to_train_on", "p x N x g: samples per update"),
+            ("per_replica_batch_size", "p x g: samples of a device per update"),
+            ("tokens_per_step", "slots per update"),
+        ),
+    ),
+    (
+        "pairs of prompt and response",
+        (
+            ("batch_size", "prompts per batch"),
+            ("num_generations", "G: responses per prompt"),
+            ("effective_batch_size", "pairs per update: batch_size x G"),
+            ("micro_batch_size", "pairs per chunk of training"),
+            ("num_micro_batches", "chunks of training per update"),
+            ("train_micro_batch_size", "prompts per chunk of training"),
+            ("rollout_micro_batch_size", "prompts per chunk of generation"),
+            ("num_iterations", "mu: updates per batch"),
+            ("num_trainer_devices", "devices that train"),
+            ("num_sampler_devices", "devices that sample"),
+        ),
+    ),
+    (
+        "loading",
+        (
+            ("expansion_factor_real_data", "e"),
+            ("num_loading_hosts", "hosts that read the source"),
+            ("global_batch_size_to_load", "batch x e for e > 1"),
+        ),
+    ),
+    (
+        "pipeline",
+        (
+            ("num_pipeline_stages", "groups of layers"),
+            ("num_pipeline_microbatches", "parts of a micro-batch"),
+            ("pipeline_microbatch_size", "samples of a part"),
+            ("num_pipeline_repeats", "groups of layers that each stage holds"),
+            ("pipeline_bubble", "(S - 1) / (parts x repeats + S - 1): share of the time that a stage waits"),
+        ),
+    ),
+    (
+        "eval",
+        (
+            ("eval_per_device_batch_size", "rows of a device in one eval pass"),
+            ("eval_batch_size", "samples in one eval pass"),
+        ),
+    ),
+    (
+        "run",
+        (
+            ("total_steps", "updates"),
+            ("total_samples", "samples"),
+            ("total_tokens", "slots"),
+            ("samples_per_epoch", "samples in one pass over the data"),
+            ("steps_per_epoch", "updates for one pass over the data, rounded up"),
+            ("epochs", "passes over the data"),
+            ("rampup_end_step", "updates before the last stage"),
+            ("rampup_end_sample", "samples before the last stage"),
+        ),
+    ),
+)
+
+
+def plan_console() -> Console:
+    """Return a console for standard output that folds nothing; it colours on a terminal only."""
+    return PipeConsole(width=WIDTH, highlight=False, markup=False)
+
+
+def equation(plan: BatchPlan) -> str:
+    """Return the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
+    last = plan.stages[-1]
+    if plan.rl:
+        return (
+            f"{plan.rl.effective_batch_size:,} pairs per update = {_counted(plan.rl.batch_size, 'prompt')} x "
+            f"{_counted(plan.rl.num_generations, 'response')}, in {_counted(plan.rl.num_micro_batches, 'chunk')} of "
+            f"{plan.rl.micro_batch_size:,}; {_counted(plan.rl.num_iterations, 'update')} per batch"
+        )
+    steps = _counted(last.gradient_accumulation_steps, "accumulation step")
+    line = (
+        f"{last.global_batch_size:,} samples per update = {_number(last.per_device_batch_size)} per device x "
+        f"{_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
+    )
+    if len(plan.stages) > 1:
+        line += f"; ramped from {plan.stages[0].global_batch_size:,} in {len(plan.stages)} stages"
+    return line
+
+
+def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
+    """Print the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
+    console.print(Text(equation(plan), style="bold"))
+    console.print(_numbers_table(plan))
+    try:
+        rate = LearningRate.from_config(config, plan.manager)
+    except ConfigError:
+        rate = None  # epochs of data that is not here: the plan stands without the rates
+    console.print()
+    console.print(ramp_table(plan, rate))
+
+
+def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
+    """Return the table of stages; with a rate, also that of each one's first and last update."""
+    scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
+    heads = ["stage", "from sample", "step", "steps", "samples", "p", "g", "micro", "global"]
+    if plan.rl:
+        heads = ["stage", "from prompt", "step", "steps", "prompts", "p", "g", "micro pairs", "global pairs"]
+    heads += ["lr scale"] if scaled else []
+    heads += ["lr first", "lr last"] if rate else []
+    table = _table()
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for index in _abridged(len(plan.stages), _MOST_STAGES):
+        if index is None:
+            table.add_row(*[_GAP] * len(heads))
+            continue
+        stage = plan.stages[index]
+        cells = [str(index), *(_number(value) for value in _stage_numbers(stage))]
+        cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
+        cells += _first_and_last_rate(plan, stage, rate) if rate else []
+        table.add_row(*cells, style="dim" if stage.num_steps == 0 else None)
+    return table
+
+
+def render_layout(plan: BatchPlan, console: Console) -> None:
+    """Draw which sample lands on which device in which micro-batch, in the first and in the last stage."""
+    console.print()
+    group = plan.rl.num_generations if plan.rl else 1
+    first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
+    console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
+    for index in sorted({0, len(plan.stages) - 1}):
+        stage = plan.stages[index]
+        if len(plan.stages) > 1:
+            console.print(f"stage {index}: {stage.global_batch_size:,} samples per update")
+        console.print(_layout_table(plan, index))
+
+
+def render_words(plan: BatchPlan, console: Console) -> None:
+    """Print the plan in the words of other frameworks: what to write there for the same batch."""
+    spoken = words_of(plan)
+    together = _counted(plan.num_devices // plan.batch_shards, "device")
+    table = _table()
+    for head in (
+        "in the words of",
+        "one update",
+        f"write there, on {_counted(plan.batch_shards, 'replica')} of {together}",
+    ):
+        table.add_column(head, no_wrap=True)
+    for words in spoken:
+        table.add_row(words.framework, words.update, words.settings)
+        for line in words.ramp:
+            table.add_row("", "", line)
+    console.print()
+    console.print(table)
+    if len(plan.stages) > 1:
+        without = [words.framework for words in spoken if not words.ramp]
+        console.print(f"no setting for these stages in {', '.join(without)}")
+
+
+def _layout_table(plan: BatchPlan, stage: int) -> Table:
+    table = _table()
+    table.add_column("micro-batch", justify="right", no_wrap=True)
+    table.add_column("holds", no_wrap=True)
+    devices = plan.rl.num_trainer_devices if plan.rl else plan.num_devices
+    together = devices // plan.batch_shards
+    shards = _abridged(plan.batch_shards, _MOST_SHARDS)
+    for shard in shards:
+        table.add_column(_GAP if shard is None else _devices(shard * together, together), no_wrap=True)
+    for j in _abridged(plan.stages[stage].gradient_accumulation_steps, _MOST_MICRO_BATCHES):
+        if j is None:
+            table.add_row(*[_GAP] * (2 + len(shards)))
+            continue
+        first, end = plan.samples_of(stage, j, 0)[0], plan.samples_of(stage, j, plan.batch_shards - 1)[1]
+        cells = [_GAP if d is None else _samples(*plan.samples_of(stage, j, d)) for d in shards]
+        holds = f"pairs {first}:{end}" if plan.rl else f"stream[s+{first}:s+{end}]"
+        table.add_row(str(j), Text(holds), *cells)
+    return table
+
+
+def _numbers_table(plan: BatchPlan) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for title, numbers in _NUMBERS:
+        source = plan if hasattr(plan, numbers[0][0]) else plan.rl
+        if source is None:
+            continue
+        table.add_row()
+        table.add_row(Text(title, style="bold"))
+        for name, meaning in numbers:
+            if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
+                meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            table.add_row(f"  {name}", _number(getattr(source, name)), meaning)
+    return table
+
+
+def _table() -> Table:
+    return Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
+
+
+def _first_and_last_rate(plan: BatchPlan, stage: Stage, rate: LearningRate) -> list[str]:
+    if not stage.num_steps:
+        return ["-", "-"]
+    last = plan.manager.position_after(stage.first_step + stage.num_steps - 1)
+    return [f"{rate.at(samples_seen):.2e}" for samples_seen in (stage.first_sample, last)]
+
+
+def _stage_numbers(stage: Stage) -> tuple[int | float | Fraction | None, ...]:
+    return (
+        stage.first_sample,
+        stage.first_step,
+        stage.num_steps,
+        stage.num_samples,
+        stage.per_device_batch_size,
+        stage.gradient_accumulation_steps,
+        stage.micro_batch_size_to_train_on,
+        stage.global_batch_size,
+    )
+
+
+def _abridged(count: int, most: int) -> list[int | None]:
+    """Return range(count), of which None replaces the middle where it is longer than most."""
+    if count <= most:
+        return list(range(count))
+    return [*range(most - 2), None, count - 1]
+
+
+def _devices(first: int, count: int) -> str:
+    return f"device {first}" if count == 1 else f"devices {first}-{first + count - 1}"
+
+
+def _samples(first: int, end: int) -> str:
+    return f"S{end}" if end - first == 1 else f"S{first + 1}-S{end}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def _number(value: int | float | Fraction | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{float(value):.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,103 @@
+"""The folder of a run: who may write to it, and the metrics in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from maxbatch.system.errors import ConfigError
+
+
+class RunFolder:
+    """`run_dir` while one run trains in it.
+
+    The lock goes with the process, also when it is killed, so nothing is left that blocks the next start.
+
+    Args:
+      run_dir: the folder.
+      writes: whether this host writes to it, the one that holds the lock.
+
+    Raises:
+      ConfigError: the folder cannot be made, or another process trains in it.
+    """
+
+    def __init__(self, run_dir: str, writes: bool = True) -> None:
+        self.path = Path(run_dir).expanduser().absolute()
+        self._lock: IO[str] | None = self._taken_lock(run_dir) if writes else None
+
+    def _taken_lock(self, run_dir: str) -> IO[str]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open(self.path / ".lock", "w")  # noqa: SIM115  held while the process lives
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={run_dir}: cannot be written ({error.strerror}); give another folder"
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise ConfigError(
+                f"run_dir={run_dir}: another process is training in it; wait for it, or give another run_dir"
+            ) from error
+        return lock
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file whole or not at all."""
+        temporary = self.path / f".{name}.tmp"
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.path / name)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._lock:
+            self._lock.close()
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one line per update, and never two for one step; or another file that is kept like it.
+
+    Args:
+      folder: the run's folder.
+      step: updates done at the start. Later lines, of updates that will be redone, are dropped, and so is a torn
+        last line.
+    """
+
+    def __init__(self, folder: RunFolder, step: int, name: str = "metrics.jsonl") -> None:
+        path = folder.path / name
+        old = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in old if 0 < _step_of(line) <= step]
+        if kept != old:
+            folder.write(name, "".join(kept))
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115  closed by close()
+
+    def append(self, record: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+    def sync(self) -> None:
+        """Returns once every line so far is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step_of(line: str) -> int:
+    """The step of a line of metrics, 0 for a torn one."""
+    if not line.endswith("\n"):
+        return 0
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return 0

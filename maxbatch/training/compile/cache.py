@@ -1,0 +1,49 @@
+"""XLA compilations: where they are kept, and which of them made training wait."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+
+from maxbatch.data.store.token_store import cache_folder
+
+_BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+def use_persistent_cache(config: ConfigDict) -> None:
+    """Keeps compiled programs on disk, so that the same run starts faster the next time.
+
+    A cache that the user set up for JAX (`JAX_COMPILATION_CACHE_DIR`) is left as it is.
+    """
+    if config.compilation_cache_dir == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    folder = Path(config.compilation_cache_dir or cache_folder(config).parent / "xla").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class CompileCounter:
+    """Counts the XLA compilations (persistent-cache hits included) that the counting thread waited for.
+
+    Used as a context manager on the thread that trains; compilations of other threads are off its critical path.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._thread = threading.get_ident()
+
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == _BACKEND_COMPILE and threading.get_ident() == self._thread:
+            self.count += 1
+
+    def __enter__(self) -> CompileCounter:
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)

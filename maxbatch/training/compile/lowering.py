@@ -1,0 +1,108 @@
+"""The programs that a run executes on its devices, lowered from abstract shapes: nothing is allocated.
+
+They are the same whether the devices are here or only known to a compiler, so `train` makes its executables here, and
+so do the commands that compile ahead of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.data.stream.fingerprint import MAX_ROWS
+from maxbatch.model.attention import implementation_on
+from maxbatch.parallel.mesh import make_mesh, num_slices
+from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
+from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.checkpoints import CHECKSUM, state_checksum
+from maxbatch.training.evaluation import Evaluator
+from maxbatch.training.state import TrainState, abstract_state, init_state
+from maxbatch.training.step import make_train_step
+
+INIT = "init"
+
+
+def step_name(shape: BatchShape) -> str:
+    """Name of the compiled update on batches of a shape."""
+    return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
+
+
+def check_devices(config: ConfigDict, devices: Sequence[jax.Device]) -> None:
+    """Checks that the devices can run the model, before data are opened or anything is compiled.
+
+    Raises:
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot do the stated `attention`.
+    """
+    shape = MeshShape.from_config(config, len(devices), num_slices(devices))
+    check_model_fits(config, shape)
+    implementation_on(config, devices[0].platform, shape.sizes["context"])
+
+
+class Programs:
+    """The lowered programs of a run on given devices.
+
+    Args:
+      config: the run's config.
+      devices: what they run on, here or not.
+      expansion: e > 1: the batch is staged by one host in e (`Placement`).
+
+    Raises:
+      ConfigError: the mesh does not fit the devices or the model.
+    """
+
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], expansion: int = 1) -> None:
+        self.config = config
+        self.mesh: Mesh = make_mesh(config, devices)
+        self.placement = Placement(batch_sharding(self.mesh), config.max_target_length, expansion)
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state."""
+        return abstract_state(self.config, self.mesh)
+
+    def step(self, shape: BatchShape) -> jax.stages.Lowered:
+        """The update on batches of that shape (`make_train_step`).
+
+        Raises:
+          ConfigError: the micro-batch has more rows than the step can sum the fingerprint of.
+        """
+        self._check_rows(shape)
+        arrange = self.placement.arrange(shape.micro_batch)
+        train_step = make_train_step(self.config, self.mesh, self.abstract, arrange)
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
+        return train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
+
+    def _check_rows(self, shape: BatchShape) -> None:
+        most = MAX_ROWS * self.mesh.shape["data"]
+        if shape.micro_batch <= most:
+            return
+        devices = self.mesh.size
+        mesh = MeshShape.from_config(self.config, devices, num_slices(list(self.mesh.devices.flat)))
+        unit = math.lcm(MicrobatchUnit.from_config(self.config, devices, mesh).rows, devices)
+        raise ConfigError(
+            f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} rows "
+            f"({devices} devices), and it must have at most {most:,}; "
+            f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
+        )
+
+    def init(self) -> jax.stages.Lowered:
+        """The first state, from the config's seed: each device makes its own shard."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
+        return jax.jit(partial(init_state, self.config, self.abstract), out_shardings=shardings).lower()
+
+    def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
+        """What a run executes besides its updates, by name: the first state, an eval pass, the sum of a checkpoint."""
+        yield INIT, self.init()
+        if self.config.eval_interval > 0:
+            evaluator = Evaluator(self.config, self.mesh, self.placement, None, 1, eval_batch_size)
+            yield evaluator.name, evaluator.lower(self.abstract.params)
+        if self.config.enable_checkpointing:
+            yield CHECKSUM, jax.jit(state_checksum).lower(self.abstract)

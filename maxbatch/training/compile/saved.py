@@ -1,0 +1,211 @@
+"""Compiled programs on disk: what `maxbatch compile` writes and `train` with `compiled_dir` loads instead of compiling.
+
+A folder holds `manifest.json` and one file per program. Loading executes what the file says, as every compiled program
+does: load only folders that you wrote, or trust.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import maxbatch
+from maxbatch.config.loading import keys
+from maxbatch.data.feed.placement import BatchShape
+from maxbatch.system.errors import ConfigError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+# Keys that no compiled program depends on; all others do, new ones as well until they are named here.
+NOT_IN_PROGRAMS = frozenset({
+    "run_dir", "model_name", "load_parameters_path", "compiled_dir",
+    "steps", "train_samples", "train_tokens", "num_epochs",
+    "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
+    "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
+    "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_format",
+    "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos", "tokenizer_type",
+    "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
+    "grain_prefetch_buffer_size", "data_cache_dir",
+    "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
+    "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir",
+})  # fmt: skip
+
+
+def program_keys(config: ConfigDict) -> dict[str, str]:
+    """The keys that shape the programs of a run, as texts."""
+    return {name: key.write(config[name]) for name, key in keys().items() if name not in NOT_IN_PROGRAMS}
+
+
+def versions(platform: str) -> dict[str, str]:
+    """What else shapes them: the versions of the compilers, and of the code that is compiled."""
+    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    if platform == "tpu":
+        found["libtpu"] = importlib.metadata.version("libtpu")
+    if platform == "cpu":
+        found["cpu"] = _cpu_features()
+    return {**found, "maxbatch": maxbatch.__version__, "source": _source_hash()}
+
+
+@functools.cache
+def _source_hash() -> str:
+    """A hash of the modules that end up in compiled programs."""
+    package = Path(maxbatch.__file__).parent
+    rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
+    modules = [path for room in rooms for path in (package / room).rglob("*.py")]
+    return _hash(*(path.read_bytes() for path in sorted(modules)))
+
+
+@functools.cache
+def _cpu_features() -> str:
+    """A hash of what this CPU can do: a program for another one may use instructions that are not here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return _hash(*sorted({line.encode() for line in lines if line.startswith(("flags", "Features"))}))
+
+
+def _hash(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:16]
+
+
+def save_programs(
+    folder: Path,
+    config: ConfigDict,
+    devices: Mapping[str, object],
+    shapes: Sequence[BatchShape],
+    programs: Mapping[str, jax.stages.Compiled],
+) -> int:
+    """Writes the programs of a run, the manifest last, so that a folder is whole or has none.
+
+    Args:
+      devices: facts of the devices that they are for (`device_facts`).
+      shapes: the batch shapes that its steps are compiled for, in the order of `plan_shapes`.
+      programs: the executables by name.
+
+    Returns:
+      The bytes written.
+
+    Raises:
+      ConfigError: the folder cannot be written.
+    """
+    files = {name: _serialised(compiled) for name, compiled in programs.items()}
+    manifest = {
+        "format": FORMAT,
+        "versions": versions(str(devices["platform"])),
+        "devices": devices,
+        "config": program_keys(config),
+        "shapes": shapes,
+        "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        for name, content in files.items():
+            (folder / f"{name}.bin").write_bytes(content)
+        temporary = folder / f".{MANIFEST}.tmp"
+        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
+        temporary.rename(folder / MANIFEST)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
+    return sum(map(len, files.values()))
+
+
+def _serialised(compiled: jax.stages.Compiled) -> bytes:
+    executable, in_tree, out_tree = serialize_executable.serialize(compiled)
+    return pickle.dumps((executable, in_tree, out_tree))
+
+
+def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
+    """What an executable depends on of its devices; JSON."""
+    return {
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "devices": len(devices),
+        "slices": len({getattr(device, "slice_index", 0) for device in devices}),
+        "hosts": len({device.process_index for device in devices}),
+    }
+
+
+class SavedPrograms:
+    """The compiled programs in a folder, for this run on these devices.
+
+    Attributes:
+      shapes: the batch shapes that its steps are for, in the order of `plan_shapes`.
+
+    Raises:
+      ConfigError: there are none, or they are of another version, machine or config; the message says which.
+    """
+
+    def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:
+        self._folder, self._devices = Path(folder).expanduser(), tuple(mesh.devices.flat)
+        try:
+            manifest = json.loads((self._folder / MANIFEST).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"compiled_dir={folder}: holds no compiled programs ({MANIFEST}: {type(error).__name__}); "
+                f'works: compiled_dir="", or maxbatch compile --output {folder}'
+            ) from error
+        platform = self._devices[0].platform
+        here: dict[str, dict[str, Any]] = {
+            "format": {"format": FORMAT},
+            "versions": versions(platform),
+            "devices": device_facts(self._devices),
+            "config": program_keys(config),
+        }
+        there = {**manifest, "format": {"format": manifest.get("format")}}
+        differing = [
+            f"{key}: {theirs.get(key)} there, {mine.get(key)} here"
+            for part, mine in here.items()
+            for theirs in [there.get(part, {})]
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key) != theirs.get(key)
+        ]
+        if differing:
+            more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""
+            raise ConfigError(
+                f"compiled_dir={folder}: was compiled for another run ({'; '.join(differing[:6])}{more}); "
+                f'compile again, or works: compiled_dir=""'
+            )
+        self.shapes = [BatchShape(*shape) for shape in manifest["shapes"]]
+        self._sums: dict[str, str] = manifest["programs"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sums
+
+    def load(self, name: str) -> Any:
+        """The executable of that name, on the devices; nothing is compiled.
+
+        Raises:
+          ConfigError: its file is missing, or not the one that was written.
+        """
+        path = self._folder / f"{name}.bin"
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); compile again") from error
+        if hashlib.sha256(content).hexdigest() != self._sums[name]:
+            raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
+        executable, in_tree, out_tree = pickle.loads(content)
+        return serialize_executable.deserialize_and_load(
+            executable,
+            in_tree,
+            out_tree,
+            backend=self._devices[0].client,
+            execution_devices=self._devices,
+        )

@@ -1,0 +1,111 @@
+"""Gradients of the layers, added to their sums where they are made: no micro-batch has gradients of its own.
+
+The backward pass of a loop over layers makes an array for the gradients of all of them, which accumulation then adds to
+the sums: two arrays of the size of the parameters, in float32, and three passes over them. Here the backward pass
+carries the sums themselves from layer to layer and adds each layer's gradient to its place.
+
+It is written as the gradient of something: the sums go through the layers beside the stream, unchanged; their
+"gradient" on the way back starts as the sums themselves and receives what each layer adds. So `jax.grad` with respect
+to the sums returns the sums with the gradients of the parameters in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.model.decoder import REMAT_POLICIES
+from maxbatch.parallel.activations import Constrain
+
+PyTree = Any
+
+
+@dataclasses.dataclass
+class SummingLayers:
+    """Runs the layers of a decoder (`maxbatch.model.decoder.Pipeline`), in a loop, once per gradient: a second time
+    would count the sums twice, and is refused.
+
+    Attributes:
+      sums: float32 arrays, like the stacked parameters of the layers. The gradient with respect to them is these sums
+        plus the gradients with respect to the parameters; the parameters themselves receive none.
+      remat_policy: what the forward pass of a layer leaves behind for its backward pass.
+      constrain: places activations inside of a layer.
+    """
+
+    sums: PyTree
+    remat_policy: str
+    constrain: Constrain
+    _has_run: bool = dataclasses.field(default=False, init=False)
+
+    def __call__(
+        self,
+        layers: Callable[[jax.Array, jax.Array, Any], jax.Array],
+        stacked: PyTree,
+        x_MxLxD: jax.Array,
+        segments_MxL: jax.Array,
+        /,
+    ) -> jax.Array:
+        """Return x after all layers; `layers(x, segments, parameters)` runs as many as are stacked.
+
+        Raises:
+          RuntimeError: they ran before.
+        """
+        if self._has_run:
+            raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
+        self._has_run = True
+
+        def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, parameters: PyTree) -> jax.Array:
+            return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], parameters))
+
+        # What goes into it must be the layer's slice itself: of anything made from it, a copy would be kept.
+        if self.remat_policy != "none":
+            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
+
+        def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
+            (x_MxLxD, sums), (index, parameters) = carried, numbered
+            parameters, sums = _tie(parameters, sums, index)
+            return (layer(x_MxLxD, segments_MxL, parameters), sums), None
+
+        numbers_N = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
+        parameters = jax.lax.stop_gradient(stacked)
+        (x_MxLxD, sums), _ = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, parameters))
+        return _turn_round(x_MxLxD, sums)
+
+
+@jax.custom_vjp
+def _tie(parameters: PyTree, sums: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+    """Return one layer's parameters and the sums as they are; on the way back that layer's gradient joins the sums."""
+    del index
+    return parameters, sums
+
+
+def _tie_forward(parameters: PyTree, sums: PyTree, index: jax.Array) -> Any:
+    return (parameters, sums), index
+
+
+def _tie_backward(index: jax.Array, gradients: tuple[PyTree, PyTree]) -> Any:
+    def add(summed: jax.Array, gradient: jax.Array) -> jax.Array:
+        before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(
+            summed, before + gradient.astype(summed.dtype), index, axis=0
+        )
+
+    of_layer, sums = gradients
+    return None, jax.tree.map(add, sums, of_layer), None
+
+
+_tie.defvjp(_tie_forward, _tie_backward)
+
+
+@jax.custom_vjp
+def _turn_round(x_MxLxD: jax.Array, sums: PyTree) -> jax.Array:
+    """Return x; on the way back the gradient of the sums begins as the sums."""
+    del sums
+    return x_MxLxD
+
+
+_turn_round.defvjp(lambda x_MxLxD, sums: (x_MxLxD, sums), lambda sums, x_MxLxD: (x_MxLxD, sums))

@@ -1,0 +1,228 @@
+"""`maxbatch fit`: few questions, the right answer, memory by kind, and the ways to a wanted batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxbatch import BatchPlan, ConfigError, load_config
+from maxbatch.cli import main
+from maxbatch.commands.fit.choices import Sizes
+from maxbatch.commands.fit.costs import cost
+from maxbatch.commands.fit.search import Line, largest_fitting
+from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.system.chips import TPUS
+from maxbatch.training.compile.memory import wanted_bytes
+from maxbatch.training.compile.target import Target, checked_topology, here
+from tests.helpers.tiny import TINY_RUN
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    fits: bool
+    needed_bytes: int | None
+
+
+class Compiler:
+    """Says what fits by a formula, and counts how often it is asked."""
+
+    def __init__(self, fixed: int, per_row: int, limit: int, bend: int = 0, mute: bool = False) -> None:
+        self.fixed, self.per_row, self.limit, self.bend, self.mute = fixed, per_row, limit, bend, mute
+        self.asked: list[int] = []
+
+    def says(self, rows: int) -> Said:
+        needed = self.fixed + self.per_row * rows + self.bend * rows * rows
+        return Said(needed <= self.limit, None if self.mute else needed)
+
+    def __call__(self, numbers: Sequence[int]) -> list[Said]:
+        self.asked += numbers
+        return [self.says(rows) for rows in numbers]
+
+    @property
+    def fitted(self) -> list[int]:
+        return [rows for rows in self.asked if self.says(rows).fits]
+
+
+@pytest.mark.parametrize("from_above", [False, True], ids=["line", "above"])
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("limit", [1_000, 1_006, 1_007, 5_000, 100_000])
+@pytest.mark.parametrize("count", [None, 9, 2**16])
+def test_the_answer_fits_and_the_next_size_does_not(
+    from_above: bool, at_once: int, limit: int, count: int | None
+) -> None:
+    estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
+    for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
+        compiler = Compiler(1_000, 7, limit, bend, mute)
+        size = largest_fitting(lambda i: 4 * i, count, limit, estimate, compiler, at_once, from_above)
+        assert len(compiler.asked) == len(set(compiler.asked)) <= 90
+        assert size == 0 or (4 * size in compiler.asked and compiler.says(4 * size).fits)
+        if size != count:
+            assert 4 * (size + 1) in compiler.asked, "that it does not fit is the compiler's word"
+            assert not compiler.says(4 * (size + 1)).fits
+
+
+@pytest.mark.parametrize("estimate", [Line(900, 9), Line(1_000, 4), Line(300, 20)], ids=str)
+@pytest.mark.parametrize("count", [None, 2**16])
+def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int | None) -> None:
+    compiler = Compiler(1_000, 7, 2_000)
+    assert largest_fitting(lambda i: i, count, 2_000, estimate, compiler) == 142
+    assert len(compiler.asked) <= 4
+
+
+@pytest.mark.parametrize("fixed", [0, 100, 1_000, 1_600])
+@pytest.mark.parametrize("per_row", [1, 7, 90])
+@pytest.mark.parametrize("estimate", [Line(900, 9), Line(300, 200), Line(0, 1)], ids=str)
+def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: int, estimate: Line) -> None:
+    compiler = Compiler(fixed, per_row, 2_000)
+    largest_fitting(lambda i: i, 2**16, 2_000, estimate, compiler, refusals_are_cheap=True)
+    begins_too_low = 4 * int(estimate.rows_within(2_000)) * per_row + fixed <= 2_000
+    assert len(compiler.fitted) <= (8 if begins_too_low else 1)
+
+
+def test_sizes_that_end_need_no_failure() -> None:
+    for from_above in (False, True):
+        compiler = Compiler(0, 1, 10**9)
+        size = largest_fitting(lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), compiler, 2, from_above)
+        assert size == 6
+        assert compiler.asked == [32]
+
+
+def sizes_of(*overrides: str, devices: int = 8) -> Sizes:
+    config = load_config(overrides=overrides)
+    return Sizes.of(config, BatchPlan.from_config(config, devices))
+
+
+def test_the_unit_is_one_sample_per_device_or_what_the_shards_allow() -> None:
+    plain, tensor = sizes_of(), sizes_of("ici_tensor_parallelism=4")
+    assert [plain.per_device(plain.rows_at(i)) for i in (1, 2, 3)] == [1, 2, 3]
+    assert [tensor.per_device(tensor.rows_at(i)) for i in (1, 2, 4)] == [0.25, 0.5, 1]
+
+
+def test_every_size_is_a_batch_that_plans() -> None:
+    ramp = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=3",
+        "per_device_batch_size=8",
+    )
+    for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",)):
+        sizes = sizes_of(*keys)
+        for size in range(1, min(sizes.count, 12) + 1):
+            p = sizes.per_device(sizes.rows_at(size))
+            plan = BatchPlan.from_config(load_config(overrides=[*keys, f"per_device_batch_size={p}"]), 8)
+            assert plan.micro_batch_size_to_train_on == sizes.rows_at(size)
+            assert sizes.shape(sizes.rows_at(size)).max_micro_batches == plan.gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("... Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.", (17.5, 15.75)),
+        ("the total memory required for HLO temporaries (500.00G) exceeds available HBM (95.74G).", (500, 95.74)),
+    ],
+)  # fmt: skip
+def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, float]) -> None:
+    assert wanted_bytes(message) == tuple(round(gib * 2**30) for gib in wanted)
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["v5p:2x2x3x9", "v9:2x2", "v5e:3x4", "v5p:1x1x1", "v6e", "", "v5e:4x4x4", "tpu7x:0x0x0", "v5p:9999x9999x9999"],
+)  # fmt: skip
+def test_an_unknown_topology_names_one_that_works(topology: str) -> None:
+    with pytest.raises(ConfigError, match="works: --topology ") as refused:
+        checked_topology(topology)
+    named = str(refused.value).rpartition("--topology ")[2]
+    assert checked_topology(named) == named
+
+
+def test_recomputation_and_more_passes_cost_what_they_cost() -> None:
+    config = load_config(overrides=["model_name=llama2-7b", "remat_policy=none"])
+    full = load_config(overrides=["model_name=llama2-7b", "remat_policy=full"])
+    mesh = MeshShape.from_config(config, 16)
+    of = {
+        (name, rows): cost(one, mesh, TPUS["v5p"], rows, 256 // rows, 6_738_415_616, 0)
+        for name, one in (("none", config), ("full", full))
+        for rows in (32, 256)
+    }
+    assert of["full", 256].compute_s == pytest.approx(of["none", 256].compute_s * 4 / 3)
+    assert of["none", 32].compute_s == pytest.approx(of["none", 256].compute_s)
+    assert of["none", 32].collectives_s > 4 * of["none", 256].collectives_s
+    assert of["none", 32].memory_s > of["none", 256].memory_s
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every CPU device has 3 MB."""
+    small = 3_000_000
+
+    def target(topology: str | None, num_slices: int = 1) -> Target:
+        return dataclasses.replace(here(), memory_bytes=small)
+
+    monkeypatch.setattr("maxbatch.commands.compile.find_target", target)
+    return small
+
+
+def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert main(["fit", *TINY_RUN, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_its_answer_fits_by_kind_and_is_kept(
+    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    cache = f"data_cache_dir={tmp_path / 'cache'}"
+    answer = fit(capsys, cache, "--write", "fitted.yml")
+    assert answer["hbm_bytes_available"] == small_memory
+    assert answer["hbm_bytes_needed"] <= small_memory < answer["next_size"]["hbm_bytes_needed"]
+    assert answer["next_size"]["fits"] is False
+    assert sum(answer["memory"].values()) == answer["hbm_bytes_needed"]
+    state = 4 * 26_592 // len(jax.devices())
+    assert answer["memory"]["parameters_bytes"] >= state
+    assert answer["memory"]["optimizer_bytes"] >= 2 * answer["memory"]["parameters_bytes"]
+    assert not any(asked["cached"] for asked in answer["asked"])
+
+    written = load_config("fitted.yml")
+    assert written.per_device_batch_size == answer["per_device_batch_size"]
+    again = fit(capsys, cache)
+    assert all(asked["cached"] for asked in again["asked"])
+    assert again["per_device_batch_size"] == answer["per_device_batch_size"]
+
+
+def test_a_wanted_batch_is_reached_by_every_policy(
+    small_memory: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yml").write_text("steps: 7  # few\nper_device_batch_size: 2   # to be fitted\n")
+    answer = fit(capsys, "global_batch_size=64", "--write", "run.yml")
+    assert {way["remat_policy"] for way in answer["alternatives"]} == {"none", "minimal", "full"}
+    assert {way["global_batch_size_to_train_on"] for way in answer["alternatives"]} == {64}
+    written = load_config("run.yml")
+    assert written.per_device_batch_size == answer["per_device_batch_size"]
+    assert (written.steps, written.remat_policy) == (7, answer["remat_policy"])
+
+
+def test_where_nothing_fits_it_says_what_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "maxbatch.commands.compile.find_target", lambda *_: dataclasses.replace(here(), memory_bytes=1000)
+    )
+    assert main(["fit", *TINY_RUN]) == 1
+    error = capsys.readouterr().err
+    assert "not even per_device_batch_size=1 fits" in error and "remat_policy=full" in error
+
+
+def test_it_says_that_a_cpu_has_the_host_s_memory() -> None:
+    target = here()
+    assert target.memory_bytes and "host" in target.memory_source
+    assert target.is_here and target.facts["devices"] == len(jax.devices())
+
+
+def test_slices_are_those_of_a_topology() -> None:
+    assert main(["fit", *TINY_RUN, "--slices", "2"]) == 2

@@ -1,0 +1,246 @@
+"""`maxbatch report`: one page that needs no network and says what `metrics.jsonl` says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxbatch import ConfigError
+from maxbatch.cli import main
+from maxbatch.commands.report.command import make_page
+from maxbatch.commands.report.plans import devices_of
+from maxbatch.commands.report.runs import MOST_POINTS, ReportedRun, smoothed
+from maxbatch.pages.page import Page
+from maxbatch.pages.plots import (
+    COLUMNS,
+    PANELS,
+    colour,
+    heat_map,
+    loss_against_batch,
+    metric_against_key,
+)
+from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
+
+pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
+go = pytest.importorskip("plotly.graph_objects")
+
+
+def page_data(path: Path) -> dict[str, Any]:
+    found = re.search(
+        r'<script id="page-data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL
+    )
+    assert found
+    return json.loads(found[1])
+
+
+def test_the_page_needs_nothing_from_a_network(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 3)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)\s*=\s*[\"']?(https?:|//)", text)
+    assert "plotly.js v" in text
+
+
+def test_the_page_lies_where_it_is_asked_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name, 2)
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "report.html\n" and Path("report.html").is_file()
+    assert main(["report", str(tmp_path / "a"), "--output", "else.html"]) == 0
+    assert Path("else.html").is_file() and not (tmp_path / "a" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["runs"], "runs: holds no metrics.jsonl and no config.yml of a run; works: runs/a"),
+        (["runs/a/metrics.jsonl"], "runs/a/metrics.jsonl: is no folder"),
+        (["runs/a", "--output", "no/where.html"], "no/where.html: cannot be written"),
+        (["broken"], "broken/metrics.jsonl:1: must be a JSON object with a whole `step`"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    write_run(Path("runs/a"), 2)
+    write_run(Path("broken"), 2)
+    Path("broken/metrics.jsonl").write_text('{"stp": 1}\n{"step": 2}\n')
+    assert main(["report", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"maxbatch: error: {said}") and captured.err.count("\n") == 1
+
+
+def test_a_report_without_plotly_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(Path("a"), 2)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", "a"]) == 2
+    assert "pip install 'maxbatch[report]'" in capsys.readouterr().err and not Path("a/report.html").exists()
+
+
+def test_a_report_is_written_without_jax() -> None:
+    write_run(Path("a"), 2)
+    code = "import sys, maxbatch.cli; maxbatch.cli.main(['report', 'a']); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0 and Path("a/report.html").is_file()
+
+
+def test_a_torn_last_line_is_left_out() -> None:
+    write_run(Path("a"), 4)
+    with open("a/metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "samples_se')
+    assert [record["step"] for record in ReportedRun.read(Path("a"), "a").records] == [1, 2, 3, 4]
+
+
+def test_long_runs_are_thinned_by_a_rule_that_the_page_states() -> None:
+    steps = 2 * MOST_POINTS + 7
+    write_run(
+        Path("a"), steps,
+        stage=lambda step: int(step > 30_001), eval_loss=lambda step: 2.5 if step == 777 else ...,
+    )  # fmt: skip
+    run = ReportedRun.read(Path("a"), "a")
+    drawn = [run.records[i]["step"] for i in run.drawn]
+    assert {1, 777, 30_002, steps} <= set(drawn) and len(drawn) < MOST_POINTS
+    make_page([Path("a")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert f"of {steps:,} updates {len(drawn):,} are drawn: 1 in 3," in text
+    assert page_data(Path("page.html"))["runs"][0]["axes"]["steps"] == drawn
+
+
+def test_smoothing_is_the_mean_of_the_last_updates() -> None:
+    assert smoothed([4.0, 2.0, None, 6.0, 1.0], 3) == [4.0, 3.0, 3.0, 4.0, 3.5]
+    assert smoothed([None, 1.0], 1) == [None, 1.0]
+
+
+def test_time_is_cumulative_and_in_hours_for_long_runs() -> None:
+    write_run(Path("a"), 4)
+    write_run(Path("b"), 4, step_time_s=lambda step: 3600.0)
+    assert ReportedRun.read(Path("a"), "a").columns(1).axes["time"] == [0.25, 0.5, 0.75, 1.0]
+    make_page([Path("a"), Path("b")]).write(Path("page.html"))
+    data = page_data(Path("page.html"))
+    assert data["runs"][1]["axes"]["time"] == [1, 2, 3, 4]
+    assert "hours" in data["figures"][0]["units"]["time"]
+
+
+def test_a_run_has_one_colour_everywhere_and_no_two_share_one() -> None:
+    assert len({colour(i) for i in range(40)}) == 40
+    for name in ("a", "b"):
+        write_run(Path(name), 3)
+    make_page([Path("a"), Path("b")]).write(Path("page.html"))
+    data, text = page_data(Path("page.html")), Path("page.html").read_text()
+    assert [run["colour"] for run in data["runs"]] == [colour(0), colour(1)]
+    assert all(
+        text.count(f"background:{colour(i)}") == 2 for i in (0, 1)
+    )  # in the table, and beside the buttons
+
+
+def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> None:
+    write_run(Path("a"), 3, "per_device_batch_size=4", "gradient_accumulation_steps=2")
+    run = ReportedRun.read(Path("a"), "a")
+    assert devices_of(run) == 2
+    make_page([Path("a")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert "16 samples per update = 4 per device x 2 devices x 2 accumulation steps" in text
+    assert "Planned for 1 device" not in text
+
+
+def test_where_the_devices_are_unknown_the_page_says_that_it_planned_for_one() -> None:
+    write_run(Path("a"), 3, "global_batch_size=16")
+    make_page([Path("a")]).write(Path("page.html"))
+    assert "Planned for 1 device" in Path("page.html").read_text()
+
+
+def test_the_ramp_table_shows_every_stage() -> None:
+    write_run(Path("a"), 3, "enable_rampup_batch_size=true", global_batch_size=lambda step: 4)
+    make_page([Path("a")]).write(Path("page.html"))
+    cells = re.findall(r"<tr>(.*?)</tr>", Path("page.html").read_text().split("from sample")[1])
+    rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in cells[:4]]
+    assert [row[8] for row in rows] == ["4", "8", "12", "16"]
+
+
+def test_configs_are_compared_by_what_differs() -> None:
+    write_run(Path("a"), 2, "learning_rate=1e-3")
+    write_run(Path("b"), 2, "learning_rate=2e-3")
+    make_page([Path("a"), Path("b")]).write(Path("page.html"))
+    table = Path("page.html").read_text().split("where the runs differ")[1].split("</table>")[0]
+    assert (
+        re.sub("<.*?>", " ", table).split()[-3:] == ["learning_rate", "0.001", "0.002"]
+        and "run_dir" not in table
+    )
+
+
+def test_names_from_outside_cannot_become_markup() -> None:
+    evil = Path("</script><b>x")
+    write_run(evil, 2)
+    make_page([evil]).write(Path("page.html"))
+    assert "<b>x" not in Path("page.html").read_text()
+
+
+def test_every_panels_columns_reach_the_page() -> None:
+    written = ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm")
+    others = set(COLUMNS) - {*written, "smoothed loss"}
+    write_run(Path("a"), 5, **dict.fromkeys(others, lambda step: 1.0))
+    make_page([Path("a")]).write(Path("page.html"))
+    figures = page_data(Path("page.html"))["figures"]
+    assert len(figures) == len(PANELS)
+    assert {line["column"] for figure in figures for line in figure["lines"]} == set(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        loss_against_batch(CURVES),
+        metric_against_key("learning_rate", "loss", TRIALS, True),
+        metric_against_key("opt_type", "loss", [({"opt_type": "lion"}, 1.0, "trial 0")], False),
+        heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS),
+    ],
+)  # fmt: skip
+def test_figures_are_what_the_plotting_library_takes(figure: Any) -> None:
+    assert go.Figure({"data": figure.data, "layout": figure.layout}).data
+
+
+def test_an_axis_of_one_value_shows_the_value() -> None:
+    figure = metric_against_key("learning_rate", "loss", [({"learning_rate": "1e-3"}, 1.0, "trial 0")], True)
+    assert figure.layout["xaxis"]["type"] == "category" and figure.data[0]["x"] == ["1e-3"]
+
+
+def test_a_sweep_with_two_keys_joins_the_trials_that_share_the_other() -> None:
+    figure = metric_against_key("learning_rate", "loss", TRIALS, True)
+    assert [line["name"] for line in figure.data] == ["global_batch_size=8", "global_batch_size=16"]
+    assert figure.data[0]["x"] == [0.001, 0.01] and figure.layout["xaxis"]["type"] == "log"
+    heat = heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS).data[0]
+    assert heat["z"] == [[8.001, 16.001], [8.01, 16.01]]
+
+
+def test_a_line_of_the_critical_batch_marks_the_tolerance_and_the_largest_batch_within_it() -> None:
+    lines = loss_against_batch(CURVES).data
+    assert [line["y"] for line in lines if line["mode"] == "lines"] == [[3.05, 3.05], [2.55, 2.55]]
+    assert [(line["x"], line["y"]) for line in lines if line["mode"] == "markers"] == [([16], [3.01])]
+
+
+def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> None:
+    make_sweep()
+    make_page([Path("sw")]).write(Path("page.html"))
+    data, text = page_data(Path("page.html")), Path("page.html").read_text()
+    assert data["figures"][0]["layout"]["xaxis"]["type"] == "log"
+    assert len(data["figures"][0]["data"][0]["x"]) == 2 and len(data["runs"]) == 3
+    assert "2 done, 1 failed" in text and "no &lt;luck&gt;" in text
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("page.html").write_text("old")
+
+    def fail(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(ConfigError, match=r"page\.html: cannot be written \(No space left on device\)"):
+        Page("new").write(Path("page.html"))
+    assert Path("page.html").read_text() == "old" and list(Path().iterdir()) == [Path("page.html")]

@@ -1,0 +1,144 @@
+"""Reports in headless Chromium: no console error, exact values, each step once, light and dark."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.commands.report.command import make_page
+from maxbatch.pages.page import AXES, Page
+from maxbatch.pages.plots import (
+    heat_map,
+    loss_against_batch,
+)
+from tests.helpers.chromium import ask
+from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
+from tests.helpers.tiny import TINY_RUN, read_metrics
+
+pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
+
+
+LINES_OF_PLOTS = """
+const plots = [...document.querySelectorAll(".plot")];
+const lines = plots.flatMap((plot) => plot.data.map((line) => ({ ...line.meta, x: line.x, y: line.y })));
+"""
+HOVER = """
+const shown = [];
+for (const plot of document.querySelectorAll(".plot")) {
+  for (let curve = 0; curve < plot.data.length; curve++) {
+    const point = plot.data[curve].y.length - 1;
+    Plotly.Fx.hover(plot, [{ curveNumber: curve, pointNumber: point }]);
+    await new Promise((next) => setTimeout(next, 300));
+    shown.push({ ...plot.data[curve].meta, text: [...plot.querySelectorAll(".hovertext text")].map((t) =>
+      [...t.querySelectorAll("tspan.line")].map((l) => l.textContent).join("\\n") || t.textContent).join("\\n") });
+  }
+}
+"""
+
+
+def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> None:
+    records = write_run(
+        Path("a"), 30, eval_loss=lambda step: 1 / step if step % 10 == 0 else ...,
+        gradient_noise_scale=lambda step: 50.0 + step, critical_batch_estimate=lambda step: 60.0,
+        loss=lambda step: None if step == 7 else 1 / step,
+    )  # fmt: skip
+    make_sweep()
+    page = make_page([Path("a"), Path("sw")])
+    page.figures(
+        [loss_against_batch(CURVES), heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS)]
+    )
+    page.write(Path("page.html"))
+    for dark in (False, True):
+        script = LINES_OF_PLOTS + "return [lines, getComputedStyle(document.body).backgroundColor]"
+        (answer, back), console = ask(Path("page.html").resolve(), script, dark)
+        assert console == []
+        assert back == ("rgb(18, 21, 28)" if dark else "rgb(255, 255, 255)")
+    drawn = {(line["run"], line["column"]): line for line in answer if "run" in line}
+    assert drawn["a", "loss"]["x"] == [record["step"] for record in records] == list(range(1, 31))
+    assert drawn["a", "loss"]["y"] == [record["loss"] for record in records]
+    assert (drawn["a", "eval_loss"]["x"], drawn["a", "eval_loss"]["y"]) == ([10, 20, 30], [0.1, 0.05, 1 / 30])
+
+
+def test_hovering_shows_the_exact_values_of_metrics() -> None:
+    records = write_run(Path("a"), 12, eval_loss=lambda step: 1 / 3 if step == 12 else ...)
+    make_page([Path("a")]).write(Path("page.html"))
+    shown, console = ask(Path("page.html").resolve(), HOVER + "return shown")
+    assert console == []
+    texts = {one["column"]: one["text"] for one in shown}
+    last = records[-1]
+    for column in ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "step_time_s"):
+        name, value = re.search(rf"({column}) (\S+)", texts[column]).groups()  # type: ignore[union-attr]
+        assert float(value) == last[name]
+        assert "step 12 · 192 samples · 6,144 tokens · 3 s" in texts[column]
+
+
+def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() -> None:
+    records = write_run(Path("a"), 12)
+    make_page([Path("a")]).write(Path("page.html"))
+    script = """
+    const seen = {};
+    for (const button of document.querySelectorAll("[data-axis]")) {
+      button.click();
+      await new Promise((next) => setTimeout(next, 200));
+      seen[button.dataset.axis] = document.getElementById("plot0").data[0].x;
+    }
+    await Plotly.relayout("plot0", { "xaxis.range[0]": 1, "xaxis.range[1]": 2 });
+    await new Promise((next) => setTimeout(next, 500));
+    const zoomed = [...document.querySelectorAll(".plot")].map((plot) => plot.layout.xaxis.range);
+    const buttons = [...document.querySelectorAll(".modebar-btn")].map((button) => button.dataset.title);
+    return { seen, zoomed, buttons };
+    """
+    answer, console = ask(Path("page.html").resolve(), script)
+    assert console == [] and list(answer["seen"]) == list(AXES)
+    assert answer["seen"]["tokens"] == [record["tokens_seen"] for record in records]
+    assert answer["seen"]["samples"] == [record["samples_seen"] for record in records]
+    assert answer["seen"]["time"] == [0.25 * step for step in range(1, 13)]
+    assert all(zoom == [1, 2] for zoom in answer["zoomed"])
+    assert not any(
+        "cloud" in str(title).lower() or "upload" in str(title).lower() for title in answer["buttons"]
+    )
+
+
+def test_the_browser_test_would_see_an_error() -> None:
+    page = Page("broken")
+    page.write(Path("page.html"))
+    text = Path("page.html").read_text().replace("<h1>", "<script>console.error('broken')</script><h1>")
+    Path("page.html").write_text(text)
+    assert any("broken" in line for line in ask(Path("page.html").resolve(), "return 1")[1])
+
+
+@pytest.mark.slow
+def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
+    ramp = (
+        *TINY_RUN, "run_dir=run", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
+        "global_rampup_samples=600", "train_samples=2000", "checkpoint_period=4",
+    )  # fmt: skip
+    process = start("train", *ramp)
+    log = Path("run/metrics.jsonl")
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 50, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = maxbatch("train", *ramp)
+    assert done.returncode == 0 and "resumed at step" in done.stdout, done.stderr
+    assert main(["report", "run"]) == 0
+    records = read_metrics("run")
+    lines, console = ask(Path("run/report.html").resolve(), LINES_OF_PLOTS + "return lines")
+    assert console == []
+    drawn = {line["column"]: line for line in lines}
+    for column in (
+        "loss",
+        "global_batch_size",
+        "learning_rate",
+        "tokens_per_second",
+        "step_time_s",
+        "grad_norm",
+    ):
+        assert drawn[column]["x"] == list(range(1, len(records) + 1))
+        assert drawn[column]["y"] == [record[column] for record in records]
+    assert sorted(set(drawn["global_batch_size"]["y"][:-1])) == [6, 12, 18]

@@ -1,0 +1,148 @@
+"""`maxbatch sweep` as a process: a kill loses and repeats nothing, what fails is recorded, a signal saves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxbatch.commands.sweep.runner import Runner
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.commands.sweep.trials import PlannedTrials
+from maxbatch.runs.sweep_folder import SweepFolder, Trial
+from maxbatch.system.stopping import Stopping
+from tests.helpers.chromium import ask
+from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.sweeps import planned, wait_until_free, write_sweep
+from tests.helpers.tiny import read_metrics
+
+
+def starts_of(folder: Path) -> int:
+    return (folder / "log.txt").read_text().count("samples per update")
+
+
+def test_the_sweep_itself_leaves_the_accelerator_to_its_trials() -> None:
+    code = "import sys, maxbatch.commands.sweep.command as _; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice() -> None:
+    write_sweep(
+        {"learning_rate": ["1e-3", "3e-3", "1e-2"], "global_batch_size": ["2", "4", "6", "8"]},
+        {"steps": 40, "checkpoint_period": 10}, parallel=2,
+    )  # fmt: skip
+    folder = SweepFolder(Path("sw"))
+
+    def finished() -> dict[Path, bytes]:
+        return {
+            trial.folder: (trial.folder / "metrics.jsonl").read_bytes()
+            for trial in folder.trials()
+            if folder.is_finished(trial)
+        }
+
+    for at_least in (2, 6):
+        process = start("sweep", "sweep.yml")
+        wait_until(lambda count=at_least: len(finished()) >= count, process)  # type: ignore[misc]
+        process.kill()
+        process.communicate()
+        before = finished()
+        for trial in folder.trials():  # every training process goes with the sweep
+            wait_until_free(trial)
+    assert 6 <= len(before) < 12
+
+    result = maxbatch("sweep", "sweep.yml")
+    assert result.returncode == 0 and "failed" not in result.stdout, result.stdout + result.stderr
+    trials = folder.trials()
+    assert len(trials) == len({trial.title for trial in trials}) == 12
+    for trial in trials:
+        records = read_metrics(trial.folder)
+        assert [record["step"] for record in records] == list(range(1, 41))
+        assert records[-1]["global_batch_size"] == int(trial.overrides["global_batch_size"])
+        assert records[4]["learning_rate"] == pytest.approx(float(trial.overrides["learning_rate"]), rel=0.05)
+    assert all((path / "metrics.jsonl").read_bytes() == text for path, text in before.items())
+    assert sum(starts_of(trial.folder) for trial in trials) <= 12 + 2 * 2
+    table = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith(" done")]
+    values = [float(row[3]) for row in table]
+    assert len(table) == 12 and values == sorted(values)
+    best = folder.results("loss")[0]
+    assert best.value == pytest.approx(values[0], abs=1e-4)
+    assert (
+        f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} "
+        in result.stdout
+    )
+
+    shown, console = ask(Path("sw/sweep.html").resolve(), "return document.getElementById('plot0').data")
+    assert console == []
+    values = {result.value for result in folder.results("loss")}
+    assert {value for line in shown for value in line["y"]} == values and len(values) == 12
+
+    again = maxbatch("sweep", "sweep.yml")
+    assert again.returncode == 0 and "trial 0:" not in again.stdout and "best: trial" in again.stdout
+
+
+@pytest.mark.slow
+def test_training_goes_with_a_sweep_that_is_killed() -> None:
+    write_sweep({"learning_rate": ["1e-3"]}, {"steps": 1_000_000, "checkpoint_period": 1_000_000})
+    process = start("sweep", "sweep.yml")
+    log = Path("sw/trials/0000/metrics.jsonl")
+    wait_until(log.exists, process)
+    process.kill()
+    process.communicate()
+    wait_until_free(SweepFolder(Path("sw")).trials()[0])
+    size = log.stat().st_size
+    time.sleep(1)
+    assert log.stat().st_size == size
+
+
+@pytest.mark.slow
+def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75() -> None:
+    write_sweep(
+        {"learning_rate": ["1e-2", "1e30"], "synthetic_samples": ["500"], "dataset_type": ["synthetic", "text"]},
+        {"steps": 3000, "max_consecutive_skips": 2}, parallel=4,
+    )  # fmt: skip
+    process = start("sweep", "sweep.yml")
+    folder = SweepFolder(Path("sw"))
+    wait_until(
+        lambda: (
+            len(trials := folder.trials()) == 4
+            and all(folder.is_finished(trial) for trial in trials[1:])
+            and (trials[0].folder / "metrics.jsonl").exists()
+        ),
+        process,
+    )
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "SIGTERM" in output and "1 of 4 trials are left. The same command goes on." in output
+    results = {r.trial.number: r for r in folder.results("loss")}
+    assert results[0].status == "unfinished"
+    done = read_metrics(results[0].trial.folder)[-1]["step"]
+    assert (results[0].trial.folder / "checkpoints" / str(done)).is_dir()
+    assert results[2].status == "diverged" and "not finite" in results[2].reason
+    assert results[1].status == results[3].status == "failed"
+    assert "dataset_path" in results[1].reason
+    assert json.loads((results[1].trial.folder / "outcome.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
+    folder = planned({"learning_rate": ["1e-3"]}, {"steps": 5000})
+    folder.base.write_text(SweepFile.read("sweep.yml").base)
+
+    class Pruning(PlannedTrials):
+        def should_prune(self, trial: Trial) -> str | None:
+            return "enough" if (trial.folder / "metrics.jsonl").exists() else None
+
+    source = Pruning(SweepFile.read("sweep.yml"), folder)
+    lines: list[str] = []
+    assert Runner(folder, source, "loss", 1, lines.append).run(Stopping())
+    (result,) = folder.results("loss")
+    assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 5000
+    assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ")
+    assert source.is_exhausted()

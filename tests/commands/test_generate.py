@@ -1,0 +1,184 @@
+"""Generation: what is drawn, where it stops, and that it compiles once."""
+
+from __future__ import annotations
+
+import argparse
+import string
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxbatch import ConfigError, load_config
+from maxbatch.commands.generate import add_arguments, run
+from maxbatch.data.store.tokenizers import ByteTokenizer
+from maxbatch.model.decoder import Decoder
+from maxbatch.sampling.sampler import _respond
+from maxbatch.sampling.text import generate_text
+from tests.helpers.tiny import LENGTH, TINY_MODEL
+
+CONFIG = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false"])
+NO_BOS = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_bos=false"])
+TOKENIZER = ByteTokenizer()
+
+
+def trained_to_say(*bias: tuple[int, float]) -> nnx.State:
+    """Parameters with which the given ids have the given logits at every position, all others 0."""
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
+    attention, mlp = decoder.layers.attention, decoder.layers.mlp
+    # The stream is one everywhere: what the layers would add to it is nothing.
+    for weight, value in (
+        (decoder.embedding, 1.0),
+        (attention.out, 0.0),
+        (mlp.down, 0.0),
+        (decoder.output, 0.0),
+    ):
+        weight[...] = jnp.full_like(weight[...], value)
+    for token, logit in bias:
+        decoder.output[...] = decoder.output[...].at[0, token].set(logit)
+    return nnx.state(decoder, nnx.Param)
+
+
+RANDOM = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
+
+
+def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, **options: Any) -> str:
+    options = {"temperature": 1.0, "config": CONFIG} | options
+    return generate_text(params, TOKENIZER, prompt, max_new_tokens=n, **options)
+
+
+def test_one_seed_one_text_and_another_seed_another() -> None:
+    assert text(seed=1) == text(seed=1)
+    assert len({text(seed=seed) for seed in range(4)}) > 1
+    assert text(seed=1).startswith("def ")
+
+
+def test_temperature_zero_and_top_one_take_the_likeliest_token_whatever_the_seed() -> None:
+    greedy = {text(temperature=0.0, seed=seed) for seed in range(3)}
+    assert len(greedy) == 1
+    assert {text(top_k=1, seed=seed) for seed in range(3)} == greedy
+
+
+@pytest.mark.parametrize("prompt", ["abc", string.ascii_letters[: LENGTH - 2]])
+def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(prompt: str) -> None:
+    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
+    ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
+    tokens = jnp.asarray([ids])
+    x = decoder.hidden(tokens, jnp.ones_like(tokens))[0, -1]
+    logits = x @ decoder.output_projection()
+    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode(
+        [*ids, int(jnp.argmax(logits[:256]))]
+    )
+
+
+def test_top_k_draws_from_the_k_likeliest_alone() -> None:
+    params = trained_to_say((ord("a"), 3.0), (ord("b"), 2.5), (ord("c"), 2.0))
+    assert set(text(params, prompt="", n=40, top_k=2, temperature=5.0)) == {"a", "b"}
+    assert len(set(text(params, prompt="", n=40, temperature=5.0))) > 3
+
+
+def test_the_nucleus_is_the_fewest_likeliest_that_have_the_probability() -> None:
+    params = trained_to_say((ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))  # 0.67, 0.24, 0.09
+    for nucleus_p, drawn in ((0.6, "a"), (0.8, "ab"), (0.95, "abc")):
+        assert set(text(params, prompt="", n=60, nucleus_p=nucleus_p)) == set(drawn)
+
+
+def test_it_stops_at_the_end_of_the_document() -> None:
+    assert text(trained_to_say((TOKENIZER.eos_id, 50.0)), prompt="ab") == "ab"
+
+
+def test_ids_that_are_no_text_are_never_drawn() -> None:
+    beyond = [(i, 50.0) for i in range(TOKENIZER.vocab_size, CONFIG.vocab_size)]
+    special = [(TOKENIZER.bos_id, 50.0), (TOKENIZER.pad_id, 50.0)]
+    said = text(trained_to_say(*beyond, *special, (ord("x"), 40.0)), prompt="", n=5)
+    assert said == "xxxxx"
+
+
+class Latin1(ByteTokenizer):
+    """A character for every byte, and no other tokens."""
+
+    vocab_size, bos_id, eos_id, pad_id = 256, None, None, 0
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("latin-1"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return bytes(list(ids)).decode("latin-1")
+
+
+def test_a_full_window_goes_on_from_its_last_half() -> None:
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, temperature=0.0)
+    whole = said("def ", max_new_tokens=2 * LENGTH)
+    assert len(whole) == len("def ") + 2 * LENGTH
+    half = LENGTH // 2
+    for full in (LENGTH, LENGTH + half):
+        assert whole[full - half : full + half] == said(whole[full - half : full], max_new_tokens=half)
+
+
+def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, max_new_tokens=4)
+    half = string.ascii_letters[: LENGTH // 2]
+    for start in ("x" * (LENGTH // 2), "some other start of a document, "):
+        assert said(start + half) == start + said(half)
+
+
+def test_every_window_and_every_token_has_draws_of_its_own() -> None:
+    half = LENGTH // 2
+    said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, max_new_tokens=4 * LENGTH)[LENGTH:]
+    assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
+    assert len(set(said)) > 50  # and so has every token
+
+
+def test_an_empty_prompt_starts_a_document() -> None:
+    with_bos = text(prompt="", n=4, temperature=0.0)
+    assert text(prompt="", n=4, temperature=0.0, config=NO_BOS) == with_bos
+
+
+def test_one_compilation_serves_every_prompt_length_and_setting() -> None:
+    text(top_k=3)
+    before = _respond._cache_size()
+    text(prompt="another, longer", n=3, temperature=0.3, top_k=5, nucleus_p=0.9, seed=9)
+    text(prompt="a", n=2 * LENGTH, temperature=0.0, nucleus_p=0.5)
+    assert _respond._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--max-new-tokens", "0"),
+        ("--temperature", "-1"),
+        ("--temperature", "nan"),
+        ("--top-k", "-1"),
+        ("--top-p", "0"),
+        ("--top-p", "1.1"),
+        ("--top-p", "nan"),
+        ("--seed", "-1"),
+        ("--seed", "4294967296"),
+    ],
+)
+def test_a_flag_out_of_range_is_refused_before_anything_is_read(flag: str, value: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match=f"^{flag}=.*works: {flag}="):
+        run(parser.parse_args(["no/such/run", f"{flag}={value}"]))
+
+
+def test_a_missing_run_folder_is_the_users_mistake() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(ConfigError, match="no/such/run"):
+        run(parser.parse_args(["no/such/run"]))
+
+
+def test_parameters_may_be_sharded() -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.device_put(RANDOM, jax.NamedSharding(mesh, jax.P()))
+    sharded = jax.tree.map(
+        lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "fsdp"))), whole
+    )
+    assert text(sharded, temperature=0.0) == text(temperature=0.0)

@@ -1,0 +1,326 @@
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import pickle
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.commands import prepare
+from maxbatch.data.store import builder, formats, tokenise
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import jsonl
+from maxbatch.data.store.lookup import find_store, open_store
+from maxbatch.data.store.token_store import TokenStore, open_folder
+from maxbatch.data.store.tokenizers import ByteTokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.stream import open_stream
+from maxbatch.system.errors import TrainingError
+from tests.data.store.test_tokenizers import write_bpe
+from tests.helpers.command import maxbatch
+from tests.helpers.corpus import some_texts, write_jsonl
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ["", *some_texts(200)]])
+    return f"dataset_path={tmp_path}/a.jsonl"
+
+
+def run(*arguments: str) -> int:
+    parser = ArgumentParser()
+    prepare.add_arguments(parser)
+    args = parser.parse_intermixed_args(["dataset_type=jsonl", *arguments])
+    return prepare.run(args)
+
+
+def prepared(folder: str, *overrides: str, key: str = "dataset_path") -> TokenStore:
+    config = load_config(overrides=["dataset_type=tokens", f"{key}={folder}", *overrides])
+    return open_store(config, make_tokenizer(config), key)
+
+
+def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> None:
+    assert run(data, "--output", "out", "--workers", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("200 documents, ") and "1 records left out" in lines[0] and "MB/s" in lines[0]
+    config = load_config(overrides=["dataset_type=jsonl", data])
+    cached, store = open_store(config, ByteTokenizer()), prepared("out")
+    assert np.array_equal(cached.tokens, store.tokens) and np.array_equal(cached.offsets, store.offsets)
+    assert cached.manifest == store.manifest
+    assert find_store(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]), ByteTokenizer())
+    assert isinstance(store.tokens, np.memmap) and store.folder == Path("out").absolute(), "nothing is copied"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", ["byte", "huggingface"])
+def test_the_number_of_workers_leaves_no_trace(
+    data: str, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (jsonl, formats):
+        monkeypatch.setattr(module, "PIECE_BYTES", 500)
+    monkeypatch.setattr("maxbatch.data.store.documents.PIECE_BYTES", 500)
+    overrides = [data]
+    if tokenizer == "huggingface":
+        overrides += ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<|endoftext|>')}"]
+    for workers in (1, 2, 3):
+        run(*overrides, "--output", f"out{workers}", "--workers", str(workers))
+    names = ["manifest.json", "offsets.npy", "tokens.bin"]
+    for other in ("out2", "out3"):
+        assert sorted(os.listdir(other)) == names
+        assert filecmp.cmpfiles("out1", other, names, shallow=False)[0] == names
+
+
+@pytest.mark.slow
+def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (jsonl, formats):
+        monkeypatch.setattr(module, "PIECE_BYTES", 100)
+    monkeypatch.setattr("maxbatch.data.store.documents.PIECE_BYTES", 100)
+    lines = ['{"text": "fine"}'] * 60
+    lines[30] = lines[50] = "oops"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="line 31: not JSON"):
+        run("dataset_path=a.jsonl", "--output", "out", "--workers", "3")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl"], "whole or not at all"
+    run("dataset_path=a.jsonl", "skip_bad_records=true", "--output", "out", "--workers", "3")
+    assert prepared("out", "skip_bad_records=true").manifest["skipped_records"] == 2
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_work_with_a_message(
+    data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = tokenise._Workers._ask
+
+    def killing(pool: tokenise._Workers, *arguments: object) -> object:
+        for process in pool._processes:
+            process.kill()
+        return ask(pool, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tokenise._Workers, "_ask", killing)
+    with pytest.raises(TrainingError, match=r"a worker that tokenised .*a\.jsonl ended with exit code -9"):
+        run(data, "--output", "out", "--workers", "2")
+    assert not Path("out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, busy: bool) -> None:
+    os.mkfifo(tmp_path / "endless")
+    (tmp_path / "part").touch()
+    ask = "pool._threads.submit(pool._ask, job, Path('part')); time.sleep(1)"
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from maxbatch import load_config\n"
+        "from maxbatch.data.store import tokenise\n"
+        "from maxbatch.data.store.documents import DocumentSource\n"
+        "from maxbatch.data.store.files import SourceFile\n"
+        "from maxbatch.data.store.formats import Piece\n"
+        "from maxbatch.data.store.token_store import Stored\n"
+        "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
+        "config = load_config()\n"
+        "source = DocumentSource.from_config(config)\n"
+        "how = tokenise.Tokeniser(source, ByteTokenizer(), Stored.by(ByteTokenizer(), config))\n"
+        "pool = tokenise._Workers(how, 2)\n"
+        "job = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, 0),)\n"
+        f"{ask if busy else ''}\n"
+        "print(*(process.pid for process in pool._processes), flush=True)\n"
+        "time.sleep(100)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 60
+    while any(_runs(pid) for pid in workers):
+        assert time.monotonic() < end, "a worker outlives its parent"
+        time.sleep(0.05)
+
+
+def test_a_worker_whose_parent_was_killed_before_it_looked_ends(tmp_path: Path) -> None:
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    worker = [sys.executable, "-m", "maxbatch.data.store.tokenise", gone.stdout.strip()]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.wait(timeout=60) == 1, "its standard input is open and silent"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_same_command_again_reads_nothing(
+    data: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    monkeypatch.setattr(DocumentSource, "documents", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(builder, "_write_files", lambda *_: pytest.fail("built again"))
+    capsys.readouterr()
+    run(data, "--output", "out")
+    assert capsys.readouterr().out.startswith("unchanged: 200 documents, ")
+
+
+def test_a_source_that_changed_is_prepared_anew(data: str) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    opened = prepared("out")
+    mapped = opened.tokens[:3].tolist()
+    with open("a.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    run(data, "--output", "out", "--workers", "1")
+    assert prepared("out").manifest["documents"] == 201
+    assert sorted(os.listdir()) == ["a.jsonl", "out"], "no litter"
+    assert opened.tokens[:3].tolist() == mapped, "a run keeps what it mapped"
+    with pytest.raises(ConfigError, match="damaged or replaced since it was opened"):
+        _ = pickle.loads(pickle.dumps(opened)).tokens
+
+
+def test_a_folder_with_other_things_is_refused_with_one_that_works(data: str, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.tex").touch()
+    with pytest.raises(
+        ConfigError, match=f"--output {tmp_path}/home: .*; works: --output {tmp_path}/home/tokens"
+    ):
+        run(data, "--output", "home")
+    assert os.listdir("home") == ["thesis.tex"]
+    run(data, "--output", "home/tokens", "--workers", "1")
+    (tmp_path / "empty").mkdir()
+    run(data, "--output", "empty", "--workers", "1")
+    with pytest.raises(ConfigError, match="is no folder"):
+        run(data, "--output", "a.jsonl")
+
+
+def test_flipped_bits_are_found(data: str, capsys: Output) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    run("--verify", "out")
+    assert "intact: 200 documents" in capsys.readouterr().out
+    size = os.path.getsize("out/tokens.bin")
+    for place in (0, 2, size // 2, size - 1):
+        _flip("out/tokens.bin", place)
+        with pytest.raises(ConfigError, match=r"out: .*tokens\.bin differs from the hash of its content"):
+            run("--verify", "out")
+        _flip("out/tokens.bin", place)
+    _flip("out/offsets.npy", 200)
+    assert open_folder(Path("out")) is None
+    with pytest.raises(ConfigError, match="--verify out: no whole prepared dataset there"):
+        run("--verify", "out")
+    with pytest.raises(ConfigError, match=r"dataset_path='out'.*damaged"):
+        prepared("out")
+
+
+def _flip(path: str, place: int) -> None:
+    data = bytearray(Path(path).read_bytes())
+    data[place] ^= 1
+    Path(path).write_bytes(data)
+
+
+def test_another_tokenizer_than_the_prepared_one_is_refused(data: str, tmp_path: Path) -> None:
+    bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
+    run(data, *bpe, "--output", "out", "--workers", "1")
+    assert prepared("out", *bpe).manifest["tokenizer"].startswith("huggingface:")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_type=byte, .*prepared with tokenizer 'huggingface:.*'byte'"
+    ):
+        prepared("out")
+    run(data, "--output", "bytes", "--workers", "1")
+    with pytest.raises(ConfigError, match="works: tokenizer_type=byte tokenizer_path=''"):
+        prepared("bytes", *bpe)
+
+
+@pytest.mark.parametrize("key", ["add_bos", "add_eos"])
+def test_other_special_tokens_than_the_prepared_ones_are_refused(data: str, key: str) -> None:
+    run(data, f"{key}=false", "--output", "out", "--workers", "1")
+    with pytest.raises(ConfigError, match=f"{key}=true: .*; works: {key}=false"):
+        prepared("out")
+    assert prepared("out", f"{key}=false")
+
+
+@pytest.mark.parametrize("path", ["", "none", "a.jsonl", "."])
+def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
+    with pytest.raises(ConfigError, match=f"dataset_path='{path}': dataset_type=tokens needs a folder"):
+        prepared(path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is made by index"),
+        (["dataset_type=tokens"], "dataset_type=tokens: is prepared already"),
+        (
+            ["dataset_path=a.jsonl,2;b.jsonl,1"],
+            "a mixture is prepared source by source.*works: dataset_path=a.jsonl",
+        ),
+        (["--workers", "0"], "--workers 0: must be a whole number"),
+        (["--workers", "two"], "--workers two: must be a whole number"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(data: str, overrides: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run(data, *overrides, "--output", "out")
+    assert not Path("out").exists()
+
+
+def test_the_next_command_is_what_was_typed_with_the_folder_instead(
+    data: str, tmp_path: Path, capsys: Output
+) -> None:
+    write_jsonl(tmp_path / "held.jsonl", [{"t": "held out"}])
+    (tmp_path / "b.jsonl").write_text('{"t": "x"}\n')
+    bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
+    typed = ["dataset_path=b.jsonl", "text_field=t", *bpe, "eval_dataset_path=held.jsonl", "steps=3"]
+    run(*typed, "--output", "my out", "--workers", "1")
+    of_eval, following = capsys.readouterr().out.splitlines()[-2:]
+    eval_command = shlex.split(of_eval)
+    assert eval_command[:2] == ["maxbatch", "prepare"]
+    run(*eval_command[2:], "--workers", "1")
+    train = shlex.split(following)[1:]
+    assert train[:2] == ["maxbatch", "train"] and "steps=3" in train
+    config = load_config(overrides=train[2:])
+    assert config.dataset_type == "tokens" and config.dataset_path == "my out"
+    tokenizer = make_tokenizer(config)
+    check_vocab_size(config, tokenizer)
+    assert open_store(config, tokenizer).manifest["documents"] == 1
+    assert open_store(config, tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
+
+
+@pytest.mark.slow
+def test_prepare_is_a_command(data: str) -> None:
+    done = maxbatch("prepare", "dataset_type=jsonl", data, "--output", "out")
+    assert done.returncode == 0 and "next: maxbatch train " in done.stdout and not done.stderr
+    stats = maxbatch("data", "dataset_type=tokens", "dataset_path=out", "--stats", "--json")
+    assert json.loads(stats.stdout)["documents"] == 200
+    assert maxbatch("prepare", "--verify", "out").returncode == 0
+    assert maxbatch("prepare", data).returncode == 2
+
+
+def test_text_files_as_bytes_are_copied_by_one_process(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(tokenise, "_Workers", lambda *_: pytest.fail("started workers"))
+    run("dataset_type=text", "dataset_path=a.txt", "--output", "out", "--workers", "2")
+    assert prepared("out").tokens.tolist() == [256, *b"text", 257]
+
+
+def test_what_is_prepared_is_the_same_stream_so_a_run_goes_on_with_it(data: str) -> None:
+    run(data, "--output", "out")
+    raw = open_stream(load_config(overrides=["dataset_type=jsonl", data]))
+    tokens = open_stream(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]))
+    assert tokens.identity == raw.identity
+    for name, array in raw.read(0, 3 * (raw.samples_per_epoch or 0)).items():
+        np.testing.assert_array_equal(tokens.read(0, len(array))[name], array)

@@ -1,0 +1,268 @@
+"""`maxbatch train` as a process: it stops when asked, survives being killed, and resumes as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import environment, maxbatch, start, wait_until
+from tests.helpers.tiny import TINY_RUN, read_metrics
+
+pytestmark = pytest.mark.slow
+
+RAMP = (
+    *TINY_RUN,
+    "enable_rampup_batch_size=true",
+    "per_device_batch_size_start=2",
+    "per_device_batch_size_increment=2",
+    "per_device_batch_size=6",
+    "gradient_accumulation_steps=3",
+    "global_rampup_samples=600",
+    "train_samples=2000",
+    "checkpoint_period=4",
+)
+# The same batches on half the devices: twice the rows on each.
+RAMP_ON_TWO = (
+    *RAMP,
+    "per_device_batch_size_start=4",
+    "per_device_batch_size_increment=4",
+    "per_device_batch_size=12",
+)
+SAME = (
+    "step",
+    "samples_seen",
+    "global_batch_size",
+    "stage",
+    "learning_rate",
+    "data_fingerprint",
+    "tokens_seen",
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    run_dir = tmp_path_factory.mktemp("uninterrupted")
+    result = maxbatch("train", *RAMP, f"run_dir={run_dir}", "--simulate-devices", "4")
+    assert result.returncode == 0, result.stderr
+    return read_metrics(run_dir)
+
+
+def assert_same_run(metrics: list[dict], uninterrupted: list[dict]) -> None:
+    assert [m["step"] for m in metrics] == list(range(1, len(uninterrupted) + 1))
+    for mine, theirs in zip(metrics, uninterrupted, strict=True):
+        assert [mine[key] for key in SAME] == [theirs[key] for key in SAME]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-4)
+
+
+def test_nothing_compiles_on_the_critical_path_after_the_second_step(uninterrupted: list[dict]) -> None:
+    assert {m["stage"] for m in uninterrupted} == {0, 1, 2}
+    assert len({m["compiles"] for m in uninterrupted[1:]}) == 1
+
+
+def test_a_length_in_data_is_met_exactly(uninterrupted: list[dict]) -> None:
+    assert uninterrupted[-1]["samples_seen"] == 2000
+    assert sum(m["global_batch_size"] for m in uninterrupted) == 2000
+    assert uninterrupted[-1]["global_batch_size"] < 72
+
+
+# A program that runs the command line it is given, then prints the packages that other threads imported.
+IMPORTS_OF_THREADS = """
+import sys, threading
+def note(event, arguments):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        imported.add(arguments[0])
+imported = set()
+from maxbatch.cli import main
+sys.addaudithook(note)
+main()
+packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"jaxlib"}
+print("imported beside the main thread:", *sorted(packages))
+"""
+
+
+def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
+    """Grain's own lazy imports exchange `__import__` for all threads: JAX traced by another one would fail.
+
+    What JAX imports of jaxlib on the thread that first lowers is no such import.
+    """
+    command = [sys.executable, "-c", IMPORTS_OF_THREADS, "train", *TINY_RUN, "steps=3", f"run_dir={tmp_path}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    assert len(read_metrics(tmp_path)) == 3
+    assert done.stdout.splitlines()[-1] == "imported beside the main thread:"
+
+
+def kill_at(step: int, run_dir: Path, *arguments: str) -> None:
+    """Starts a run and kills it with -9 as soon as it has recorded `step`."""
+    process = start("train", *arguments, f"run_dir={run_dir}")
+    log = run_dir / "metrics.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= step, process)
+    process.kill()
+    process.communicate()
+
+
+def test_kill_9_in_the_ramp_and_resume_on_half_the_devices_is_unnoticed(
+    tmp_path: Path, uninterrupted: list[dict]
+) -> None:
+    kill_at(6, tmp_path, *RAMP, "--simulate-devices", "4")
+    kill_at(11, tmp_path, *RAMP, "--simulate-devices", "4")
+    result = maxbatch("train", *RAMP_ON_TWO, f"run_dir={tmp_path}", "--simulate-devices", "2")
+    assert result.returncode == 0, result.stderr
+    assert "resumed at step" in result.stdout
+    assert_same_run(read_metrics(tmp_path), uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
+    tmp_path: Path, uninterrupted: list[dict], number: signal.Signals
+) -> None:
+    command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
+    process = start(*command)
+    log = tmp_path / "metrics.jsonl"
+    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 5, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert number.name in output and "Traceback" not in output
+    done = read_metrics(tmp_path)[-1]["step"]
+    assert (tmp_path / "checkpoints" / str(done)).is_dir()
+
+    result = maxbatch(*command)
+    assert result.returncode == 0, result.stderr
+    assert f"resumed at step {done}" in result.stdout
+    assert_same_run(read_metrics(tmp_path), uninterrupted)
+
+
+def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
+    process = start("train", *RAMP, f"run_dir={tmp_path}")
+    wait_until((tmp_path / "config.yml").exists, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+
+
+def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path) -> None:
+    command = ("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2")
+    assert maxbatch(*command).returncode == 0
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    again = maxbatch(*command)
+    assert again.returncode == 0 and "is complete" in again.stdout
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    longer = maxbatch(*command, "steps=3")
+    assert longer.returncode == 0 and [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_the_config_of_a_run_repeats_it(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert maxbatch("train", *RAMP, "train_samples=300", f"run_dir={one}").returncode == 0
+    assert maxbatch("train", one / "config.yml", f"run_dir={other}").returncode == 0
+    assert_same_run(read_metrics(other), read_metrics(one))
+
+
+def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path) -> None:
+    assert maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=3").returncode == 0
+    third = read_metrics(tmp_path)[2]
+    size = third["global_batch_size"]
+    first = third["samples_seen"] - size
+    shown = maxbatch("data", *TINY_RUN, "--first", str(first), "--count", str(size), "--fingerprint")
+    assert shown.stdout.strip() == third["data_fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("data_shuffle_seed=7", "data_shuffle_seed"),
+        ("max_target_length=64", "max_target_length"),
+        ("base_emb_dim=64", "base_emb_dim"),
+        ("synthetic_samples=400", "synthetic_samples"),
+    ],
+)
+def test_a_resume_onto_another_stream_or_model_is_refused(tmp_path: Path, change: str, named: str) -> None:
+    assert maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=1").returncode == 0
+    refused = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2", change)
+    assert_refused(refused, named)
+
+
+def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(tmp_path: Path) -> None:
+    diverging = (*TINY_RUN, f"run_dir={tmp_path}", "max_consecutive_skips=3", "checkpoint_period=1")
+    assert maxbatch("train", *diverging, "steps=2").returncode == 0
+    broken = maxbatch(
+        "train", *diverging, "steps=20", "learning_rate=1e38", "learning_rate_schedule=constant",
+        "warmup_steps_fraction=0", "gradient_clipping_threshold=0",
+    )  # fmt: skip
+    assert broken.returncode == 1
+    assert "3 updates in a row" in broken.stderr and "Traceback" not in broken.stderr
+    skipped = [m for m in read_metrics(tmp_path) if m["skipped"]]
+    assert len(skipped) == 3 and skipped[-1]["grad_norm"] is None
+    assert maxbatch("generate", tmp_path, "--prompt", "a", "--max-new-tokens", "2").returncode == 0
+
+
+def test_the_users_own_device_count_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import command
+
+    env = command.environment()
+    env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
+    monkeypatch.setattr(command, "environment", lambda: env)
+    result = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=1", "per_device_batch_size=2")
+    assert result.returncode == 0, result.stderr
+    assert read_metrics(tmp_path)[0]["global_batch_size"] == 4
+
+
+def assert_refused(result: subprocess.CompletedProcess[str], *names: str) -> None:
+    assert result.returncode == 2, (result.returncode, result.stderr)
+    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
+    assert all(name in result.stderr for name in names), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["base_emb_dims=3"], ["base_emb_dims", "base_emb_dim"]),
+        (["steps=ten"], ["steps", "ten"]),
+        (["nowhere.yml"], ["nowhere.yml"]),
+        (["per_device_batch_size=0"], ["per_device_batch_size", "0"]),
+        (["per_device_batch_size=0.3"], ["per_device_batch_size", "0.3"]),
+        (["steps=5", "train_samples=7"], ["steps", "train_samples"]),
+        (["ici_fsdp_parallelism=3"], ["ici_fsdp_parallelism", "3"]),
+        (["ici_tensor_parallelism=3"], ["ici_tensor_parallelism"]),
+        (["dataset_type=text"], ["dataset_path"]),
+        (["dataset_type=text", "dataset_path=nowhere/*.txt"], ["dataset_path", "nowhere"]),
+        (["load_parameters_path=nowhere"], ["nowhere"]),
+        (["run_dir=/dev/null/run"], ["run_dir"]),
+        (["vocab_size=100", "dataset_type=python_stdlib"], ["vocab_size", "100"]),
+        (["profile_steps=13:10"], ["profile_steps", "13:10"]),
+        (["--simulate-device", "2"], ["--simulate-device"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+    assert_refused(maxbatch("train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", *arguments), *names)
+
+
+def test_output_is_plain_lines_on_a_pipe(tmp_path: Path) -> None:
+    result = maxbatch(
+        "train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab"
+    )
+    lines = result.stdout.splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/4",
+        "step 2/4",
+        "step 4/4",
+    ]
+    assert "\x1b" not in result.stdout
+    assert str(tmp_path) in result.stdout and "maxbatch generate" in result.stdout
+    record = read_metrics(tmp_path)[0]
+    assert record["mfu"] is None and record["tokens_per_second"] > 0
+    json.dumps(record, allow_nan=False)
+
+
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    process = start("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=30", "log_period=1")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(120) == 0
+    assert len(read_metrics(tmp_path)) == 30 and (tmp_path / "checkpoints" / "30").is_dir()

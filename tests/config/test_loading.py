@@ -1,0 +1,415 @@
+"""The config: what a text means for a key, which layer wins, and what is said about bad input."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbatch import ConfigError, load_config
+from maxbatch.config.keys import (
+    BOUNDS,
+    CHOICES,
+    EXACT,
+    NULLABLE,
+    QUANTITIES,
+    REAL,
+    WHOLE,
+    Key,
+    exact,
+    plain_number,
+)
+from maxbatch.config.loading import configs_dir, dump_config, keys
+
+PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))
+RAMP = "enable_rampup_batch_size: true\nper_device_batch_size_start: 2\nper_device_batch_size_increment: 2\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(path: Path | None = None, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+# --- texts and types ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("learning_rate: 3e-4", 3e-4),
+        ("profile_steps: 10:13", "10:13"),
+        ("steps: 1_000", 1000),
+        ("steps: 1e3", 1000),
+        ('steps: "20"', 20),
+        ("train_tokens: 1.5B", 1_500_000_000),
+        ("train_samples: 2k", 2000),
+        ("per_device_batch_size: 16.0", 16),
+        ("per_device_batch_size: 0.1", 0.1),
+        ("per_device_batch_size: 1/3", Fraction(1, 3)),
+        ("expansion_factor_real_data: 0.5", 0.5),
+        ("packing: FALSE", False),
+        ("dtype: bfloat16", "bfloat16"),
+        ("remat_policy: none", "none"),
+        ("compilation_cache_dir: none", "none"),
+        ("dataset_path:", ""),
+        ("dataset_path: null", ""),
+        ('dataset_path: "null"', "null"),
+        ('generate_prompt: " x "', " x "),
+        ("max_num_checkpoints_to_keep: ~", None),
+        ("eval_fraction: 0", 0.0),
+        ("run_dir: 2024-01-01", "2024-01-01"),
+        ("text_field: 1e3", "1e3"),
+    ],
+)
+def test_a_scalar_is_read_by_its_keys_type_in_files_and_overrides_alike(
+    tmp_path: Path, text: str, value: object
+) -> None:
+    name, _, written = text.partition(":")
+    read = load_config(write(tmp_path / "run.yml", text + "\n"))[name]
+    assert read == value and type(read) is type(value)
+    if '"' not in written:
+        assert load_config(overrides=[f"{name}={written.strip()}"])[name] == value
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "steps=x", "steps=1.5", "steps=", "steps=0", "steps=-3", "steps=true", "steps=9999999999999999999999",
+        "steps=٣x", "train_tokens=0.0001K", "train_tokens=3Q", "train_samples=-1",
+        "learning_rate=fast", "learning_rate=nan", "learning_rate=inf", "learning_rate=1e999",
+        "learning_rate=0",
+        "per_device_batch_size=0", "per_device_batch_size=-1", "per_device_batch_size=1/0",
+        "per_device_batch_size=nan", "per_device_batch_size=three", "per_device_batch_size=1/2/3",
+        "gradient_accumulation_steps=0", "gradient_accumulation_steps=1.5", "global_batch_size=0",
+        "packing=yes", "packing=1", "packing=", "dtype=bf16", "dtype=float16", "remat_policy=minimum",
+        "learning_rate_schedule=cosin", "opt_type=adam", "dataset_type=json", "model_name=llama",
+        "data_shuffle_seed=-1", "init_weights_seed=-1", "base_num_query_heads=5",
+        "head_dim=33", "base_emb_dim=0", "vocab_size=-2", "max_target_length=1", "warmup_steps_fraction=1.5",
+        "adam_b1=1", "adam_b2=-0.1", "eval_fraction=1", "checkpoint_period=0", "eval_interval=0",
+        "max_consecutive_skips=0", "grain_worker_count=-1", "grain_prefetch_buffer_size=0",
+        "ici_data_parallelism=0", "ici_tensor_parallelism=-2", "num_pipeline_microbatches=0",
+        "profile_steps=13:10", "profile_steps=10", "run_dir=", "num_epochs=0", "log_period=0",
+        "max_num_checkpoints_to_keep=0", "reference_batch_size=0",
+    ],
+)  # fmt: skip
+def test_a_bad_value_is_answered_by_key_value_rule_and_a_value_that_works(override: str) -> None:
+    name, _, value = override.partition("=")
+    message = error_of(overrides=(override,)) if override != "steps=" else error_of(overrides=("steps=null",))
+    assert message.startswith(f"{name}={value}" if override != "steps=" else "steps=null")
+    rule, _, works = message.partition("; works: ")
+    assert re.search(r": (must be|one of)", rule)
+    load_config(overrides=shlex.split(works))
+
+
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("learning_rate=fast", "learning_rate=3e-3"),
+        ("learning_rate=0", "learning_rate=3e-3"),
+        ("adam_b1=1", "adam_b1=0.9"),
+        ("eval_fraction=1", "eval_fraction=0.5"),
+        ("steps=ten", "steps=200"),
+        ("base_num_query_heads=four", "base_num_query_heads=4"),
+        ("global_batch_size=big", "global_batch_size=null"),
+        ("train_tokens=1.5T", "train_tokens=1500B"),
+        ("per_device_batch_size=0", "per_device_batch_size=1"),
+        ("num_pipeline_microbatches=0", "num_pipeline_microbatches=-1"),
+    ],
+)
+def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works: str) -> None:
+    assert error_of(overrides=(override,)).endswith(f"; works: {works}")
+    load_config(overrides=[works])
+
+
+def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
+    broken = ("learning_rate_schedule=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5")
+    message = error_of(overrides=broken)
+    assert message.startswith("wsd_decay_steps_fraction=0.5: must be at most 0.4")
+    load_config(overrides=[*broken, message.partition("works: ")[2]])
+
+
+@given(st.fractions(min_value=Fraction(1, 10**6), max_value=2**31))
+def test_exact_numbers_survive_writing_and_reading(number: Fraction) -> None:
+    key = Key("per_device_batch_size", "exact", False, "16")
+    assert exact(key.read(key.write(plain_number(number)))) == number  # type: ignore[arg-type]
+
+
+@given(st.text(max_size=30))
+def test_no_text_ends_in_anything_but_a_value_or_a_config_error(text: str) -> None:
+    kinds = {
+        "steps": "int",
+        "train_tokens": "quantity",
+        "adam_eps": "real",
+        "num_epochs": "exact",
+        "packing": "bool",
+    }
+    for name, kind in kinds.items():
+        key = Key(name, kind, nullable=False, default="1")
+        try:
+            key.read(text)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def test_the_tables_of_types_name_existing_keys_and_hold_for_the_defaults() -> None:
+    named = set(BOUNDS) | set(CHOICES) | NULLABLE | EXACT | QUANTITIES | REAL | WHOLE
+    assert named <= set(keys())
+    for path in (None, *PRESETS):
+        load_config(overrides=[f"model_name={path}"] if path else [])
+
+
+def test_base_yml_has_each_key_once_with_a_comment_and_at_most_130() -> None:
+    lines = (configs_dir() / "base.yml").read_text().splitlines()
+    stated = [line for line in lines if line and not line.startswith("#")]
+    assert len(stated) == len(keys()) <= 130
+    uncommented = [line for line in stated if "#" not in line and not line.startswith("dcn_")]
+    assert uncommented == []
+
+
+def test_every_choice_is_named_in_the_comment_of_its_key() -> None:
+    lines = {line.partition(":")[0]: line for line in (configs_dir() / "base.yml").read_text().splitlines()}
+    for name, choices in CHOICES.items():
+        assert [choice for choice in choices if choice not in lines[name].partition("#")[2]] == [], name
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(
+        tmp_path / "ground.yml", "log_period: 2\nbase_emb_dim: 2\nadam_b1: 0.2\nadam_b2: 0.2\ntext_field: a\n"
+    )
+    write(
+        tmp_path / "base" / "middle.yml", "base_config: ../ground.yml\nadam_b1: 0.3\nmodel_name: gpt2-124m\n"
+    )
+    run = write(tmp_path / "run.yml", "base_config: base/middle.yml\nadam_b2: 0.4\nhead_dim: 32\nsteps: 4\n")
+    monkeypatch.setenv("MAXBATCH_STEPS", "5")
+    monkeypatch.setenv("MAXBATCH_TEXT_FIELD", "env")
+    config = load_config(run, ["text_field=override"])
+    assert (config.log_period, config.adam_b1, config.adam_b2) == (2, 0.3, 0.4)
+    assert (config.base_emb_dim, config.head_dim, config.dtype) == (768, 32, "bfloat16")
+    assert (config.steps, config.text_field) == (5, "override")
+
+
+def test_a_preset_named_on_the_command_line_lies_below_the_config_file(tmp_path: Path) -> None:
+    run = write(tmp_path / "run.yml", "base_emb_dim: 100\n")
+    config = load_config(run, ["model_name=llama3-8b"])
+    assert (config.base_emb_dim, config.base_num_kv_heads, config.vocab_size) == (100, 8, 128256)
+
+
+def test_the_packaged_base_yml_as_config_or_as_base_changes_nothing(tmp_path: Path) -> None:
+    run = write(tmp_path / "run.yml", "base_config: base.yml\n")
+    override = ["model_name=llama2-7b"]
+    assert (
+        load_config(configs_dir() / "base.yml", override)
+        == load_config(run, override)
+        == load_config(None, override)
+    )
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_hold_model_keys_and_the_large_ones_compute_in_bfloat16(preset: str) -> None:
+    text = (configs_dir() / "models" / f"{preset}.yml").read_text()
+    default, config = load_config(), load_config(overrides=[f"model_name={preset}"])
+    differing = {name for name in keys() if config[name] != default[name]} - {"model_name"}
+    assert differing <= {
+        "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim",
+        "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "max_target_length",
+        "rope_max_timescale", "normalization_layer_epsilon", "dtype", "remat_policy", "scan_layers",
+        "learning_rate",
+    }  # fmt: skip
+    if config.base_emb_dim >= 768:
+        assert (config.dtype, config.weight_dtype, config.scan_layers) == ("bfloat16", "float32", True)
+        assert "dtype: bfloat16" in text and "weight_dtype: float32" in text
+
+
+def test_the_config_is_locked() -> None:
+    with pytest.raises(AttributeError):
+        load_config().learning_rat = 1.0
+
+
+@pytest.mark.parametrize("length", ["train_samples=7", "train_tokens=7", "num_epochs=7", "steps=7"])
+def test_a_length_displaces_those_of_lower_layers(tmp_path: Path, length: str) -> None:
+    run = write(tmp_path / "run.yml", "num_epochs: 3\n")
+    config = load_config(run, [length])
+    stated = {
+        n: config[n]
+        for n in ("steps", "train_samples", "train_tokens", "num_epochs")
+        if config[n] is not None
+    }
+    assert stated == {length.partition("=")[0]: 7}
+
+
+BATCH_KEYS = (
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "batch_size_schedule",
+    "enable_rampup_batch_size",
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "expected"),
+    [
+        ("", [], (1, None, None, False)),
+        ("", ["global_batch_size=64"], (None, 64, None, False)),
+        ("global_batch_size: 64", ["gradient_accumulation_steps=4"], (4, None, None, False)),
+        ("global_batch_size: 64", ["batch_size_schedule=0:8"], (None, None, "0:8", False)),
+        ("gradient_accumulation_steps: 2\n" + RAMP, [], (2, None, None, True)),
+        (RAMP, ["gradient_accumulation_steps=4"], (4, None, None, True)),
+        (RAMP, ["per_device_batch_size_start=4"], (1, None, None, True)),
+        (RAMP, ["global_batch_size=64"], (None, 64, None, False)),
+        (RAMP, ["batch_size_schedule=0:8 9:16"], (None, None, "0:8 9:16", False)),
+        (RAMP, ["global_batch_size=64", "enable_rampup_batch_size=false"], (None, 64, None, False)),
+        (RAMP, ["enable_rampup_batch_size=false"], (1, None, None, False)),
+        ("batch_size_schedule: 0:8", ["enable_rampup_batch_size=true"], (None, None, None, True)),
+        ("global_batch_size: 64\nper_device_batch_size_start: 2", [], (None, 64, None, False)),
+        ("global_batch_size: 64", ["global_batch_size=null"], (None, None, None, False)),
+        ("global_batch_size: 64\ngradient_accumulation_steps: 4", [], (4, 64, None, False)),
+    ],
+)
+def test_a_statement_of_the_batch_displaces_those_of_lower_layers(
+    tmp_path: Path, file: str, overrides: list[str], expected: tuple[object, ...]
+) -> None:
+    config = load_config(write(tmp_path / "run.yml", file + "\n"), overrides)
+    assert tuple(config[name] for name in BATCH_KEYS) == expected
+    again = load_config(write(tmp_path / "again.yml", dump_config(config)))
+    assert again == config
+
+
+def test_a_ramp_beside_another_batch_in_one_layer_is_refused(tmp_path: Path) -> None:
+    for other in ("global_batch_size: 64", "batch_size_schedule: 0:8"):
+        run = write(tmp_path / "run.yml", RAMP + other + "\n")
+        message = error_of(run)
+        assert message.startswith(other.replace(": ", "=", 1))
+        load_config(run, shlex.split(message.partition("works: ")[2]))
+        load_config(run, ["enable_rampup_batch_size=false"])
+
+
+def test_the_config_written_back_gives_an_equal_config(tmp_path: Path) -> None:
+    overrides = [
+        "model_name=gpt2-124m", "per_device_batch_size=1/3", "num_epochs=0.1",
+        "generate_prompt= a: 'b' \"c\" #\t",
+        "run_dir=~/ä b", "dataset_path=null", "learning_rate=1e-30", "max_num_checkpoints_to_keep=null",
+        "profile_steps=10:13", "compilation_cache_dir=none", "batch_size_schedule=0:8 100:16",
+    ]  # fmt: skip
+    config = load_config(overrides=overrides)
+    assert config.generate_prompt == " a: 'b' \"c\" #\t"
+    assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config
+
+
+# --- bad files and keys -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1, 2", "is no valid YAML"),
+        ("a: b: c", "is no valid YAML"),
+        ("steps: 3\n\tlog_period: 3", "is no valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is no valid YAML"),
+        ("- steps\n- 3\n", "must be lines of `key: value`"),
+        ("just words\n", "must be lines of `key: value`"),
+        ("? [a, b]\n: 3\n", "must be lines of `key: value`"),
+        ("\nsteps: 1\nsteps: 2\n", ":3: steps is stated twice (first in line 2)"),
+        ("steps: [1]\n", ":1: steps takes one value"),
+        ("steps: {a: 1}\n", ":1: steps takes one value"),
+        ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
+        ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
+        ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
+        ("1: 2\n", ":1: unknown key 1"),
+        ("steps: many\n", ":1: steps=many: must be a whole number"),
+        ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
+        ("a: &x [*x]\n", "takes one value"),
+        ("a: *nothing\n", "is no valid YAML"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    message = error_of(write(tmp_path / "run.yml", text))
+    assert said in message and str(tmp_path) in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.yml").endswith("none.yml: does not exist")
+    assert "is a folder" in error_of(tmp_path)
+    (tmp_path / "image.yml").write_bytes(b"\xff\xfe\x00")
+    assert "image.yml" in error_of(tmp_path / "image.yml")
+    assert "is no path" in error_of(Path("a\0b"))
+
+
+@pytest.mark.parametrize("nothing", ["", "~", "null", '""'])
+def test_a_base_config_of_null_is_none(tmp_path: Path, nothing: str) -> None:
+    config = load_config(write(tmp_path / "a.yml", f"base_config: {nothing}\nsteps: 3\n"))
+    assert config == load_config(overrides=["steps=3"])
+
+
+def test_an_empty_file_states_nothing(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path / "run.yml", "# nothing\n")) == load_config()
+
+
+def test_a_chain_of_bases_that_returns_to_itself_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yml", "base_config: b.yml\n")
+    assert "a.yml -> b.yml -> a.yml" in error_of(
+        write(tmp_path / "b.yml", "base_config: a.yml\n").with_name("a.yml")
+    )
+
+
+def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert error_of(overrides=("stepz=3",)) == "unknown key stepz; nearest: steps"
+    assert error_of(overrides=("xyzzy=3",)).startswith("unknown key xyzzy; nearest: ")
+    assert error_of(overrides=("=3",)) == "=3: an override is key=value; works: steps=100"
+    assert error_of(overrides=("base_config=a.yml",)).endswith("is a key of config files only")
+    assert "works: " in error_of(overrides=("steps",))
+    monkeypatch.setenv("MAXBATCH_LEARNING_RAT", "1")
+    assert error_of() == (
+        "environment variable MAXBATCH_LEARNING_RAT: names no config key; nearest: MAXBATCH_LEARNING_RATE"
+    )
+
+
+def test_a_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAXBATCH_STEPS", "soon")
+    assert error_of().startswith("environment variable MAXBATCH_STEPS: steps=soon: must be a whole number")
+
+
+def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp_path: Path) -> None:
+    stated = write(tmp_path / "c.yml", "dataset_path: [a.jsonl, 'b/*.txt']\n")
+    assert load_config(stated).dataset_path == "a.jsonl;b/*.txt"
+    weighted = write(tmp_path / "d.yml", "dataset_path:\n- {path: a, weight: 0.70}\n- {path: b, weight: 3}\n")
+    assert load_config(weighted).dataset_path == "a,0.70;b,3"
+
+
+@pytest.mark.parametrize("item", ["[a]", "{path: a}", "{path: a, weight: 1, more: 2}", "'a;b'", "''"])
+def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item: str) -> None:
+    message = error_of(write(tmp_path / "c.yml", f"steps: 3\ndataset_path:\n- {item}\n"))
+    assert "dataset_path, line 3" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (("adam_scaling=sde",), "learning_rate_scaling=sqrt"),
+        (("adam_scaling=sde", "learning_rate_scaling=sqrt", "opt_type=lion"), "opt_type=adamw"),
+        (("packing=false", "packing_strategy=best_fit"), "packing_strategy=concatenate"),
+    ],
+)
+def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...], works: str) -> None:
+    message = error_of(overrides=overrides)
+    assert message.endswith(f"works: {works}")
+    load_config(overrides=[*overrides, works])

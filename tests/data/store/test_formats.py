@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from maxbatch import ConfigError, load_config
+from maxbatch.data.store import formats
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import jsonl, parquet
+
+TEXTS = ["one", "tw\u00f6\n", "", "four and more", "\U0001f422"]
+
+
+def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
+    return DocumentSource.from_config(
+        load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides])
+    )
+
+
+def texts(documents: DocumentSource) -> list[str]:
+    return [document.utf8.decode() for document in documents.documents()]
+
+
+def write_jsonl(path: Path, values: list[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({field: value}) + "\n" for value in values))
+    return path
+
+
+def write_gzip(path: Path, values: list[str], field: str = "text") -> Path:
+    path.write_bytes(gzip.compress(write_jsonl(path, values, field).read_bytes()))
+    return path
+
+
+def write_parquet(path: Path, values: list[str], field: str = "text", **options: object) -> Path:
+    pq.write_table(pa.table({"id": list(range(len(values))), field: values}), path, **options)
+    return path
+
+
+def write_records(path: Path, records: list[bytes]) -> Path:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def write_arrayrecord(path: Path, values: list[str]) -> Path:
+    return write_records(path, [value.encode() for value in values])
+
+
+def length_delimited(field: int, payload: bytes) -> bytes:
+    """One field of a protobuf message, for payloads of less than 128 bytes."""
+    return bytes([field << 3 | 2, len(payload)]) + payload
+
+
+def example(features: dict[str, bytes]) -> bytes:
+    """A tf.train.Example, byte by byte; values are serialised Features."""
+    entries = b"".join(
+        length_delimited(1, length_delimited(1, name.encode()) + length_delimited(2, feature))
+        for name, feature in features.items()
+    )
+    return length_delimited(1, entries)
+
+
+def byte_strings(*values: bytes) -> bytes:
+    return length_delimited(1, b"".join(length_delimited(1, value) for value in values))
+
+
+FLOATS = length_delimited(2, length_delimited(1, struct.pack("<f", 1.5)))
+INTEGERS = length_delimited(3, length_delimited(1, b"\x07"))
+
+WRITERS: dict[str, tuple[str, str, Callable[[Path, list[str]], Path]]] = {
+    "jsonl": ("jsonl", "a.jsonl", write_jsonl),
+    "gzip": ("jsonl", "a.jsonl.gz", write_gzip),
+    "parquet": ("parquet", "a.parquet", write_parquet),
+    "arrayrecord": ("arrayrecord", "a.array_record", write_arrayrecord),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_texts_in_order(tmp_path: Path, name: str) -> None:
+    kind, file_name, write = WRITERS[name]
+    assert texts(source(kind, write(tmp_path / file_name, TEXTS))) == TEXTS
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_pieces_give_what_the_whole_file_gives(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, file_name, write = WRITERS[name]
+    values = [f"{number} " + "x" * (number * 7 % 50) for number in range(300)]
+    path = write(tmp_path / file_name, values)
+    for module in (jsonl, parquet, formats):
+        monkeypatch.setattr(module, "PIECE_BYTES", 100)
+    pieces = [piece for job in source(kind, path).jobs() for piece in job]
+    assert name != "jsonl" or len(pieces) > 50
+    assert sum(piece.size for piece in pieces) <= path.stat().st_size
+    assert texts(source(kind, path)) == values
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_a_line_belongs_to_the_piece_that_it_begins_in(
+    tmp_path: Path, cut: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", cut)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n{"text": "bb"}\r\n{"text": "ccc"}')
+    assert texts(source("jsonl", path)) == ["a", "bb", "ccc"]
+
+
+def test_a_bad_line_has_its_number_in_the_file_whatever_piece_it_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", 30)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n\n' * 20 + "oops\n")
+    with pytest.raises(ConfigError, match="line 41: not JSON"):
+        texts(source("jsonl", path))
+
+
+def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
+    assert texts(source("jsonl", write_gzip(tmp_path / "plain-name.jsonl", TEXTS))) == TEXTS
+
+
+def test_row_groups_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "_BATCH_ROWS", 2)
+    monkeypatch.setattr(parquet, "PIECE_BYTES", 1)
+    path = write_parquet(tmp_path / "a.parquet", TEXTS * 10, row_group_size=7)
+    documents = source("parquet", path)
+    assert len([piece for job in documents.jobs() for piece in job]) == 8
+    assert texts(documents) == TEXTS * 10
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_a_column_of_text_of_any_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    column = (
+        pa.array(TEXTS).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(TEXTS).cast(kind)
+    )
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert texts(source("parquet", tmp_path / "a.parquet")) == TEXTS
+
+
+def test_a_missing_column_names_one_that_works(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"id": [1], "body": ["it"]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ConfigError, match=r"text_field='text'.*columns: 'id', 'body'; works: text_field='body'"
+    ):
+        texts(source("parquet", tmp_path / "a.parquet"))
+    assert texts(source("parquet", tmp_path / "a.parquet", "text_field=body")) == ["it"]
+    with pytest.raises(ConfigError, match="text_field='id': the column is of type int64"):
+        texts(source("parquet", tmp_path / "a.parquet", "text_field=id"))
+
+
+def test_a_null_is_a_bad_record(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet row group 0 row 1: text is null"):
+        texts(source("parquet", tmp_path / "a.parquet"))
+    assert texts(source("parquet", tmp_path / "a.parquet", "skip_bad_records=true")) == ["a", "", "c"]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "a.parquet", TEXTS)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"dataset_type=parquet: .*pip install 'maxbatch\[parquet\]'"):
+        texts(source("parquet", path))
+
+
+def test_examples_are_read_without_tensorflow(tmp_path: Path) -> None:
+    records = [
+        example({"label": INTEGERS, "text": byte_strings(value.encode()), "score": FLOATS}) for value in TEXTS
+    ]
+    path = write_records(tmp_path / "a.array_record", records)
+    assert texts(source("arrayrecord", path, "record_format=example")) == TEXTS
+    assert "tensorflow" not in sys.modules
+
+
+BAD_EXAMPLES = {
+    "not a tf.train.Example": b"\xff\xff\xff",
+    "no feature text_field='text'; its features: 'body'": example({"body": byte_strings(b"x")}),
+    "holds 2 byte strings, not one": example({"text": byte_strings(b"x", b"y")}),
+    "holds 0 byte strings, not one": example({"text": INTEGERS}),
+    "not UTF-8 at byte 0": example({"text": byte_strings(b"\xff")}),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_EXAMPLES)
+def test_a_bad_example_is_named_by_record_or_left_out(tmp_path: Path, problem: str) -> None:
+    good = example({"text": byte_strings(b"good")})
+    path = write_records(tmp_path / "a.array_record", [good, BAD_EXAMPLES[problem], good])
+    with pytest.raises(ConfigError) as raised:
+        texts(source("arrayrecord", path, "record_format=example"))
+    assert f"{path} record 1" in str(raised.value) and problem in str(raised.value)
+    left = source("arrayrecord", path, "record_format=example", "skip_bad_records=true")
+    assert texts(left) == ["good", "", "good"]
+
+
+def test_truncated_files_are_named_and_what_is_whole_is_kept(tmp_path: Path) -> None:
+    values = [os.urandom(200).hex() for _ in range(2000)]
+    for name in ("gzip", "parquet", "arrayrecord"):
+        kind, file_name, write = WRITERS[name]
+        path = write(tmp_path / file_name, values)
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ConfigError, match=f"{path}") as raised:
+            texts(source(kind, path))
+        assert "skip_bad_records=true" in str(raised.value) and "\n" not in str(raised.value)
+        kept = texts(source(kind, path, "skip_bad_records=true"))
+        assert kept[-1] == "" and kept[:-1] == values[: len(kept) - 1], name
+        assert (len(kept) > 100) == (name == "gzip"), "of the others the index is at the end"
+
+
+@pytest.mark.parametrize("name", ["parquet", "arrayrecord"])
+def test_damage_inside_a_file_costs_the_records_that_it_hits(tmp_path: Path, name: str) -> None:
+    kind, file_name, write = WRITERS[name]
+    values = [os.urandom(1000).hex() for _ in range(500)]
+    path = write(tmp_path / file_name, values)
+    if name == "parquet":
+        pq.write_table(pa.table({"text": values}), path, row_group_size=50, write_page_checksum=True)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    documents = source(kind, path, "skip_bad_records=true")
+    kept = texts(documents)
+    assert len(kept) == len(values)
+    assert all(text in ("", value) for text, value in zip(kept, values, strict=True))
+    assert 1 <= kept.count("") <= 50
+    with pytest.raises(ConfigError, match=f"{path}.*damaged"):
+        texts(source(kind, path))
+
+
+SHARDS = {
+    "parquet": ["train-{:05}-of-00003.parquet", "train.parquet-{:05}-of-00003"],
+    "arrayrecord": ["c4-train.array_record-{:05}-of-00003", "c4-train-{:05}-of-00003.arrayrecord"],
+    "jsonl": ["part-{:05}-of-00003.jsonl", "c4-train.{:05}-of-00003.json.gz", "x-{:05}-of-00003.jsonl.gz"],
+}
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [(k, p) for k, patterns in SHARDS.items() for p in patterns])
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path, kind: str, pattern: str) -> None:
+    write = {"parquet": write_parquet, "arrayrecord": write_arrayrecord, "jsonl": write_jsonl}[kind]
+    folder = tmp_path / "d"
+    folder.mkdir()
+    for shard in range(3):
+        write(folder / pattern.format(shard), [f"text {shard}"])
+    (folder / "dataset_info.json").write_text("{}")
+    assert texts(source(kind, folder)) == ["text 0", "text 1", "text 2"]
+    (folder / pattern.format(1)).unlink()
+    for path in (folder, f"{folder}/*-of-*"):
+        with pytest.raises(ConfigError, match=rf"shard .*{pattern.format(1)} is missing"):
+            source(kind, path)
+    left = source(kind, folder, "skip_bad_records=true")
+    assert texts(left) == ["text 0", "text 2"] and len(left.missing_shards) == 1
+    one_by_one = ";".join(str(folder / pattern.format(shard)) for shard in (2, 0))
+    assert texts(source(kind, one_by_one)) == ["text 2", "text 0"]
+
+
+def test_several_paths_follow_one_another_as_written(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ["b"])
+    (tmp_path / "d").mkdir()
+    write_jsonl(tmp_path / "d/2.jsonl", ["d2"])
+    write_gzip(tmp_path / "d/1.jsonl.gz", ["d1"])
+    several = f"{tmp_path}/b.jsonl; {tmp_path}/d ;{tmp_path}/[b]*.jsonl"
+    assert texts(source("jsonl", several)) == ["b", "d1", "d2", "b"]
+    with pytest.raises(ConfigError, match=r"an empty path between two ';'; works: dataset_path='a;b'"):
+        source("jsonl", "a;;b")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> fsspec.AbstractFileSystem:
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    return store
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_path_with_a_scheme_is_read_through_fsspec(
+    tmp_path: Path, memory: fsspec.AbstractFileSystem, name: str
+) -> None:
+    kind, file_name, write = WRITERS[name]
+    memory.pipe(f"/bucket/d/{file_name}", write(tmp_path / file_name, TEXTS).read_bytes())
+    memory.pipe(f"/bucket/d/.hidden/{file_name}", b"no data")
+    memory.pipe("/bucket/d/README.md", b"no data")
+    for path in (f"memory://bucket/d/{file_name}", "memory://bucket/d", "memory://bucket/d/a.*"):
+        assert texts(source(kind, path)) == TEXTS
+    documents = source(kind, "memory://bucket/d")
+    documents.refuse_changed()
+    memory.pipe(f"/bucket/d/{file_name}", b"other")
+    with pytest.raises(ConfigError, match=f"memory:.*{file_name} changed while it was read"):
+        documents.refuse_changed()
+    memory.rm(f"/bucket/d/{file_name}")
+    with pytest.raises(ConfigError, match=f"{file_name} vanished"):
+        documents.refuse_changed()
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("gs://bucket/a.jsonl", "pip install gcsfs"),
+        ("s3://bucket/a.jsonl", "pip install s3fs"),
+        ("nowhere://bucket/a.jsonl", "nowhere"),
+        ("memory://bucket/none.jsonl", "no such file or folder"),
+        ("memory://bucket/*.none", "the glob matches no file"),
+    ],
+)
+def test_a_scheme_that_cannot_be_read_says_what_it_needs(
+    memory: fsspec.AbstractFileSystem, path: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("gcsfs", "s3fs"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=problem) as raised:
+        source("jsonl", path)
+    assert str(raised.value).startswith(f"dataset_path={path!r}") and "\n" not in str(raised.value)

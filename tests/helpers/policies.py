@@ -1,0 +1,53 @@
+"""The smallest run of reinforcement learning: prompts of arithmetic, a model of one layer, a reward of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from maxbatch import load_config
+from maxbatch.rl.loop import train_policy
+from tests.helpers.tiny import TINY_MODEL, read_metrics
+
+RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
+GROUP = 4
+REWARD = """
+def digits(prompt, response, record):
+    return sum(c.isdigit() for c in response) / 10
+
+
+def is_long(prompt, response, record):
+    return float(len(response) > 4)
+"""
+KEYS = (
+    *TINY_MODEL[:-1],
+    "base_num_decoder_layers=1",
+    "max_target_length=24",
+    "max_prefill_predict_length=16",
+    "warm_start_steps=0",
+    "batch_size=8",
+    f"num_generations={GROUP}",
+    "learning_rate=1e-2",
+    "steps=3",
+    "eval_interval=-1",
+    "generate_prompt=",
+)
+
+
+def reward_file(folder: Path) -> str:
+    path = folder / "rewards.py"
+    path.write_text(REWARD)
+    return f"reward={path}:digits"
+
+
+def policy_config(run_dir: Path, *overrides: str) -> ConfigDict:
+    keys = (*KEYS, reward_file(run_dir.parent), f"run_dir={run_dir}", "micro_batch_size=-1")
+    return load_config(RL, [*keys, *overrides])
+
+
+def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, Any]]:
+    train_policy(policy_config(run_dir, *overrides), jax.devices()[:devices])
+    return read_metrics(run_dir)

@@ -1,0 +1,52 @@
+"""Sweep files and what a sweep plans from them; shared by the tests of sweeps."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.commands.sweep.trials import PlannedTrials
+from maxbatch.runs.sweep_folder import SweepFolder, Trial, claim
+from tests.helpers.tiny import TINY_RUN
+
+BASE = dict(pair.split("=", 1) for pair in TINY_RUN) | {"steps": 4, "per_device_batch_size": 2}
+
+
+def write_sweep(parameters: Any, base: dict[str, Any] | None = None, **settings: Any) -> str:
+    """Write sweep.yml into the current folder."""
+    sweep = {"metric": "loss", "sweep_dir": "sw", "base": BASE | (base or {}), "parameters": parameters}
+    Path("sweep.yml").write_text(yaml.safe_dump(sweep | settings, sort_keys=False))
+    return "sweep.yml"
+
+
+def planned(parameters: Any, base: dict[str, Any] | None = None, **settings: Any) -> SweepFolder:
+    """Plan a sweep as the command does, without running it."""
+    sweep = SweepFile.read(write_sweep(parameters, base, **settings))
+    folder = SweepFolder(sweep.sweep_dir)
+    PlannedTrials(sweep, folder)
+    return folder
+
+
+RATES = {"learning_rate": ["1e-3", "3e-3"]}
+
+
+def wait_until_free(trial: Any) -> None:
+    end = time.monotonic() + 20
+    while (hold := claim(trial)) is None:
+        assert time.monotonic() < end, f"{trial.folder} is still being trained"
+        time.sleep(0.05)
+    hold.close()
+
+
+def write_evals(trial: Trial, *losses: float) -> None:
+    """Write what a trial would have recorded: an eval every second update."""
+    lines: list[dict[str, Any]] = []
+    for number, loss in enumerate(losses, start=1):
+        lines.append({"step": 2 * number - 1, "tokens_seen": 128 * number - 64, "loss": 1.0})
+        lines.append({"step": 2 * number, "tokens_seen": 128 * number, "loss": 1.0, "eval_loss": loss})
+    (trial.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

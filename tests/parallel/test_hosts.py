@@ -1,0 +1,228 @@
+"""One stream from any number of hosts: real processes, real collectives, the same updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxbatch import ConfigError
+from maxbatch.parallel import hosts
+from tests.helpers.command import environment, maxbatch, wait_until
+from tests.helpers.tiny import TINY_RUN, read_metrics
+
+RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
+SAME = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint", "learning_rate")
+
+
+def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
+    """Starts the command in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "maxbatch", "train", *TINY_RUN, f"run_dir={run_dir}", *arguments],
+        env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def assert_same(run: Path, reference: Path) -> None:
+    ours, theirs = read_metrics(run), read_metrics(reference)
+    assert [[m[k] for k in SAME] for m in ours] == [[m[k] for k in SAME] for m in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        for key in {"loss", "grad_norm", "eval_loss"} & other.keys():
+            assert mine[key] == pytest.approx(other[key], rel=2e-4), (mine["step"], key)
+
+
+def recorded(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("hosts") / "one"
+    code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=2"))
+    assert code == 0, output
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "num_hosts", "more"),
+    [
+        (4, 2, ()),
+        (4, 2, ("expansion_factor_real_data=2", "ici_tensor_parallelism=2", "per_device_batch_size=2")),
+        (4, 4, ("expansion_factor_real_data=2", "ici_data_parallelism=2")),
+        (8, 4, ("expansion_factor_real_data=4", "ici_tensor_parallelism=4")),  # a row lies on two hosts
+    ],
+)
+def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
+    tmp_path: Path, one_process: Path, devices: int, num_hosts: int, more: tuple[str, ...]
+) -> None:
+    """Ramp, accumulation and eval included."""
+    run_dir = tmp_path / "run"
+    simulated = ("--simulate-devices", str(devices), "--simulate-hosts", str(num_hosts))
+    code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=1", *more, *simulated))
+    assert code == 0, output
+    assert_same(run_dir, one_process)
+    assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, (
+        "nothing compiles after the first step"
+    )
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(tmp_path: Path) -> None:
+    """Four hosts, two of them, one process, and four of which two load."""
+    run_dir, reference = tmp_path / "run", tmp_path / "reference"
+    ramp = ("batch_size_schedule=0:8 50:16 200:24 600:32", "steps=40", "checkpoint_period=4")
+    code, output = finish(train(reference, *ramp, "per_device_batch_size=4"))
+    assert code == 0, output
+
+    def resume(*arguments: str, until: int) -> subprocess.Popen[str]:
+        process = train(run_dir, *ramp, "per_device_batch_size=2", *arguments)
+        wait_until(lambda: recorded(run_dir) >= until, process)
+        return process
+
+    four = ("--simulate-devices", "4", "--simulate-hosts", "4")
+    killed = resume(*four, until=6)
+    os.kill(killed.pid, signal.SIGKILL)  # the command alone; its hosts must not outlive it
+    code, _ = finish(killed, timeout=20)  # the pipe of its output closes with the last of them
+    assert code == -signal.SIGKILL
+
+    half = "expansion_factor_real_data=0.5"
+    stopped = resume(half, "--simulate-devices", "4", "--simulate-hosts", "2", until=12)
+    stopped.send_signal(signal.SIGTERM)
+    code, output = finish(stopped)
+    assert code == 75 and "saved" in output, output
+
+    one = resume("--simulate-devices", "8", until=18)
+    os.killpg(one.pid, signal.SIGKILL)
+    finish(one)
+    assert recorded(run_dir) < 40
+
+    code, output = finish(
+        train(run_dir, *ramp, "per_device_batch_size=2", "expansion_factor_real_data=2", *four)
+    )
+    assert code == 0, output
+    assert_same(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Path) -> None:
+    process = train(tmp_path / "run", "steps=100000", "--simulate-hosts", "3")
+    wait_until(lambda: recorded(tmp_path / "run") >= 2, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    start = time.monotonic()
+    os.kill(int(children[2]), signal.SIGKILL)
+    code, output = finish(process, timeout=60)
+    assert code == 1 and time.monotonic() - start < 60
+    assert "host 2 of 3 was killed by SIGKILL" in output.splitlines()[-1]
+
+
+# Runs in every Python process of a test: gives each host a home of its own, and notes the data files it opens.
+SITECUSTOMIZE = """
+    import os, sys
+    host = os.environ.get("JAX_PROCESS_ID")
+    if host is not None:
+        os.environ["HOME"] = os.path.join(os.environ["HOMES"], host)
+        os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["HOME"], "cache")
+        log = os.open(os.path.join(os.environ["HOMES"], "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def note(event, arguments):
+            if event == "open" and isinstance(arguments[0], str):
+                if arguments[0].endswith((".jsonl", "tokens.bin", "offsets.npy", "manifest.json")):
+                    os.write(log, f"{host} {arguments[0]}\\n".encode())
+
+        sys.addaudithook(note)
+"""
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> dict[str, str]:
+    """Four hosts with a file system of their own each; the variables that make it so."""
+    for host in range(4):
+        home = tmp_path / "homes" / str(host)
+        home.mkdir(parents=True)
+        lines = [json.dumps({"text": f"document {i} says {i * i}"}) for i in range(200)]
+        (home / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(SITECUSTOMIZE))
+    return {"PYTHONPATH": str(tmp_path / "site"), "HOMES": str(tmp_path / "homes")}
+
+
+DATA = ("dataset_type=jsonl", "dataset_path=~/data.jsonl", "per_device_batch_size=2", "steps=3")
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict[str, str]) -> None:
+    for host in (1, 3):
+        (tmp_path / "homes" / str(host) / "data.jsonl").unlink()
+    expanded = (
+        "expansion_factor_real_data=2",
+        "eval_fraction=0.1",
+        "eval_interval=2",
+        "--simulate-hosts",
+        "4",
+    )
+    code, output = finish(train(tmp_path / "run", *DATA, *expanded, **homes))
+    assert code == 0, output
+    readers = {line.split()[0] for line in (tmp_path / "homes" / "log").read_text().splitlines()}
+    assert readers == {"0", "2"}
+
+
+@pytest.mark.slow
+def test_what_one_host_cannot_read_ends_all_with_its_message(tmp_path: Path, homes: dict[str, str]) -> None:
+    (tmp_path / "homes" / "1" / "data.jsonl").unlink()
+    start = time.monotonic()
+    code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes), timeout=60)
+    assert code == 2 and time.monotonic() - start < 60
+    assert output.count("\n") == 1 and "host 1: dataset_path='~/data.jsonl': no such file" in output, output
+
+
+@pytest.mark.slow
+def test_hosts_that_see_different_data_are_refused(tmp_path: Path, homes: dict[str, str]) -> None:
+    data = tmp_path / "homes" / "1" / "data.jsonl"
+    data.write_text(data.read_text().replace("document 7 ", "document 8 "))
+    code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes))
+    assert code == 2 and "content on host 1" in output.splitlines()[0], output
+
+
+def test_hosts_that_do_not_divide_the_devices_are_refused_with_the_nearest() -> None:
+    refused = maxbatch("train", "--simulate-devices", "4", "--simulate-hosts", "3")
+    assert refused.returncode == 2 and refused.stderr.endswith("works: --simulate-hosts 2\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "JAX_COORDINATOR_ADDRESS"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "0"}, "JAX_NUM_PROCESSES"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "works: .*=1$"),
+        ({"JAX_COORDINATOR_ADDRESS": "a", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, "works: a:8476$"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES"),
+    ],
+)
+def test_half_a_cluster_in_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        hosts.join()
+
+
+def test_one_process_tells_itself() -> None:
+    assert hosts.is_first() and hosts.broadcast(lambda: [1, "a"]) == [1, "a"] and hosts.gather(3) == [3]

@@ -1,0 +1,327 @@
+"""The batch plan: the identities of its numbers, every rejection, and that the value it names really works."""
+
+from __future__ import annotations
+
+import shlex
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from maxbatch import BatchPlan, ConfigError, load_config
+from maxbatch.plan.batch import check_batch_keys
+
+RAMP = ["enable_rampup_batch_size=true"]
+
+
+def plan_of(overrides: list[str], num_devices: int = 1, num_hosts: int = 1, **keywords: Any) -> BatchPlan:
+    return BatchPlan.from_config(load_config(overrides=overrides), num_devices, num_hosts, **keywords)
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 5), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4), st.integers(0, 4),
+    st.sampled_from(["tensor", "pipeline", "data"]), st.sampled_from([1, 2]),
+)  # fmt: skip
+def test_the_numbers_follow_from_one_another(
+    rows: int, g: int, num_devices: int, hosts_log: int, e_log: int, axis: str, size: int
+) -> None:
+    num_hosts = min(2**hosts_log, num_devices)
+    e = min(2**e_log, num_hosts)
+    size = min(size, num_devices)
+    overrides = [f"per_device_batch_size={rows}", f"gradient_accumulation_steps={g}"]
+    overrides += [f"expansion_factor_real_data={e}", f"ici_{axis}_parallelism={size}"]
+    plan = plan_of(overrides, num_devices, num_hosts).to_dict()
+    p = plan["per_device_batch_size"]
+    batch = plan["global_batch_size_to_train_on"]
+    assert (p, plan["gradient_accumulation_steps"]) == (rows, g)
+    assert plan["micro_batch_size_to_train_on"] == p * num_devices
+    assert batch == p * num_devices * g
+    assert plan["per_replica_batch_size"] == p * g
+    assert plan["global_batch_size_to_load"] == batch * e
+    assert plan["num_loading_hosts"] * e == num_hosts
+    assert plan["num_pipeline_stages"] == (size if axis == "pipeline" else 1)
+    assert plan["batch_shards"] * (1 if axis == "data" else size) == num_devices
+    assert plan["pipeline_microbatch_size"] * plan["num_pipeline_microbatches"] == p * num_devices
+    assert plan["tokens_per_step"] == batch * 256
+    assert plan["total_samples"] == 200 * batch
+    assert all(
+        isinstance(value, int)
+        for name, value in plan.items()
+        if name != "pipeline_bubble" and isinstance(value, int | float)
+    )
+
+
+@given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16]))
+def test_a_global_batch_is_kept_on_any_number_of_devices(units: int, num_devices: int) -> None:
+    plan = plan_of([f"global_batch_size={16 * units}", "per_device_batch_size=4"], num_devices)
+    assert plan.global_batch_size_to_train_on == 16 * units
+    assert plan.micro_batch_size_to_train_on <= 4 * num_devices
+    if 16 * units % (4 * num_devices) == 0:
+        assert plan.gradient_accumulation_steps == 16 * units // (4 * num_devices)
+
+
+def test_a_plan_for_a_pod() -> None:
+    overrides = ["per_device_batch_size=2", "gradient_accumulation_steps=4", "expansion_factor_real_data=8"]
+    overrides += ["ici_tensor_parallelism=8", "dcn_data_parallelism=4", "train_tokens=10B"]
+    plan = plan_of(overrides, 10240, 2560, num_slices=4, samples_per_epoch=1_000_000).to_dict()
+    assert plan["batch_shards"] == 1280
+    assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (81920, 655360)
+    assert plan["num_loading_hosts"] == 320
+    assert (plan["total_samples"], plan["total_steps"]) == (39062500, 477)
+    assert (plan["steps_per_epoch"], plan["epochs"]) == (13, 39.0625)
+
+
+def test_fractions_of_a_row_per_device_are_exact() -> None:
+    overrides = ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1", "gradient_accumulation_steps=3"]
+    plan = plan_of([*overrides, "per_device_batch_size=1/3"], 12)
+    assert plan.per_device_batch_size == Fraction(1, 3)
+    assert (plan.micro_batch_size_to_train_on, plan.per_replica_batch_size) == (4, 1)
+    assert plan_of([*overrides, "per_device_batch_size=0.1"], 30).micro_batch_size_to_train_on == 3
+
+
+def test_the_top_level_numbers_are_the_last_stages() -> None:
+    plan = plan_of([*RAMP, "gradient_accumulation_steps=2"], 2).to_dict()
+    last = plan["stages"][-1]
+    assert plan["global_batch_size_to_train_on"] == last["global_batch_size"] == 64
+    assert (plan["rampup_end_step"], plan["rampup_end_sample"]) == (last["first_step"], last["first_sample"])
+    assert sum(stage["num_steps"] for stage in plan["stages"]) == plan["total_steps"] == 200
+    assert sum(stage["num_samples"] for stage in plan["stages"]) == plan["total_samples"]
+    assert set(last) == {
+        "per_device_batch_size", "global_batch_size", "gradient_accumulation_steps", "micro_batch_size_to_train_on",
+        "first_step", "num_steps", "first_sample", "num_samples", "learning_rate_scale",
+    }  # fmt: skip
+    constant = plan_of([]).to_dict()
+    assert (constant["rampup_end_step"], constant["rampup_end_sample"], len(constant["stages"])) == (0, 0, 1)
+
+
+def test_a_run_that_ends_inside_its_ramp_is_warned_about() -> None:
+    short, exact, long = (plan_of([*RAMP, f"train_samples={n}"]) for n in (499, 500, 501))
+    assert "ends inside its ramp" in short.warnings[0]
+    assert exact.warnings == long.warnings == ()
+    assert short.rampup_end_sample == long.rampup_end_sample
+
+
+def test_unknown_epochs_are_null() -> None:
+    plan = plan_of(["num_epochs=2"]).to_dict()
+    assert plan["total_steps"] is plan["total_samples"] is plan["steps_per_epoch"] is None
+    assert plan["epochs"] == 2
+    assert plan["stages"][0]["num_steps"] is None
+    known = plan_of(["num_epochs=2"], samples_per_epoch=100).to_dict()
+    assert (known["total_steps"], known["total_samples"], known["steps_per_epoch"]) == (13, 200, 7)
+
+
+def test_eval_has_its_own_arithmetic() -> None:
+    assert plan_of(["gradient_accumulation_steps=4"], 4).eval_batch_size == 64
+    assert plan_of(["eval_per_device_batch_size=3"], 4).eval_batch_size == 12
+    # As a cap, p need not be a multiple of anything; eval takes what fits under it.
+    assert plan_of(["global_batch_size=64", "per_device_batch_size=2.9"], 4).eval_batch_size == 8
+
+
+def test_the_layout_is_axolotls_example() -> None:
+    plan = plan_of(["per_device_batch_size=3", "gradient_accumulation_steps=2"], 3)
+    assert plan.layout() == [[(0, 3), (3, 6), (6, 9)], [(9, 12), (12, 15), (15, 18)]]
+
+
+# --- rejections ---------------------------------------------------------------------------------------------
+
+# overrides; devices, hosts; what the message says of key, value and rule
+REJECTIONS: list[tuple[list[str], int, int, str]] = [
+    (["per_device_batch_size=0"], 1, 1, "per_device_batch_size=0: must be greater than 0"),
+    (["per_device_batch_size=-2"], 1, 1, "per_device_batch_size=-2: must be greater than 0"),
+    (["per_device_batch_size=0.3"], 4, 1, "per_device_batch_size=0.3: x 4 devices = 1.2 must be a whole number"),
+    (["per_device_batch_size=1/3"], 4, 1, "per_device_batch_size=1/3: x 4 devices = 4/3 must be a whole number"),
+    (["per_device_batch_size=0.5"], 4, 1, "per_device_batch_size=0.5: x 4 devices = 2 must be divisible by the 4"),
+    (["gradient_accumulation_steps=0"], 1, 1, "gradient_accumulation_steps=0: must be at least 1"),
+    (["expansion_factor_real_data=0"], 4, 4, "expansion_factor_real_data=0: must be -1, a whole number"),
+    (["expansion_factor_real_data=-2"], 4, 4, "expansion_factor_real_data=-2: must be -1, a whole number"),
+    (["expansion_factor_real_data=2.5"], 4, 4, "expansion_factor_real_data=2.5: above 1 it must be whole"),
+    (["expansion_factor_real_data=3"], 4, 4, "expansion_factor_real_data=3: must divide the 4 hosts"),
+    (["expansion_factor_real_data=8"], 4, 4, "expansion_factor_real_data=8: must divide the 4 hosts"),
+    (["expansion_factor_real_data=0.4"], 4, 4, "expansion_factor_real_data=0.4: below 1 it must be 1 / a whole"),
+    (["expansion_factor_real_data=2/3"], 4, 4, "expansion_factor_real_data=2/3: below 1 it must be 1 / a whole"),
+    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=3"], 4, 1,
+     "num_pipeline_microbatches=3: must be a multiple of the 2 pipeline stages"),
+    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=12"], 4, 1,
+     "num_pipeline_microbatches=12: the micro-batch of 64 must be divisible by 2 batch shards x 12"),
+    (["ici_pipeline_parallelism=2", "num_pipeline_microbatches=4", "per_device_batch_size=1/2"], 4, 1,
+     "per_device_batch_size=0.5: the micro-batch of 2 must be divisible by 2 batch shards x 4"),
+    (["num_pipeline_microbatches=0"], 1, 1, "num_pipeline_microbatches=0: must be at least 1 (or -1)"),
+    ([*RAMP, "per_device_batch_size=15"], 1, 1, "per_device_batch_size_increment=4: increments from"),
+    ([*RAMP, "per_device_batch_size=4"], 1, 1, "per_device_batch_size_increment=4: increments from"),
+    ([*RAMP, "per_device_batch_size=2"], 1, 1, "per_device_batch_size_increment=4: increments from"),
+    ([*RAMP, "per_device_batch_size_increment=0"], 1, 1, "per_device_batch_size_increment=0: must not be 0"),
+    ([*RAMP, "per_device_batch_size_increment=-5"], 1, 1, "per_device_batch_size_increment=-5: increments from"),
+    ([*RAMP, "per_device_batch_size_increment=0.0001"], 1, 1, "per_device_batch_size_increment=0.0001: increments"),
+    ([*RAMP, "per_device_batch_size_increment=3.5"], 1, 1, "per_device_batch_size_increment=3.5: increments from"),
+    ([*RAMP, "per_device_batch_size_increment=0.7"], 4, 1, "per_device_batch_size_increment=0.7: increments from"),
+    ([*RAMP, "per_device_batch_size_start=0.3"], 4, 1, "per_device_batch_size_increment=4: increments from"),
+    ([*RAMP, "global_rampup_samples=0"], 1, 1, "global_rampup_samples=0: must be at least 1"),
+    ([*RAMP, "per_device_batch_size_start=0.5", "per_device_batch_size_increment=0.5", "per_device_batch_size=2"],
+     4, 1, "per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5: every micro-batch ahead"),
+    ([*RAMP, "per_device_batch_size_start=3", "per_device_batch_size_increment=-0.5", "per_device_batch_size=0.5"],
+     4, 1, "per_device_batch_size_start=3, per_device_batch_size_increment=-0.5: every micro-batch ahead"),
+    (["global_batch_size=30"], 4, 1, "global_batch_size=30: must be divisible by 4 (the 4 batch shards)"),
+    (["global_batch_size=1"], 4, 1, "global_batch_size=1: must be divisible by 4"),
+    (["global_batch_size=32", "per_device_batch_size=1/2"], 4, 1,
+     "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
+    (["global_batch_size=36", "ici_pipeline_parallelism=2"], 8, 1,
+     "global_batch_size=36: must be divisible by 8 (4 batch shards x 2 pipeline microbatches)"),
+    (["global_batch_size=32", "per_device_batch_size=8", "num_pipeline_microbatches=12"], 4, 1,
+     "num_pipeline_microbatches=12: 4 batch shards x 12 pipeline microbatches = 48 samples must fit into one pass"),
+    (["batch_size_schedule=0:48 100:96", "per_device_batch_size=6", "num_pipeline_microbatches=7"], 8, 1,
+     "num_pipeline_microbatches=7: 8 batch shards x 7 pipeline microbatches = 56 samples must fit into one pass"),
+    (["global_batch_size=30", "per_device_batch_size=1/2"], 4, 1,
+     "per_device_batch_size=0.5: x 4 devices must hold at least 4 samples"),
+    (["batch_size_schedule=0:6 100:8 2Kt:9"], 1, 1, "batch_size_schedule=0:6 100:8 2Kt:9: thresholds must rise"),
+    (["batch_size_schedule=0:6 100:8 9000Kt:9"], 4, 1,
+     "every stage ahead must be divisible by 4 (the 4 batch shards), but stage 0 of 6, stage 2 of 9 cannot"),
+    (["batch_size_schedule=8"], 1, 1, "batch_size_schedule=8: 8 must be SAMPLES:BATCH"),
+    (["batch_size_schedule=0:x"], 1, 1, "batch_size_schedule=0:x: 0:x must be SAMPLES:BATCH"),
+    (["batch_size_schedule=0:0"], 1, 1, "batch_size_schedule=0:0: 0:0 must be SAMPLES:BATCH"),
+    (["batch_size_schedule=5:8 10:16"], 1, 1, "batch_size_schedule=5:8 10:16: must start at 0 samples"),
+    (["batch_size_schedule=0:8 10:16 10:32"], 1, 1, "thresholds must rise, 10:32 does not"),
+    (["batch_size_schedule=,"], 1, 1, "must be 1 to 10000 pairs SAMPLES:BATCH"),
+    (["global_batch_size=64", "gradient_accumulation_steps=3"], 1, 1,
+     "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with global_batch_size=64"),
+    (["batch_size_schedule=0:48 5:64", "gradient_accumulation_steps=3"], 1, 1,
+     "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with batch_size_schedule"),
+    (["batch_size_schedule=0:48 5:64", "global_batch_size=64"], 1, 1,
+     "global_batch_size=64: must agree with batch_size_schedule=0:48 5:64"),
+    (["eval_per_device_batch_size=0.5"], 4, 1,
+     "eval_per_device_batch_size=0.5: x 4 devices = 2 samples must be divisible by the 4 batch shards"),
+    (["eval_per_device_batch_size=0.3"], 4, 1, "eval_per_device_batch_size=0.3: x 4 devices = 1.2 samples must be"),
+    (["ici_pipeline_parallelism=4"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must multiply to the 6 devices"),
+    (["ici_pipeline_parallelism=4", "ici_fsdp_parallelism=1"], 6, 1, "ici_pipeline_parallelism=4: the ici axes must"),
+    (["ici_tensor_parallelism=3"], 4, 1, "ici_tensor_parallelism=3: the ici axes must multiply to the 4 devices"),
+]  # fmt: skip
+
+
+def plan_as_told(error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1) -> None:
+    """Plan with what the message names in place of what was stated."""
+    works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
+    assert works
+    plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60]
+)
+def test_a_rejection_is_one_line_with_a_value_that_works(
+    overrides: list[str], num_devices: int, num_hosts: int, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(overrides, num_devices, num_hosts)
+    message = str(caught.value)
+    assert said in message and "\n" not in message and len(message) < 500
+    plan_as_told(caught.value, dict(override.split("=", 1) for override in overrides), num_devices, num_hosts)
+
+
+def sizes(most: int) -> st.SearchStrategy[str]:
+    """Numbers of rows per device as they are written: whole, fractions, decimals."""
+    fractions = st.tuples(st.integers(1, 6 * most), st.integers(1, 6)).map(lambda f: f"{f[0]}/{f[1]}")
+    return st.integers(1, most).map(str) | fractions | st.sampled_from(["0.1", "0.25", "1.5", "2.3", "7.5"])
+
+
+@given(
+    sizes(8), sizes(9), sizes(40), st.booleans(), st.sampled_from([1, 2, 4, 6, 12]), st.sampled_from([1, 2])
+)
+def test_what_is_named_in_place_of_a_ramp_works(
+    start: str, increment: str, target: str, falls: bool, num_devices: int, tensor: int
+) -> None:
+    assume(num_devices % tensor == 0)
+    stated = {
+        "enable_rampup_batch_size": "true",
+        "global_rampup_samples": "1000",
+        "per_device_batch_size_start": start,
+        "per_device_batch_size_increment": f"-{increment}" if falls else increment,
+        "per_device_batch_size": target,
+        "ici_tensor_parallelism": str(tensor),
+    }
+    try:
+        plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
+    except ConfigError as error:
+        plan_as_told(error, stated, num_devices)
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    sizes(8),
+    st.integers(1, 14),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2]),
+)
+def test_what_is_named_in_place_of_batches_in_a_pipeline_works(
+    batches: list[int], rows: str, parts: int, num_devices: int, pipeline: int
+) -> None:
+    assume(num_devices % pipeline == 0)
+    stated = {
+        "batch_size_schedule": " ".join(f"{100 * i}:{batch}" for i, batch in enumerate(batches)),
+        "per_device_batch_size": rows,
+        "num_pipeline_microbatches": str(parts * pipeline),
+        "ici_pipeline_parallelism": str(pipeline),
+    }
+    try:
+        plan_of([f"{key}={value}" for key, value in stated.items()], num_devices)
+    except ConfigError as error:
+        plan_as_told(error, stated, num_devices)
+
+
+def test_all_stages_that_do_not_fit_are_named_at_once() -> None:
+    overrides = [*RAMP, "per_device_batch_size_start=1", "per_device_batch_size_increment=0.5"]
+    with pytest.raises(ConfigError, match=r"stage 1 \(6\), stage 3 \(10\), stage 5 \(14\) cannot; works: "):
+        plan_of([*overrides, "per_device_batch_size=4"], 4)
+
+
+def test_what_needs_no_devices_is_checked_without_them() -> None:
+    for overrides in (
+        ["expansion_factor_real_data=0"],
+        [*RAMP, "per_device_batch_size=15"],
+        ["batch_size_schedule=1:2"],
+    ):
+        with pytest.raises(ConfigError):
+            check_batch_keys(load_config(overrides=overrides))
+    check_batch_keys(load_config(overrides=["per_device_batch_size=0.3"]))
+
+
+@pytest.mark.parametrize(("num_devices", "num_hosts"), [(4, 3), (2, 4), (0, 1), (1, 0)])
+def test_hosts_divide_the_devices(num_devices: int, num_hosts: int) -> None:
+    with pytest.raises(ConfigError, match=r"num_(devices|hosts)=\d: must .*; works: num_"):
+        plan_of([], num_devices, num_hosts)
+
+
+@pytest.mark.parametrize(
+    ("e", "hosts_now", "hosts_then", "works"),
+    [
+        ("0.5", 2, 4, None),
+        ("1/3", 2, 6, None),
+        ("0.5", 2, None, None),  # nothing to check it against
+        ("0.5", 4, 4, None),  # the same command again, on the same hosts
+        ("-1", 2, 8, None),
+        ("0.5", 2, 8, "1/4"),
+        ("0.5", 8, 2, "-1"),
+        ("0.5", 4, 6, "-1"),
+    ],
+)
+def test_a_factor_below_one_must_be_hosts_now_over_hosts_then(
+    e: str, hosts_now: int, hosts_then: int | None, works: str | None
+) -> None:
+    override = [f"expansion_factor_real_data={e}"]
+    checkpoint_hosts = hosts_then and (hosts_then, hosts_then)
+    if works is None:
+        plan = plan_of(override, 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
+        # The full batch is trained, and by all hosts.
+        assert plan.global_batch_size_to_load == plan.global_batch_size_to_train_on == 128
+        assert plan.num_loading_hosts == hosts_now
+        return
+    with pytest.raises(ConfigError, match=f"works: expansion_factor_real_data={works}$") as caught:
+        plan_of(override, 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
+    plan_of([str(caught.value).partition("works: ")[2]], 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
+
+
+def test_a_factor_below_one_counts_the_hosts_that_loaded() -> None:
+    """4 hosts of which 2 loaded, then 1: half as many load."""
+    plan_of(["expansion_factor_real_data=0.5"], 8, 1, checkpoint_hosts=(4, 2))
+    with pytest.raises(ConfigError, match=r"1/2; works: expansion_factor_real_data=1/2$"):
+        plan_of(["expansion_factor_real_data=0.25"], 8, 1, checkpoint_hosts=(4, 2))

@@ -1,0 +1,125 @@
+"""The batch of reinforcement learning: one vocabulary of prompts, pairs and chunks, checked before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
+from maxbatch.cli import main
+from maxbatch.config.loading import RL_BATCH_KEYS, dump_config
+
+RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
+BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
+
+
+def plan(*overrides: str, devices: int = 1) -> BatchPlan:
+    return BatchPlan.from_config(load_config(RL, [*BATCH, *overrides]), devices)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "expected"),
+    [
+        ((), 1, {"micro_batch_size": 32, "num_micro_batches": 1, "per_device_batch_size": 32}),
+        (("micro_batch_size=8",), 4, {"num_micro_batches": 4, "per_device_batch_size": 2}),
+        (("train_micro_batch_size=4",), 1, {"micro_batch_size": 16, "rollout_micro_batch_size": 8}),
+        (
+            ("micro_batch_size=4", "rollout_micro_batch_size=2"),
+            2,
+            {"train_micro_batch_size": 1, "rollout_micro_batch_size": 2, "num_micro_batches": 8},
+        ),
+        (
+            ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25", "batch_size=6"),
+            8,
+            {"num_trainer_devices": 6, "num_sampler_devices": 2, "batch_shards": 6, "micro_batch_size": 24},
+        ),
+        (("num_iterations=2", "steps=10"), 1, {"total_steps": 10, "total_samples": 40}),
+        (("train_samples=20",), 1, {"total_steps": 3, "total_samples": 20}),
+    ],
+)
+def test_every_number_of_the_batch_is_planned(
+    overrides: tuple[str, ...], devices: int, expected: dict[str, int]
+) -> None:
+    numbers = plan(*overrides, devices=devices).to_dict()
+    pairs = numbers["batch_size"] * 4
+    assert numbers["effective_batch_size"] == numbers["global_batch_size_to_train_on"] == pairs
+    assert numbers["micro_batch_size"] * numbers["num_micro_batches"] == pairs
+    assert {name: numbers[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("micro_batch_size=3", "micro_batch_size=4"),  # cuts a group
+        ("micro_batch_size=12", "micro_batch_size=8"),  # does not divide the pairs
+        ("micro_batch_size=64", "micro_batch_size=32"),  # more than there are
+        ("micro_batch_size=-4", "micro_batch_size=-1"),
+        ("train_micro_batch_size=3", "train_micro_batch_size=2"),
+        ("rollout_micro_batch_size=16", "rollout_micro_batch_size=8"),
+        ("per_device_batch_size=4", "batch_size=null, or per_device_batch_size left out"),
+        ("gradient_accumulation_steps=2", "batch_size=null, or gradient_accumulation_steps left out"),
+        ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
+        ("train_tokens=100", "train_tokens=null"),
+        ("max_prefill_predict_length=20", "max_target_length=40"),
+    ],
+)
+def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
+    override: str, works: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", RL, *BATCH, override]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")]
+    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0]
+
+
+def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
+    with pytest.raises(ConfigError, match=r"micro_batch_size=4: .* works: micro_batch_size=8"):
+        plan("micro_batch_size=4", devices=8)
+    with pytest.raises(
+        ConfigError, match=r"sampler_devices_fraction=0.5.* works: sampler_devices_fraction=1/4"
+    ):
+        plan("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5", devices=8)
+
+
+def test_a_position_counts_prompts_and_moves_after_the_last_update_of_a_batch() -> None:
+    manager = RampupBatchManager.from_config(load_config(RL, [*BATCH, "num_iterations=3", "steps=9"]))
+    assert [manager.position_after(step) for step in range(7)] == [0, 0, 0, 8, 8, 8, 16]
+    assert [manager.step_at(samples) for samples in (0, 8, 16)] == [0, 3, 6]
+    assert manager.batch_size_at(8) == 32 and manager.total_samples == 24
+    assert manager.resumed_at(6, 16).total_steps == 9
+
+
+def test_the_config_of_a_run_says_the_same_again(tmp_path: Path) -> None:
+    config = load_config(RL, BATCH)
+    (tmp_path / "config.yml").write_text(dump_config(config))
+    assert load_config(tmp_path / "config.yml") == config
+
+
+def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", RL]) == 2
+    assert "works: batch_size=null" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", RL_BATCH_KEYS)
+def test_keys_of_pairs_that_would_do_nothing_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"{name}=6"]) == 2
+    error = capsys.readouterr().err
+    assert f"{name}=6: belongs to reinforcement learning" in error
+    (tmp_path / "pairs.yml").write_text(f"{name}: 6\n")
+    assert main(["plan", str(tmp_path / "pairs.yml")]) == 2
+    assert main(["plan", str(tmp_path / "pairs.yml"), *error.partition("works: ")[2].split()]) == 0
+    assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
+
+
+def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RL, *BATCH, "--layout"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "32 pairs per update = 8 prompts x 4 responses" in out
+        and "S1 to S4 are the pairs of stream[s]" in out
+    )
+    assert main(["plan", RL, *BATCH, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 32

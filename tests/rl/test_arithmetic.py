@@ -1,0 +1,74 @@
+"""The task that needs no download."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+
+import pytest
+from ml_collections import ConfigDict
+
+from maxbatch import load_config
+from maxbatch.config.loading import configs_dir
+from maxbatch.rl import arithmetic
+from maxbatch.rl.prompts import PromptSource
+
+
+def config(*overrides: str) -> ConfigDict:
+    return load_config(configs_dir() / "post_train" / "rl.yml", overrides)
+
+
+def test_every_sum_is_a_record_once_and_its_answer_is_right() -> None:
+    records = arithmetic.records()
+    terms = [tuple(map(int, record["prompt"].removesuffix("=").split("+"))) for record in records]
+    assert sorted(terms) == list(itertools.product(range(10), repeat=arithmetic.NUM_TERMS))
+    for record, numbers in zip(records, terms, strict=True):
+        assert int(record["answer"]) == sum(numbers)
+        assert arithmetic.is_right(record["prompt"], record["answer"], record) == 1.0
+
+
+def test_only_the_answer_is_right_whatever_spaces_are_around_it() -> None:
+    record = next(record for record in arithmetic.records() if record["prompt"] == "7+8+5+2=")
+    right = ("22", " 22\n")
+    wrong = ("23", "022", "2", "222", "", "2 2", "22 1")
+    scores = [arithmetic.is_right(record["prompt"], response, record) for response in (*right, *wrong)]
+    assert scores == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_every_part_of_the_records_is_as_good_as_a_sample() -> None:
+    held_out = PromptSource(config()).held_out()
+    assert held_out is not None and held_out.num_prompts == 1000
+    for place in range(0, 2 * arithmetic.NUM_TERMS, 2):
+        counts = Counter(prompt.text[place] for prompt in held_out.read(0, 1000))
+        assert len(counts) == 10 and min(counts.values()) > 60
+
+
+def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() -> None:
+    held_out = PromptSource(config()).held_out()
+    assert held_out is not None
+    unseen = {prompt.text for prompt in held_out.read(0, held_out.num_prompts)}
+    slips: Counter[int] = Counter()
+    prompts = set()
+    for text in arithmetic.worked_examples(config(), 20_000):
+        question, answer = text.split("=")
+        prompts.add(f"{question}=")
+        slips[int(answer) - sum(map(int, question.split("+")))] += 1
+    assert not prompts & unseen
+    assert len(prompts) > 7500
+    assert set(slips) == set(arithmetic.SLIPS)
+    assert slips[0] / 20_000 == pytest.approx(0.2, abs=0.01)
+
+
+def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> None:
+    def some(count: int, *overrides: str) -> list[str]:
+        return list(arithmetic.worked_examples(config(*overrides), count))
+
+    assert some(50) == some(100)[:50]
+    assert some(50) != some(50, "data_shuffle_seed=1")
+    assert some(50, "eval_fraction=0") != some(50)
+
+
+def test_worked_examples_are_written_as_the_template_says() -> None:
+    text = next(arithmetic.worked_examples(config("prompt_template=Sum: {prompt}\n"), 1))
+    assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)

@@ -1,0 +1,156 @@
+"""Reinforcement learning keeps the promises of the batch: chunks, devices and resumes do not show in the update."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxbatch.cli import main
+from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
+from tests.helpers.tiny import read_metrics
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One device, no chunks."""
+    return train(tmp_path_factory.mktemp("reference") / "run")
+
+
+def assert_same(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert [r["step"] for r in records] == [r["step"] for r in expected]
+    for record, other in zip(records, expected, strict=True):
+        assert record["data_fingerprint"] == other["data_fingerprint"], "the same responses"
+        assert record["samples_seen"] == other["samples_seen"]
+        for name in ("loss", "grad_norm", "reward", "entropy", "response_length"):
+            np.testing.assert_allclose(record[name], other[name], rtol=2e-4, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("micro_batch_size", [-1, GROUP, 2 * GROUP, 4 * GROUP])
+def test_chunks_and_devices_give_the_same_responses_and_losses(
+    devices: int, micro_batch_size: int, reference: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    records = train(tmp_path / "run", f"micro_batch_size={micro_batch_size}", devices=devices)
+    assert_same(records, reference)
+
+
+def test_two_meshes_side_by_side_give_the_same_updates(
+    reference: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "micro_batch_size=8")
+    records = train(tmp_path / "run", *apart, devices=4)
+    assert_same(records, reference)
+    assert all(0 <= record["busy_fraction/both"] <= 1 for record in records)
+
+
+def test_chunks_of_sampling_and_of_training_need_not_be_the_same(
+    reference: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    records = train(tmp_path / "run", "train_micro_batch_size=4", "rollout_micro_batch_size=2")
+    assert_same(records, reference)
+
+
+def test_a_length_in_prompts_is_met_exactly(tmp_path: Path) -> None:
+    records = train(tmp_path / "run", "steps=null", "train_samples=11", "micro_batch_size=8")
+    assert [record["samples_seen"] for record in records] == [8, 11]
+    assert [record["global_batch_size"] for record in records] == [8 * GROUP, 3 * GROUP]
+
+
+def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_nothing(tmp_path: Path) -> None:
+    keys = ("num_iterations=2", "grpo_beta=0.1", "micro_batch_size=16", "learning_rate_schedule=constant")
+    whole = train(tmp_path / "whole", *keys, "steps=6")
+    train(tmp_path / "parts", *keys, "steps=2")
+    parts = train(tmp_path / "parts", *keys, "steps=6")
+    assert [record["samples_seen"] for record in whole] == [0, 8, 8, 16, 16, 24]
+    assert whole[0]["data_fingerprint"] == whole[1]["data_fingerprint"] != whole[2]["data_fingerprint"]
+    assert whole[0]["kl"] < 1e-6 < whole[-1]["kl"], (
+        "measured from the first parameters, also after the resume"
+    )
+    assert_same(parts, whole)
+
+
+@pytest.mark.slow
+def test_a_run_killed_with_9_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    keys = (RL, *KEYS, reward_file(tmp_path), "steps=8", "checkpoint_period=2", "micro_batch_size=16")
+    killed = start("rl", *keys, f"run_dir={tmp_path}/killed")
+    log = tmp_path / "killed/metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, killed)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert maxbatch("rl", *keys, f"run_dir={tmp_path}/killed").returncode == 0
+    assert maxbatch("rl", *keys, f"run_dir={tmp_path}/whole").returncode == 0
+    assert_same(read_metrics(tmp_path / "killed"), read_metrics(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_asked_to_stop_it_saves_and_exits_with_75(tmp_path: Path) -> None:
+    keys = (RL, *KEYS, reward_file(tmp_path), "steps=1000", f"run_dir={tmp_path}/run")
+    process = start("rl", *keys)
+    log = tmp_path / "run/metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+    saved = max(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit())
+    assert saved == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> None:
+    keys = ("warm_start_steps=2", "eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=2")
+    records = train(tmp_path / "run", *keys, "profile_steps=2:3")
+    assert any((tmp_path / "run/profile").rglob("*.xplane.pb"))
+    assert len(read_metrics(tmp_path / "run/warm_start")) == 2
+    names = {"eval_greedy_pass_at_1", "eval_pass_at_1", "eval_pass_at_2"}
+    assert all(names <= record.keys() for record in records)
+    assert {f"first_{name}" for name in names} <= records[0].keys()
+    lines = [json.loads(line) for line in (tmp_path / "run/transcripts.jsonl").read_text().splitlines()]
+    assert {"prompt", "response", "greedy", "passes"} <= lines[-1]["transcripts"][0].keys()
+
+
+def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:
+    keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1")
+    found = {
+        chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)
+    }
+    for name in ("eval_greedy_pass_at_1", "first_eval_pass_at_1", "eval_pass_at_2"):
+        assert found[-1][name] == pytest.approx(found[GROUP][name], abs=1e-9)
+    texts = [(tmp_path / f"run{chunk}" / "transcripts.jsonl").read_text() for chunk in found]
+    assert texts[0] == texts[1]
+
+
+def test_a_warm_start_that_has_no_documents_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    keys = ["dataset_type=jsonl", f"dataset_path={tmp_path / 'p.jsonl'}", f"run_dir={tmp_path / 'run'}"]
+    assert main(["rl", *keys, "warm_start_steps=5", "eval_fraction=0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "works: warm_start_steps=0" in error
+
+
+def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def bad(prompt, response, record):\n    raise ValueError('no')\n")
+    path = reward_file(tmp_path).removeprefix("reward=").removesuffix(":digits")
+    keys = (f"reward={path}:digits,2;{path}:is_long,1", "steps=1")
+    (record,) = train(tmp_path / "two", *keys)
+    assert record["reward"] == pytest.approx(2 * record["reward/digits"] + record["reward/is_long"], rel=1e-5)
+    (record,) = train(tmp_path / "failing", f"reward={tmp_path}/bad.py:bad", "steps=1")
+    assert (
+        record["rewards_failed"] == 8 * GROUP
+        and record["reward"] == 0
+        and record["groups_without_signal"] == 1
+    )
+
+
+def test_a_config_without_prompts_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rl", "batch_size=null"]) == 2
+    assert "works: batch_size=32" in capsys.readouterr().err
+    assert main(["rl", "compiled_dir=programs", "run_dir=run"]) == 2
+    assert 'works: compiled_dir=""' in capsys.readouterr().err

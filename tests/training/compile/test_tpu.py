@@ -1,0 +1,115 @@
+"""Presets through the real TPU compiler, for slices that are not here: narrow, two layers of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from maxbatch import load_config
+from maxbatch.cli import main
+from maxbatch.data.feed.placement import BatchShape
+from maxbatch.system.chips import TPUS
+from maxbatch.training.compile.lowering import Programs
+from maxbatch.training.compile.memory import compile_for, known_parts
+from maxbatch.training.compile.target import find_target
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed (pip install libtpu)"
+    ),
+]  # fmt: skip
+
+# Narrow versions of the presets compile in seconds and have their form: heads, groups, tied or untied, dtypes, remat.
+NARROW = (
+    "base_num_decoder_layers=2",
+    "base_emb_dim=256",
+    "base_mlp_dim=512",
+    "vocab_size=512",
+    "max_target_length=256",
+    "eval_interval=-1",
+    "enable_checkpointing=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "keys"),
+    [
+        ("llama2-7b", "v5e:2x4", ("gradient_accumulation_steps=2",)),
+        ("llama3-8b", "v5p:2x2x1", ("ici_tensor_parallelism=2",)),
+        ("gpt2-124m", "v6e:2x2", ("ici_data_parallelism=2", "gradient_accumulation_steps=2")),
+        ("llama3-70b", "tpu7x:2x2x1", ("ici_context_parallelism=2",)),
+    ],
+)
+def test_presets_compile_and_are_saved(
+    model: str, topology: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"model_name={model}", *NARROW, "per_device_batch_size=2", *keys, "--topology", topology]
+    assert main(["compile", *arguments, "--output", "saved", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    chip = TPUS[topology.partition(":")[0]]
+    assert record["devices"]["device_kind"].startswith(chip.prefix)
+    assert record["hbm_bytes_needed"] < record["hbm_bytes_available"] == chip.hbm_bytes
+    assert Path("saved/manifest.json").is_file() and record["saved_bytes"] > 0
+    assert load_config(overrides=[f"model_name={model}"]).scan_layers, (
+        "one compiled layer, whatever the depth"
+    )
+
+
+def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model_name=llama2-7b", *NARROW, "per_device_batch_size=2", "dcn_data_parallelism=2"]
+    assert (
+        main(["compile", *arguments, "--topology", "v5e:2x2", "--slices", "2", "--output", "s", "--json"])
+        == 0
+    )
+    devices = json.loads(capsys.readouterr().out)["devices"]
+    assert (devices["devices"], devices["slices"]) == (8, 2)
+
+
+def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> None:
+    wide = ("base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=8", "per_device_batch_size=1")
+    config = load_config(overrides=["model_name=llama2-7b", *NARROW, *wide])
+    target = find_target("v5e:2x2")
+    programs = Programs(config, target.devices)
+    needed = [
+        verdict.needed_bytes or 0
+        for verdict in (compile_for(programs.step(BatchShape(4, number)), target)[0] for number in (1, 4))
+    ]
+    gradients = known_parts(programs.abstract, programs.placement.abstract_batch(BatchShape(4, 1))).gradients
+    assert needed[1] - needed[0] < 0.5 * gradients, "no gradients of a micro-batch beside their sums"
+
+
+def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    ramp = (
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2",
+        "per_device_batch_size=4",
+        "global_rampup_samples=30000",
+        "gradient_accumulation_steps=2",
+        "steps=300",
+    )
+    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:4x4x4", "--output", "saved"]
+    assert main(["compile", *arguments, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["devices"]["devices"] == 64
+    # The first stage's micro-batch divides the last one's, so its program runs both; the last has its own as well.
+    steps = {name: figures for name, figures in record["programs"].items() if name.startswith("step-")}
+    assert set(steps) == {"step-128-4", "step-256-2"}
+    assert all(figures["fits"] for figures in steps.values())
+    manifest = json.loads(Path("saved/manifest.json").read_text())
+    assert manifest["shapes"] == [[128, 4], [256, 2]]
+    assert all(Path(f"saved/{name}.bin").stat().st_size > 0 for name in manifest["programs"])
+
+
+def test_too_large_a_batch_names_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model_name=llama2-7b", *NARROW, "per_device_batch_size=16000", "--topology", "v5e:2x2"]
+    assert main(["compile", *arguments, "--output", "s", "--json"]) == 1
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert record["hbm_bytes_needed"] > record["hbm_bytes_available"] == TPUS["v5e"].hbm_bytes
+    assert "does not fit v5e:2x2" in captured.err

@@ -1,0 +1,133 @@
+"""Runs of one config that differ in devices, cut, mesh, ramp execution or a resume only are the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch.training.loop import train
+from tests.helpers.tiny import read_metrics, tiny_config
+
+pytestmark = pytest.mark.slow
+
+RUN = (
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    "checkpoint_period=1000",
+    "packing=false",
+)
+BATCHES = {
+    "constant": "global_batch_size=24",
+    "ramp": "batch_size_schedule=0:8 32:16 96:24",
+    "up and down": "batch_size_schedule=0:24 48:8 64:16",
+}
+# devices, most rows per device, mesh
+LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "one device, one pass": (1, "24", ()),
+    "one device, a row at a time": (1, "1", ()),
+    "two devices": (2, "4", ()),
+    "four devices, fsdp": (4, "2", ()),
+    "four devices, data": (4, "1", ("ici_data_parallelism=4",)),
+    "eight devices, data and fsdp": (8, "1", ("ici_data_parallelism=2",)),
+    "four devices, context and tensor": (4, "2", ("ici_context_parallelism=2", "ici_tensor_parallelism=2")),
+    "eight devices, pipeline, data and fsdp": (
+        8,
+        "1",
+        ("ici_pipeline_parallelism=2", "ici_data_parallelism=2"),
+    ),
+    "eight devices, data, fsdp and tensor": (
+        8,
+        "0.5",
+        ("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
+    ),
+}
+
+
+def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
+    num_devices, rows, mesh = LAYOUTS[layout]
+    config = tiny_config(*RUN, *mesh, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
+    train(config, jax.devices()[:num_devices])
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return {
+        name: run(tmp_path_factory.mktemp("reference"), "one device, one pass", batch, "steps=12")
+        for name, batch in BATCHES.items()
+    }
+
+
+def assert_same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    same = (
+        "step",
+        "samples_seen",
+        "tokens_seen",
+        "global_batch_size",
+        "stage",
+        "data_fingerprint",
+        "learning_rate",
+    )
+    assert [[m[key] for key in same] for m in metrics] == [[m[key] for key in same] for m in reference]
+    for key in ("loss", "grad_norm"):
+        assert [m[key] for m in metrics] == pytest.approx([m[key] for m in reference], rel=2e-4)
+
+
+@pytest.mark.parametrize("batch", ["constant", "ramp"])
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one device, one pass"])
+def test_all_layouts_of_one_batch_are_one_run(
+    tmp_path: Path, reference: dict[str, list[dict[str, Any]]], layout: str, batch: str
+) -> None:
+    assert_same(run(tmp_path, layout, BATCHES[batch], "steps=12"), reference[batch])
+
+
+@pytest.mark.parametrize(
+    ("batch", "stops", "layouts"),
+    [
+        ("constant", (5,), ("four devices, fsdp", "two devices")),
+        (
+            "ramp",
+            (3, 7),
+            ("eight devices, data and fsdp", "one device, a row at a time", "four devices, data"),
+        ),
+        ("up and down", (2,), ("two devices", "eight devices, data and fsdp")),
+        (
+            "ramp",
+            (2, 5),
+            ("eight devices, pipeline, data and fsdp", "two devices", "four devices, context and tensor"),
+        ),
+    ],
+)
+def test_a_resume_onto_another_layout_is_not_noticed(
+    tmp_path: Path,
+    reference: dict[str, list[dict[str, Any]]],
+    batch: str,
+    stops: tuple[int, ...],
+    layouts: tuple[str, ...],
+) -> None:
+    for stop, layout in zip((*stops, 12), layouts, strict=True):
+        metrics = run(tmp_path, layout, BATCHES[batch], f"steps={stop}")
+    assert_same(metrics, reference[batch])
+
+
+def test_a_resume_with_another_batch_goes_on_in_the_same_stream(
+    tmp_path: Path, reference: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Six updates of 24, then 18 of 8: the same samples in the same order, none lost and none twice."""
+    run(tmp_path, "one device, one pass", "global_batch_size=24", "steps=6")
+    metrics = run(tmp_path, "two devices", "global_batch_size=8", "steps=24")
+    assert [m["samples_seen"] for m in metrics[6:]] == list(range(6 * 24 + 8, 12 * 24 + 1, 8))
+    thirds = [
+        sum(int(m["data_fingerprint"], 16) for m in metrics[i : i + 3]) % 2**64 for i in range(6, 24, 3)
+    ]
+    assert thirds == [int(m["data_fingerprint"], 16) for m in reference["constant"][6:]]
+
+
+def test_nothing_compiles_while_training_once_the_first_step_is_done(
+    reference: dict[str, list[dict[str, Any]]],
+) -> None:
+    for metrics in reference.values():
+        assert len({m["compiles"] for m in metrics}) == 1

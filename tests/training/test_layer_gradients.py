@@ -1,0 +1,55 @@
+"""Layers that add their gradients to sums: the same gradients as those of the plain loop."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.loss import loss_sums
+from maxbatch.parallel.activations import unconstrained
+from maxbatch.training.layer_gradients import SummingLayers
+from tests.helpers.tiny import tiny_config
+
+
+@pytest.mark.parametrize("remat_policy", ["none", "minimal", "full"])
+def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: str) -> None:
+    config = tiny_config(
+        "scan_layers=true", f"remat_policy={remat_policy}", "base_num_decoder_layers=3", "dtype=float32"
+    )
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
+    tokens_MxL = jnp.asarray(
+        np.random.default_rng(0).integers(1, 200, (2, config.max_target_length)), jnp.int32
+    )
+    rows = (tokens_MxL, jnp.ones_like(tokens_MxL), jnp.ones(tokens_MxL.shape, jnp.float32))
+
+    def loss(params: nnx.State, sums: nnx.State | None) -> jax.Array:
+        decoder = nnx.merge(graphdef, params)
+        if sums is not None:
+            decoder.pipeline = SummingLayers(sums, remat_policy, unconstrained)
+        return loss_sums(decoder, *rows)[0]
+
+    layers = params["layers"]
+    before = jax.tree.map(lambda p: jnp.full(p.shape, 0.25, jnp.float32), layers)
+    plain_loss, plain = jax.jit(jax.value_and_grad(loss))(params, None)
+    summed_loss, (own, sums) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(params, before)
+
+    assert summed_loss == pytest.approx(float(plain_loss), rel=1e-6)
+    for summed, gradient in zip(jax.tree.leaves(sums), jax.tree.leaves(plain["layers"]), strict=True):
+        np.testing.assert_allclose(summed, gradient + 0.25, rtol=1e-5, atol=1e-6)
+    assert all(not np.any(g) for g in jax.tree.leaves(own["layers"])), "nothing is counted twice"
+    np.testing.assert_allclose(own["embedding"][...], plain["embedding"][...], rtol=1e-5, atol=1e-6)
+
+
+def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:
+    config = tiny_config("scan_layers=true")
+    decoder = Decoder(config, rngs=nnx.Rngs(0))
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), nnx.state(decoder.layers, nnx.Param))
+    decoder.pipeline = SummingLayers(sums, "none", unconstrained)
+    tokens_MxL = jnp.ones((1, config.max_target_length), jnp.int32)
+    decoder.hidden(tokens_MxL, tokens_MxL)
+    with pytest.raises(RuntimeError, match="must run once per gradient"):
+        decoder.hidden(tokens_MxL, tokens_MxL)

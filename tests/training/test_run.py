@@ -1,0 +1,78 @@
+"""What a run is made of: lengths in data, starts from other parameters, what is left on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxbatch import ConfigError
+from maxbatch.data.stream.fingerprint import fingerprint
+from maxbatch.data.stream.stream import open_stream
+from maxbatch.training.loop import train
+from tests.helpers.tiny import read_metrics, tiny_config
+
+ONE = jax.devices()[:1]
+
+
+def test_epochs_follow_one_another_without_a_gap_and_the_last_batch_is_what_is_left(tmp_path: Path) -> None:
+    config = tiny_config("synthetic_samples=20", "num_epochs=2", f"run_dir={tmp_path}")
+    outcome = train(config, ONE)
+    assert (outcome.position.samples_seen, outcome.stopped_by) == (40, None)
+    metrics = read_metrics(tmp_path)
+    assert [m["global_batch_size"] for m in metrics] == [16, 16, 8]
+    total = sum(int(m["data_fingerprint"], 16) for m in metrics) % 2**64
+    one_epoch = int(fingerprint([open_stream(config).read(0, 20)]), 16)
+    assert total == 2 * one_epoch % 2**64, "every row of the data twice"
+
+
+def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
+    """Every batch holds all rows, so the loss of a step is that of its parameters."""
+    whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
+    train(tiny_config(*whole, "steps=4", "checkpoint_period=3", f"run_dir={tmp_path / 'one'}"), ONE)
+    source = tmp_path / "one" / "checkpoints" / "3"
+    other = tmp_path / "other"
+    train(tiny_config(*whole, "steps=1", f"load_parameters_path={source}", f"run_dir={other}"), ONE)
+    first, fourth = read_metrics(other)[0], read_metrics(tmp_path / "one")[3]
+    assert first["loss"] == pytest.approx(fourth["loss"], rel=1e-5)
+    assert (first["step"], first["samples_seen"]) == (1, 16)
+
+
+def test_without_checkpointing_nothing_is_saved(tmp_path: Path) -> None:
+    train(tiny_config("steps=1", "enable_checkpointing=false", f"run_dir={tmp_path}"), ONE)
+    assert not (tmp_path / "checkpoints").exists()
+    assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "config.yml").exists()
+
+
+def test_eval_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
+    config = tiny_config("eval_fraction=0.1", "eval_interval=2", "steps=5", f"run_dir={tmp_path}")
+    train(config, ONE)
+    metrics = read_metrics(tmp_path)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [2, 4, 5]
+    assert len({m["compiles"] for m in metrics}) == 1, "the first eval compiled off the critical path"
+
+
+def test_a_batch_that_the_devices_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        train(tiny_config("global_batch_size=9", f"run_dir={tmp_path}"), jax.devices()[:4])
+    assert not (tmp_path / "config.yml").exists() and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    content = events.read_bytes()
+    assert all(name in content for name in (b"loss", b"learning_rate", b"tokens_per_second", b"grad_norm"))
+
+
+def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+    (tmp_path / "checkpoints" / "2" / "position" / "metadata").unlink()
+    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+    assert "warning: checkpoint 2 cannot be read" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints-damaged" / "2").is_dir()
+    assert (tmp_path / "checkpoints" / "2" / "position" / "metadata").is_file()
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
