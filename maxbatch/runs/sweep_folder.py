@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxbatch.config.keys import Key
-from maxbatch.system.errors import ConfigError
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.files import write_whole
 
 METRICS = {
