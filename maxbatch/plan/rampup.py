@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -57,6 +57,16 @@ class Stage:
     num_samples: int | None
     learning_rate_scale: float
     threshold: Fraction
+
+
+class PlannedStep(NamedTuple):
+    """One update of the plan: it trains on `num_rows` rows from sample `first_sample` of the stream on."""
+
+    step: int  # number of the update, from 1
+    first_sample: int  # samples_seen before it
+    num_rows: int  # real rows; prompt-response pairs in reinforcement learning
+    stage: int  # index into the manager's stages
+    end_sample: int  # samples_seen after it; rises with the last update of a batch
 
 
 class _Visit(NamedTuple):
@@ -198,6 +208,21 @@ class RampupBatchManager:
                 f"step {steps} lies behind the anchor {self.anchor}, to which this plan did not lead"
             )
         return self._plan.position_after(self._visits, steps)
+
+    def steps_from(self, step: int) -> Iterator[PlannedStep]:
+        """Yields the updates that follow the first `step` ones, to the end of the run.
+
+        Raises:
+          ValueError: the step lies behind an anchor that this plan did not lead to.
+        """
+        first_sample = self.position_after(step)
+        while self.total_steps is None or step < self.total_steps:
+            step += 1
+            end_sample = self.position_after(step)
+            yield PlannedStep(
+                step, first_sample, self.rows_at(first_sample), self.stage_at(first_sample), end_sample
+            )
+            first_sample = end_sample
 
     def step_at(self, samples_seen: int) -> int:
         """Return the updates that are complete when samples_seen samples have been trained on.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.parallel.mesh import must_take_turns
+from maxbatch.parallel.mesh import must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.evaluation import PolicyEvaluator
@@ -53,7 +53,7 @@ class PolicyRun:
                 f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
                 f"examples of dataset_type=arithmetic, not {config.dataset_type}; works: warm_start_steps=0"
             )
-        self.config = config
+        self.config, self._devices = config, devices
         self._source = PromptSource(config)
         self.prompts: Prompts = self._source.train()
         self.checkpoints: Checkpoints | None = None
@@ -62,7 +62,7 @@ class PolicyRun:
             self.checkpoints = Checkpoints(folder.path, config.max_num_checkpoints_to_keep, identity, warn)
             stack.enter_context(closing(self.checkpoints))
         newest = self.checkpoints.newest() if self.checkpoints else None
-        self._stand_at(newest.position if newest else Position(), len(devices))
+        self._stand_at(newest.position if newest else Position(), devices)
         for message in self.plan.warnings:
             warn(message)
         assert self.plan.rl is not None, "the config states a batch of prompts"
@@ -76,11 +76,12 @@ class PolicyRun:
         self.roller = Roller(config, tokenizer, samplers, self.batch.rollout_micro_batch_size * group)
         self._samplers = samplers
 
-    def _stand_at(self, position: Position, num_devices: int) -> None:
+    def _stand_at(self, position: Position, devices: Sequence[jax.Device]) -> None:
         self.position = position
         self.plan = BatchPlan.from_config(
             self.config,
-            num_devices=num_devices,
+            num_devices=len(devices),
+            num_slices=num_slices(devices),
             samples_per_epoch=self.prompts.num_prompts,
             anchor=(position.step, position.samples_seen),
         )
@@ -111,7 +112,7 @@ class PolicyRun:
         if restored:
             self.learner.state = restored.state
             if restored.position != self.position:  # the newest checkpoint was damaged
-                self._stand_at(restored.position, self.plan.num_devices)
+                self._stand_at(restored.position, self._devices)
         else:
             params = first_parameters(self.config, abstract)
             self.learner.state = init_opt_state(self.config, abstract, params)

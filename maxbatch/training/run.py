@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.parallel.hosts import broadcast, gather, is_first
+from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, expansion_factor
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
@@ -113,6 +114,7 @@ class Run:
             self.config,
             num_devices=len(self.devices),
             num_hosts=jax.process_count(),
+            num_slices=num_slices(self.devices),
             samples_per_epoch=self.samples_per_epoch,
             anchor=(position.step, position.samples_seen),
             checkpoint_hosts=newest.hosts if newest else None,

@@ -125,6 +125,18 @@ def test_the_closed_form_is_the_walk(said: Statement, length: tuple[str, int]) -
     assert [stage.threshold for stage in manager.stages] == list(said.thresholds)
 
 
+@given(statements, lengths, st.integers(0, 80))
+def test_the_planned_steps_are_the_walk(said: Statement, length: tuple[str, int], done: int) -> None:
+    manager = manager_of(said, length)
+    updates = list(walk(said, length))
+    planned = list(manager.steps_from(done))
+    assert [(p.step - 1, p.first_sample, p.num_rows) for p in planned] == updates[done:]
+    for update in planned:
+        assert update.end_sample == update.first_sample + update.num_rows
+        assert update.stage == manager.stage_at(update.first_sample)
+        assert manager.state_at(update.step) == {"step": update.step, "samples_seen": update.end_sample}
+
+
 @given(statements, lengths)
 def test_stages_begin_at_the_first_step_at_or_after_their_threshold(
     said: Statement, length: tuple[str, int]
@@ -325,6 +337,11 @@ def test_a_run_that_is_over_stays_at_its_anchor() -> None:
         config = load_config(overrides=[length])
         manager = RampupBatchManager.from_config(config, anchor=(20, 1000))
         assert (manager.total_steps, manager.total_samples) == (20, 1000)
+
+
+def test_a_run_of_unknown_length_is_planned_without_end() -> None:
+    manager = RampupBatchManager.from_config(load_config(overrides=["num_epochs=2"]))
+    assert [p.end_sample for p in itertools.islice(manager.steps_from(10), 3)] == [176, 192, 208]
 
 
 def test_many_stages_and_trillions_of_samples_take_no_time() -> None:

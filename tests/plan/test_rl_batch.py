@@ -88,6 +88,11 @@ def test_a_position_counts_prompts_and_moves_after_the_last_update_of_a_batch() 
     assert [manager.step_at(samples) for samples in (0, 8, 16)] == [0, 3, 6]
     assert manager.batch_size_at(8) == 32 and manager.total_samples == 24
     assert manager.resumed_at(6, 16).total_steps == 9
+    planned = list(manager.steps_from(2))
+    assert [(p.step, p.first_sample, p.end_sample) for p in planned[:4]] == [
+        (3, 0, 8), (4, 8, 8), (5, 8, 8), (6, 8, 16),
+    ]  # fmt: skip
+    assert {p.num_rows for p in planned} == {32} and len(planned) == 7
 
 
 def test_the_config_of_a_run_says_the_same_again(tmp_path: Path) -> None:

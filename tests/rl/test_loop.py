@@ -13,6 +13,7 @@ import pytest
 from maxbatch.cli import main
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
+from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import read_metrics
 
 
@@ -55,6 +56,14 @@ def test_chunks_of_sampling_and_of_training_need_not_be_the_same(
 ) -> None:
     records = train(tmp_path / "run", "train_micro_batch_size=4", "rollout_micro_batch_size=2")
     assert_same(records, reference)
+
+
+def test_several_slices_are_planned_as_the_mesh_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_slices(monkeypatch, 4)
+    records = train(tmp_path / "run", *TWO_SLICES, "steps=1", devices=8)
+    assert records[0]["samples_seen"] == 8
 
 
 def test_a_length_in_prompts_is_met_exactly(tmp_path: Path) -> None:

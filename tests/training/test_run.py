@@ -11,6 +11,7 @@ from maxbatch import ConfigError
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.training.loop import train
+from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
@@ -57,6 +58,14 @@ def test_a_batch_that_the_devices_cannot_hold_is_refused_before_anything_is_writ
     with pytest.raises(ConfigError, match="global_batch_size"):
         train(tiny_config("global_batch_size=9", f"run_dir={tmp_path}"), jax.devices()[:4])
     assert not (tmp_path / "config.yml").exists() and not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_several_slices_are_planned_as_the_mesh_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_slices(monkeypatch, 4)
+    train(tiny_config(*TWO_SLICES, "steps=1", f"run_dir={tmp_path}"), jax.devices())
+    assert read_metrics(tmp_path)[0]["global_batch_size"] == 16 * 8
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
