@@ -1,0 +1,101 @@
+"""Losses and data fingerprints of two checkouts, side by side: `python -m benchmarks.loss_compare BEFORE AFTER`.
+
+Runs the same commands with the package of each checkout and compares their metrics, update by update. A change that
+should not change what is trained passes where every fingerprint is equal and no loss differs by more than a tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# The runs to compare, by name: a command and its arguments.
+CASES = {
+    "default": ("train",),
+    "ramp": (
+        "train", "steps=16", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
+        "per_device_batch_size_increment=2", "per_device_batch_size=8", "gradient_accumulation_steps=2",
+        "global_rampup_samples=300", "--simulate-devices", "4",
+    ),
+    "tensor_fsdp": (
+        "train", "steps=12", "ici_tensor_parallelism=2", "per_device_batch_size=4", "scan_layers=true",
+        "gradient_accumulation_steps=2", "--simulate-devices", "4",
+    ),
+    "packed_jsonl": (
+        "train", "steps=20", "dataset_type=jsonl", "dataset_path=documents.jsonl", "packing_strategy=best_fit",
+        "eval_fraction=0.1", "eval_interval=10",
+    ),
+    "rl": ("rl", "steps=6"),
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compares two checkouts.
+
+    Returns:
+      0 where all cases agree, 1 where one does not or a command failed.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_compare", description=__doc__)
+    parser.add_argument("before", type=Path, help="a checkout")
+    parser.add_argument("after", type=Path, help="another checkout")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of a loss")
+    arguments = parser.parse_args(argv)
+    table = Table("case", "updates", "fingerprints", "largest relative difference of a loss", "")
+    agree = True
+    for case in arguments.cases:
+        before, after = (
+            _metrics(checkout.resolve(), case) for checkout in (arguments.before, arguments.after)
+        )
+        same_data = [r["data_fingerprint"] for r in before] == [r["data_fingerprint"] for r in after]
+        difference = max(
+            abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(after, before, strict=True)
+        )
+        passed = bool(before) and same_data and difference <= arguments.tolerance
+        agree = agree and passed
+        table.add_row(
+            case, str(len(before)), "equal" if same_data else "differ", f"{difference:.1e}",
+            "pass" if passed else "miss",
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return int(not agree)
+
+
+def _metrics(checkout: Path, case: str) -> list[dict[str, Any]]:
+    """Runs a case with the package of a checkout, in a folder and with caches of its own."""
+    with tempfile.TemporaryDirectory(prefix="maxbatch-compare-") as folder:
+        _write_documents(Path(folder, "documents.jsonl"))
+        variables = {
+            "PYTHONPATH": str(checkout),
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(Path(folder, "cache")),
+        }
+        command, *overrides = CASES[case]
+        subprocess.run(
+            [sys.executable, "-m", "maxbatch", command, "run_dir=run", *overrides],
+            cwd=folder, env=os.environ | variables, check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+
+
+def _write_documents(path: Path) -> None:
+    rng = random.Random(0)
+    words = ["batch", "micro", "step", "ramp", "token", "shard", "mesh", "host", "sample", "update"]
+    with open(path, "w") as file:
+        for _ in range(2000):
+            text = " ".join(rng.choices(words, k=rng.randint(3, 120)))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
