@@ -1,4 +1,4 @@
-"""The chips that are known without being here: memory, and the public figures that a step is ranked by."""
+"""The one table of accelerators: memory, and the public figures that throughput and rankings are computed from."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device: a TPU chip, or a core of one where a chip shows as two devices; a GPU.
+    """The figures of one JAX device.
+
+    A device is a chip, except for tpu7x, where a chip shows as two devices with half of its figures each.
 
     Attributes:
-      prefix: what `device_kind` begins with.
-      hbm_bytes: what the TPU compiler allows a program; None: the device says it (`memory_stats`).
+      kinds: beginnings of `device_kind`.
+      hbm_bytes: memory that the TPU compiler lets a program use; None where the device says it (`memory_stats`).
       tflops: dense bfloat16 peak, 10^12 per second.
       hbm_gb_s: memory bandwidth, 10^9 bytes per second.
       ici_gb_s: bandwidth to other devices of its slice or node, one way, all links together, 10^9 bytes per second.
-      dcn_gb_s: bandwidth to other slices or nodes, one way, 10^9 bytes per second; of GPUs one port.
+      dcn_gb_s: bandwidth to other slices or nodes, one way, 10^9 bytes per second; of a GPU's single port.
     """
 
-    prefix: str
+    kinds: tuple[str, ...]
     hbm_bytes: int | None
     tflops: float
     hbm_gb_s: float
@@ -28,27 +30,27 @@ class Chip:
     dcn_gb_s: float
 
 
-# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 says that it has, when asked
-# for more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
-# pages of v4 and v5e beside it; ICI is given there for both directions and halved here. v4 and tpu7x show a chip as
-# two devices, with half of its figures each.
+# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 names when it is asked for
+# more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
+# pages of v4 and v5e beside it; ICI is given there for both directions and halved here.
 TPUS = {
-    "v4": Chip("TPU v4", int(15.25 * GIB), 137.5, 614, 150, 3.125),
-    "v5e": Chip("TPU v5 lite", int(15.75 * GIB), 197, 819, 200, 3.125),
-    "v5p": Chip("TPU v5", int(95.74 * GIB), 459, 2765, 600, 6.25),
-    "v6e": Chip("TPU v6 lite", int(31.25 * GIB), 918, 1638, 400, 12.5),
-    "tpu7x": Chip("TPU7x", int(94.75 * GIB), 1153.5, 3690, 300, 6.25),
+    "v4": Chip(("TPU v4",), int(30.75 * GIB), 275, 1228, 300, 6.25),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 3.125),
+    "v5p": Chip(("TPU v5",), int(95.74 * GIB), 459, 2765, 600, 6.25),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 12.5),
+    "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 6.25),
 }
 # NVIDIA's data sheets; NVLink is given there for both directions and halved here.
 GPUS = (
-    Chip("NVIDIA A100", None, 312, 2039, 300, 25),
-    Chip("NVIDIA H100", None, 989, 3350, 450, 50),
-    Chip("NVIDIA H200", None, 989, 4800, 450, 50),
-    Chip("NVIDIA B200", None, 2250, 8000, 900, 50),
+    Chip(("NVIDIA A100",), None, 312, 2039, 300, 25),
+    Chip(("NVIDIA H100",), None, 989, 3350, 450, 50),
+    Chip(("NVIDIA H200",), None, 989, 4800, 450, 50),
+    Chip(("NVIDIA B200",), None, 2250, 8000, 900, 50),
 )
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Return the chip whose `device_kind` this is; None where its figures are not known."""
-    known = [chip for chip in (*TPUS.values(), *GPUS) if device_kind.startswith(chip.prefix)]
-    return max(known, key=lambda chip: len(chip.prefix), default=None)
+    """Returns the chip of a `device_kind`, None where its figures are not known."""
+    known = {kind: chip for chip in (*TPUS.values(), *GPUS) for kind in chip.kinds}
+    matching = [kind for kind in known if device_kind.startswith(kind)]
+    return known[max(matching, key=len)] if matching else None

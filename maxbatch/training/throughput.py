@@ -9,21 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import model_flops_per_token
-
-# Dense bf16 peak per JAX device, TFLOP/s, from the vendors' data sheets; keys are prefixes of `device_kind`.
-PEAK_TFLOPS = {
-    "TPU v4": 275.0,
-    "TPU v5 lite": 197.0,
-    "TPU v5e": 197.0,
-    "TPU v5": 459.0,
-    "TPU v6 lite": 918.0,
-    "TPU v6e": 918.0,
-    "TPU7x": 1153.5,  # a chip of 2,307 shows as two devices
-    "NVIDIA A100": 312.0,
-    "NVIDIA H100": 989.0,
-    "NVIDIA H200": 989.0,
-    "NVIDIA B200": 2250.0,
-}
+from maxbatch.system.chips import chip_of
 
 
 class Throughput(NamedTuple):
@@ -44,9 +30,8 @@ class ThroughputMeter:
         self._length = config.max_target_length
         self._flops_per_token = model_flops_per_token(config)
         self._num_devices = len(devices)
-        kind = devices[0].device_kind
-        known = [name for name in PEAK_TFLOPS if kind.startswith(name)]
-        self._peak = config.peak_tflops_per_device or (PEAK_TFLOPS[max(known, key=len)] if known else None)
+        chip = chip_of(devices[0].device_kind)
+        self._peak = config.peak_tflops_per_device or (chip.tflops if chip else None)
 
     def __call__(self, num_rows: int, seconds: float) -> Throughput:
         tokens_per_second = num_rows * self._length / seconds

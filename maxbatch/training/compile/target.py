@@ -31,6 +31,9 @@ _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# A v4 chip shows as one device, as on real slices, only if its two cores are asked to work as one.
+_CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
+
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -186,7 +189,12 @@ def _topology_devices(name: str, num_slices: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     try:
-        description = topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=num_slices)
+        description = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=name,
+            num_slices=num_slices,
+            **_CHIP_CONFIG.get(name.split(":")[0], {}),
+        )
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         message = " ".join(str(error).split())[:300]
         if "INVALID_ARGUMENT" in message:

@@ -11,7 +11,7 @@ import pytest
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.system.chips import TPUS
+from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import find_target
@@ -36,6 +36,13 @@ NARROW = (
 )
 
 
+@pytest.mark.parametrize(("topology", "devices"), [("v4:2x2x1", 4), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
+def test_a_chip_is_one_device_and_a_tpu7x_chip_two(topology: str, devices: int) -> None:
+    target = find_target(topology)
+    assert len(target.devices) == devices
+    assert target.chip is TPUS[topology.partition(":")[0]] is chip_of(target.devices[0].device_kind)
+
+
 @pytest.mark.parametrize(
     ("model", "topology", "keys"),
     [
@@ -52,7 +59,7 @@ def test_presets_compile_and_are_saved(
     assert main(["compile", *arguments, "--output", "saved", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     chip = TPUS[topology.partition(":")[0]]
-    assert record["devices"]["device_kind"].startswith(chip.prefix)
+    assert record["devices"]["device_kind"].startswith(chip.kinds)
     assert record["hbm_bytes_needed"] < record["hbm_bytes_available"] == chip.hbm_bytes
     assert Path("saved/manifest.json").is_file() and record["saved_bytes"] > 0
     assert load_config(overrides=[f"model_name={model}"]).scan_layers, (
