@@ -1,0 +1,127 @@
+"""The one list of the metrics that training records: name, type, unit, meaning, and which lines hold them.
+
+Whatever writes or reads a line of `metrics.jsonl` takes the names from `Metric`, whose members are texts:
+`record[Metric.LOSS]`. docs/metrics.md shows the list.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+
+class Lines(NamedTuple):
+    """The lines of `metrics.jsonl` that hold a metric: of the runs of `commands`, every one or some."""
+
+    commands: tuple[str, ...]
+    every: bool
+
+
+_EVERY, _SOME = Lines(("train", "rl"), True), Lines(("train", "rl"), False)
+_SOME_OF_TRAIN = Lines(("train",), False)
+_RL, _SOME_OF_RL = Lines(("rl",), True), Lines(("rl",), False)
+
+
+class Metric(StrEnum):
+    """A field of a line of `metrics.jsonl`; `{...}` in a name is filled in by `of`.
+
+    Attributes:
+      kind: JSON type: `whole`, `real`, `text`, `bool` or `map` (of names to whole numbers), or one of them `or null`.
+        A real that is not finite is written as null.
+      unit: unit of the value, "" for none.
+      meaning: one sentence.
+      lines: the lines that hold it.
+    """
+
+    kind: str
+    unit: str
+    meaning: str
+    lines: Lines
+
+    def __new__(
+        cls, name: str, kind: str = "", unit: str = "", meaning: str = "", lines: Lines = _EVERY
+    ) -> Self:
+        metric = str.__new__(cls, name)
+        metric._value_ = name
+        metric.kind, metric.unit, metric.meaning, metric.lines = kind, unit, meaning, lines
+        return metric
+
+    def of(self, name: object) -> str:
+        """Returns the name of one metric of a family: `Metric.REWARD_BY_FUNCTION.of("score")` is `reward/score`."""
+        return self[: self.index("{")] + str(name)
+
+    # fmt: off
+    STEP = "step", "whole", "updates", "Updates done, from 1."
+    SAMPLES_SEEN = "samples_seen", "whole", "samples", "Position in the stream after the update (`rl`: in prompts)."
+    TOKENS_SEEN = "tokens_seen", "whole", "tokens", "Slots of the samples seen: samples × length."
+    GLOBAL_BATCH_SIZE = "global_batch_size", "whole", "samples", "Real rows of the update (`rl`: pairs)."
+    STAGE = "stage", "whole", "", "Stage of the ramp, from 0."
+    LOSS = "loss", "real or null", "nats per token", "Token-weighted mean loss of the global batch."
+    LEARNING_RATE = "learning_rate", "real", "", "Learning rate of the update."
+    GRAD_NORM = "grad_norm", "real or null", "", "Global norm of the gradient before clipping."
+    DATA_FINGERPRINT = "data_fingerprint", "text", "", "Hash of the batch's rows, independent of their order and place."
+    STEP_TIME_S = "step_time_s", "real", "s", "Wall time of the update, evals and saves left out."
+    TOKENS_PER_SECOND = "tokens_per_second", "real", "tokens/s", "Tokens of real rows per second, over all devices."
+    TFLOPS_PER_DEVICE = "tflops_per_device", "real", "TFLOP/s", "Model FLOPs per device, recomputation not counted."
+    MFU = "mfu", "real or null", "share", "Share of the device's peak; null where the peak is unknown."
+    DATA_WAIT_S = "data_wait_s", "real", "s", "Time that the update waited for its batch."
+    DATA_WAIT_FRACTION = "data_wait_fraction", "real", "share", "`data_wait_s` as a share of `step_time_s`."
+    LOSS_WEIGHT = "loss_weight", "real", "tokens", "Sum of the loss weights of the global batch."
+    MICRO_BATCH_SIZE = "micro_batch_size", "whole", "samples", "Rows in one forward and backward pass."
+    NUM_MICRO_BATCHES = "num_micro_batches", "whole", "", "Forward and backward passes of the update."
+    SKIPPED = "skipped", "bool", "", "Whether the update was skipped because it was not finite."
+    SKIPPED_UPDATES = "skipped_updates", "whole", "updates", "Updates skipped so far."
+    COMPILES = "compiles", "whole", "", "XLA compilations so far on the critical path of training."
+    GRADIENT_NOISE_SCALE = (
+        "gradient_noise_scale", "real or null", "samples", "Running estimate, with `gradient_noise_scale`.", _SOME)
+    CRITICAL_BATCH_ESTIMATE = (
+        "critical_batch_estimate", "whole or null", "samples", "That estimate, rounded, at least 1.", _SOME)
+    SAMPLES_BY_SOURCE = (
+        "samples_by_source", "map", "samples", "Samples seen of each source of a mixture.", _SOME_OF_TRAIN)
+    EVAL_LOSS = (
+        "eval_loss", "real or null", "nats per token", "Token-weighted mean loss on the held-out data.", _SOME_OF_TRAIN)
+    REWARD = "reward", "real", "", "Mean reward of the batch's responses.", _RL
+    REWARD_STD = "reward_std", "real", "", "Standard deviation of these rewards.", _RL
+    REWARD_BY_FUNCTION = (
+        "reward/{function}", "real", "", "Mean value of a reward function, where there are several.", _SOME_OF_RL)
+    GROUPS_WITHOUT_SIGNAL = (
+        "groups_without_signal", "real", "share", "Share of the prompts whose responses all scored the same.", _RL)
+    RESPONSE_LENGTH = "response_length", "real", "tokens", "Mean length of the responses.", _RL
+    REWARDS_FAILED = "rewards_failed", "whole", "responses", "Responses whose reward function failed.", _RL
+    REWARDS_TIMED_OUT = "rewards_timed_out", "whole", "responses", "Responses whose reward function timed out.", _RL
+    REWARD_WAIT_S = "reward_wait_s", "real", "s", "Time that the batch waited for rewards.", _RL
+    ENTROPY = "entropy", "real or null", "nats per token", "Mean entropy of the policy over the responses.", _RL
+    KL = (
+        "kl", "real or null", "nats per token", "Divergence from the reference, with `grpo_beta` above 0.", _SOME_OF_RL)
+    CLIP_FRACTION = "clip_fraction", "real or null", "share", "Share of the tokens whose ratio was clipped.", _RL
+    OLD_POLICY_KL = "old_policy_kl", "real or null", "nats per token", "Divergence from the policy that sampled.", _RL
+    BUSY_FRACTION = (
+        "busy_fraction/{side}", "real", "share", "Share of the time that `sampling`, `trainer`, `both` had work.", _RL)
+    EVAL_GREEDY_PASS_AT_1 = (
+        "eval_greedy_pass_at_1", "real", "share", "Share of the held-out prompts answered greedily that pass.",
+        _SOME_OF_RL)
+    EVAL_PASS_AT_1 = "eval_pass_at_1", "real", "share", "Share of the sampled responses that pass.", _SOME_OF_RL
+    EVAL_PASS_AT_K = (
+        "eval_pass_at_{k}", "real", "share", "Share of the prompts of which one of k responses passes.", _SOME_OF_RL)
+    BEFORE_TRAINING = (
+        "first_{eval_metric}", "real", "share", "An eval before the first update; in the first line.", _SOME_OF_RL)
+    # fmt: on
+
+
+def find_metric(name: str) -> Metric | None:
+    """Returns the metric, or the family of metrics, of a field of a record; None for an unknown field."""
+
+    def covers(metric: Metric) -> bool:
+        prefix, brace, _ = metric.partition("{")
+        return name.startswith(prefix) if brace else name == metric
+
+    return min(filter(covers, Metric), key=lambda metric: "{" in metric, default=None)
+
+
+def metrics_table() -> str:
+    """Returns the list of all metrics as a Markdown table."""
+    rows = [("name", "type", "unit", "lines", "meaning"), ("---",) * 5]
+    for metric in Metric:
+        lines = f"{'every' if metric.lines.every else 'some'}: {', '.join(metric.lines.commands)}"
+        rows.append((f"`{metric}`", metric.kind, metric.unit, lines, metric.meaning))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
