@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix, residual_matrix
 from maxbatch.model.splash import LANES, splash_attend
-from maxbatch.parallel.activations import Constrain, unconstrained
+from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.system.errors import ConfigError
 
 Rope = tuple[jax.Array, jax.Array]

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from maxbatch.model.attention import Attention, Rope, rope_tables
 from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix, normal_parameter, residual_matrix
-from maxbatch.parallel.activations import Constrain, unconstrained
+from maxbatch.parallel.sharding import Constrain, unconstrained
 
 # (x_MxLxD, segments_MxL, parameters of one layer) -> x_MxLxD
 Layer = Callable[[jax.Array, jax.Array, nnx.State], jax.Array]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.model.decoder import Decoder
-from maxbatch.parallel.activations import Constrain, unconstrained
+from maxbatch.parallel.sharding import Constrain, unconstrained
 
 # Logits of one shard that are made at once, in float32: 512 MiB, but 16 MiB on a CPU, where fresh pages cost more
 # than short products (a step of 21M parameters, 512 tokens a shard: 0.86 of the time). For a v5e, with 4,096 tokens

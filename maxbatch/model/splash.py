@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.parallel.activations import Constrain
+from maxbatch.parallel.sharding import Constrain
 
 LANES = 128  # of a TPU's vector registers; the kernel's blocks are multiples of it
 _LARGEST_BLOCK = 512  # queries by keys: scores of 1 MiB in float32, a small part of any TPU's vector memory

@@ -26,8 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.parallel.activations import Constrain
-from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.parallel.sharding import Constrain, activation_constraint
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
 PyTree = Any

@@ -1,15 +1,18 @@
-"""One table of sharding rules, and the shardings that follow from it.
+"""The sharding rules: which mesh axes split which dimensions of parameters, activations and batches.
 
-Parameters name their dimensions (`logical_axes`), activations too; the table says which mesh axes split which.
-A mesh axis splits one dimension of an array, the first that asks for it: of the layers' parameters the pipeline axis
-splits the layers, of all others the width, since outside of the pipeline its devices share the work by rows.
-A dimension that its mesh axes do not divide stays whole; the fsdp axis then takes the largest other dimension
-that it divides, so that a width of 128 on 3 devices costs memory and not correctness.
+Parameters and activations name their dimensions (`logical_axes`); two tables map the names to mesh axes.
+
+A mesh axis splits only one dimension of an array, the first that lists it. The pipeline axis splits the layers of
+parameters that are stacked by layer, and the width of all others, because outside of the pipeline its devices share
+the work by rows. A dimension that its mesh axes do not divide stays whole. The fsdp axis then takes the largest other
+dimension that it divides, so a width of 128 on 3 devices costs memory and not correctness.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +20,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.parallel.activations import Constrain, LogicalAxes
 from maxbatch.plan.mesh_shape import BATCH_AXES
+
+LogicalAxes = tuple[str | None, ...]
 
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
@@ -43,8 +47,62 @@ ACTIVATION_RULES: dict[str, str | None] = {
 }
 
 
+def _whole(shape: tuple[int, ...], logical_axes: LogicalAxes) -> P:
+    del logical_axes
+    return P(*(None for _ in shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Constrain:
+    """A constraint on activations: pins them to the mesh by the names of their dimensions.
+
+    It is all that the model knows of its devices. Without a mesh it leaves activations to the compiler.
+
+    Attributes:
+      mesh: the devices that the program is compiled for, here or not; None: the default device.
+      spec: the partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has the mapped
+        axis.
+    """
+
+    mesh: Mesh | None = None
+    spec: Callable[[tuple[int, ...], LogicalAxes], P] = _whole
+
+    def __call__(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
+        """Returns x with its sharding."""
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape, logical_axes)))
+
+    @property
+    def platform(self) -> str:
+        """The kind of the devices: "cpu", "gpu" or "tpu"."""
+        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+
+
+unconstrained = Constrain()
+
+
+def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
+    """Returns the constraint that follows from `ACTIVATION_RULES`.
+
+    Args:
+      mesh: the device mesh.
+      batch_axes: mesh axes that split the dimension named "batch". Under `jax.vmap(..., spmd_axis_name="data")` the
+        mapped dimension has the data axis already, and this is ("fsdp",).
+    """
+
+    def spec(shape: tuple[int, ...], names: LogicalAxes) -> P:
+        axes: list[Any] = []
+        for name, size in zip(names, shape, strict=True):
+            axis = batch_axes if name == "batch" else ACTIVATION_RULES[name] if name else None
+            axes.append(axis if name == "batch" or (axis and size % mesh.shape[axis] == 0) else None)
+        return P(*axes)
+
+    return Constrain(mesh, spec)
+
+
 def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The partition of one parameter: `shape` dimensions named by `logical_axes`."""
+    """Returns the partition of one parameter, whose dimensions `logical_axes` names."""
     taken: list[tuple[str, ...]] = []
     for name, size in zip(logical_axes, shape, strict=True):
         wanted = tuple(axis for axis in PARAMETER_RULES[name] if (axis,) not in taken)
@@ -62,8 +120,7 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
 
 
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
-    """The sharding of every parameter, in the tree of `params` (arrays or their abstract shapes)."""
-
+    """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract shapes)."""
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     shardings = [
         NamedSharding(mesh, parameter_spec(v.get_metadata()["logical_axes"], v.get_value().shape, mesh))
@@ -72,25 +129,6 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
     return jax.tree.unflatten(jax.tree.structure(params), shardings)
 
 
-def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
-    """A function that pins an activation to the mesh by the names of its dimensions.
-
-    Args:
-      mesh: the device mesh.
-      batch_axes: mesh axes that split the dimension named "batch". Under `jax.vmap(..., spmd_axis_name="data")`
-        the data axis is already taken by the mapped dimension, and this is ("fsdp",).
-    """
-
-    def spec(shape: tuple[int, ...], names: LogicalAxes) -> P:
-        axes: list[Any] = []
-        for name, size in zip(names, shape, strict=True):
-            axis = batch_axes if name == "batch" else ACTIVATION_RULES[name] if name else None
-            axes.append(axis if name == "batch" or (axis and size % mesh.shape[axis] == 0) else None)
-        return P(*axes)
-
-    return Constrain(mesh, spec)
-
-
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The placement of a global batch `[A, M, L]`: rows over the batch shards, tokens over context."""
+    """Returns the placement of a global batch `[A, M, L]`: rows over the batch shards, tokens over context."""
     return NamedSharding(mesh, P(None, BATCH_AXES, "context"))

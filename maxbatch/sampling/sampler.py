@@ -24,8 +24,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.activations import unconstrained
-from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
 _COOLEST = 1e-6  # temperature below which dividing by it could overflow

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.model.decoder import REMAT_POLICIES
-from maxbatch.parallel.activations import Constrain
+from maxbatch.parallel.sharding import Constrain
 
 PyTree = Any
 

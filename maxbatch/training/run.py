@@ -20,7 +20,7 @@ from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity, restore_parameters
 from maxbatch.training.compile.ladder import Background, StepExecutables, compile_here
-from maxbatch.training.compile.lowering import INIT, Programs, check_devices, step_name
+from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.state import TrainState, init_opt_state, num_parameters
@@ -56,7 +56,7 @@ class Run:
         self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
     ) -> None:
         self.config, self.devices = config, devices
-        check_devices(config, devices)
+        mesh_shape = checked_mesh_shape(config, devices)
         expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), expansion)
         self.stream: Stream | None = open_stream(config) if self._loads else None
@@ -76,7 +76,7 @@ class Run:
         self._stand_at(newest.position if newest else Position(), newest)
         for message in self.plan.warnings:
             warn(message)
-        self._programs = Programs(config, devices, expansion)
+        self._programs = Programs(config, devices, mesh_shape, expansion)
         self.mesh, self.placement = self._programs.mesh, self._programs.placement
         self._abstract = self._programs.abstract
         self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None

@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import Decoder, Pipeline
-from maxbatch.parallel.activations import Constrain, unconstrained
-from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.training.optimizers import make_optimizer
 
 

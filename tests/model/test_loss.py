@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.loss import loss_sums, token_losses
-from maxbatch.parallel.activations import Constrain, unconstrained
+from maxbatch.parallel.sharding import Constrain, unconstrained
 
 M, L, D, V = 8, 12, 16, 96
 Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

@@ -15,9 +15,8 @@ from ml_collections import ConfigDict
 from maxbatch import ConfigError
 from maxbatch.model.attention import attend, choose_implementation
 from maxbatch.model.splash import block_size, splash_attend
-from maxbatch.parallel.activations import Constrain, unconstrained
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.parallel.sharding import Constrain, activation_constraint, unconstrained
 from maxbatch.training.state import abstract_state
 from maxbatch.training.step import make_train_step
 from tests.helpers.tiny import tiny_config

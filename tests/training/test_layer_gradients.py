@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
-from maxbatch.parallel.activations import unconstrained
+from maxbatch.parallel.sharding import unconstrained
 from maxbatch.training.layer_gradients import SummingLayers
 from tests.helpers.tiny import tiny_config
 

@@ -42,15 +42,17 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_for(config, target)
     from maxbatch.commands.fit.choices import Sizes, choose
     from maxbatch.commands.fit.oracle import CORES, Judge
-    from maxbatch.training.compile.lowering import check_devices
+    from maxbatch.training.compile.lowering import checked_mesh_shape
 
-    check_devices(config, target.devices)
+    mesh_shape = checked_mesh_shape(config, target.devices)
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
     wants_batch = config.gradient_accumulation_steps is None
     policies = _POLICIES if wants_batch else (config.remat_policy,)
     sizes = Sizes.of(config, plan)
-    judges = [Judge(_with(config, remat_policy=policy), target, _say(args.json)) for policy in policies]
+    judges = [
+        Judge(_with(config, remat_policy=policy), target, mesh_shape, _say(args.json)) for policy in policies
+    ]
     # A size and the next one, that would have to fail, or several policies side by side.
     at_once = min(2, max(1, CORES // len(judges)))
     with ThreadPoolExecutor(len(judges), "maxbatch-fit") as pool:

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.search import Line
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.token_store import cache_folder
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, all_parts, compile_for, known_parts
 from maxbatch.training.compile.saved import program_keys, versions
@@ -52,14 +53,17 @@ class Judge:
     Args:
       config: the run's config; its batch keys are of no account.
       target: the devices.
+      mesh_shape: axis sizes of their mesh.
       say: told what is asked, before the compiler is.
 
     Attributes:
       asked: every question so far.
     """
 
-    def __init__(self, config: ConfigDict, target: Target, say: Callable[[str], None]) -> None:
-        self.config, self.target, self._say = config, target, say
+    def __init__(
+        self, config: ConfigDict, target: Target, mesh_shape: MeshShape, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.target, self._mesh_shape, self._say = config, target, mesh_shape, say
         self.asked: list[Asked] = []
         self._folder = cache_folder(config).parent / "fit"
         identity = {
@@ -72,7 +76,7 @@ class Judge:
 
     @cached_property
     def _programs(self) -> Programs:
-        return Programs(self.config, self.target.devices)
+        return Programs(self.config, self.target.devices, self._mesh_shape)
 
     @property
     def num_parameters(self) -> int:

@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.fingerprint import MAX_ROWS
 from maxbatch.model.attention import implementation_on
-from maxbatch.parallel.mesh import make_mesh, num_slices
+from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import CHECKSUM, state_checksum
@@ -35,15 +35,17 @@ def step_name(shape: BatchShape) -> str:
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 
-def check_devices(config: ConfigDict, devices: Sequence[jax.Device]) -> None:
-    """Checks that the devices can run the model, before data are opened or anything is compiled.
+def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
+    """Returns the mesh shape of a run, once its devices can run the model.
+
+    Called before data are opened or anything is compiled.
 
     Raises:
-      ConfigError: the axes do not fit the devices or the model, or the devices cannot do the stated `attention`.
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
     """
-    shape = MeshShape.from_config(config, len(devices), num_slices(devices))
-    check_model_fits(config, shape)
+    shape = mesh_shape(config, devices)
     implementation_on(config, devices[0].platform, shape.sizes["context"])
+    return shape
 
 
 class Programs:
@@ -52,15 +54,15 @@ class Programs:
     Args:
       config: the run's config.
       devices: what they run on, here or not.
+      shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
-
-    Raises:
-      ConfigError: the mesh does not fit the devices or the model.
     """
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], expansion: int = 1) -> None:
-        self.config = config
-        self.mesh: Mesh = make_mesh(config, devices)
+    def __init__(
+        self, config: ConfigDict, devices: Sequence[jax.Device], shape: MeshShape, expansion: int = 1
+    ) -> None:
+        self.config, self._shape = config, shape
+        self.mesh: Mesh = lay_out(shape, devices)
         self.placement = Placement(batch_sharding(self.mesh), config.max_target_length, expansion)
 
     @cached_property
@@ -85,8 +87,7 @@ class Programs:
         if shape.micro_batch <= most:
             return
         devices = self.mesh.size
-        mesh = MeshShape.from_config(self.config, devices, num_slices(list(self.mesh.devices.flat)))
-        unit = math.lcm(MicrobatchUnit.from_config(self.config, devices, mesh).rows, devices)
+        unit = math.lcm(MicrobatchUnit.from_config(self.config, devices, self._shape).rows, devices)
         raise ConfigError(
             f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} rows "
             f"({devices} devices), and it must have at most {most:,}; "

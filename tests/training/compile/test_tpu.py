@@ -12,7 +12,7 @@ from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.chips import TPUS, chip_of
-from maxbatch.training.compile.lowering import Programs
+from maxbatch.training.compile.lowering import Programs, checked_mesh_shape
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import find_target
 
@@ -81,7 +81,7 @@ def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> No
     wide = ("base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=8", "per_device_batch_size=1")
     config = load_config(overrides=["model_name=llama2-7b", *NARROW, *wide])
     target = find_target("v5e:2x2")
-    programs = Programs(config, target.devices)
+    programs = Programs(config, target.devices, checked_mesh_shape(config, target.devices))
     needed = [
         verdict.needed_bytes or 0
         for verdict in (compile_for(programs.step(BatchShape(4, number)), target)[0] for number in (1, 4))
