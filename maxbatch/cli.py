@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from maxbatch.system.errors import ConfigError, TrainingError, report
+from maxbatch.system.errors import ConfigError, TrainingError, is_disk_full, report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         discard_output()  # whoever read it has read enough
         return 0
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:
+        return report(error)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
         return report(error)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.pages.plots import Figure, Panel, colour
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.files import write_whole
 
 AXES = ("steps", "samples", "tokens", "time")
 
@@ -127,7 +127,7 @@ class Page:
         Raises:
           ConfigError: plotly is not installed, or the file cannot be written.
         """
-        write_whole(path, self._html())
+        write_atomically(path, self._html())
 
     def _html(self) -> str:
         runs = [

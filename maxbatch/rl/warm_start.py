@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.loading import keys
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
-from maxbatch.system.files import write_whole
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.checkpoints import restore_parameters
 from maxbatch.training.loop import Outcome, train
 from maxbatch.training.state import TrainState, init_state
@@ -38,7 +38,7 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
             count = config.warm_start_steps * batch.effective_batch_size
             folder.mkdir(parents=True, exist_ok=True)
             lines = (json.dumps({"text": text}) + "\n" for text in worked_examples(config, count))
-            write_whole(Path(documents), "".join(lines))
+            write_atomically(Path(documents), "".join(lines))
     return train(_pretraining(config, batch, folder, documents), devices)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.locks import take_lock
 
 
 class RunFolder:
@@ -27,33 +28,25 @@ class RunFolder:
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
         self.path = Path(run_dir).expanduser().absolute()
-        self._lock: IO[str] | None = self._taken_lock(run_dir) if writes else None
+        self._lock: BinaryIO | None = self._taken_lock(run_dir) if writes else None
 
-    def _taken_lock(self, run_dir: str) -> IO[str]:
+    def _taken_lock(self, run_dir: str) -> BinaryIO:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(self.path / ".lock", "w")  # noqa: SIM115  held while the process lives
+            lock = take_lock(self.path / ".lock")
         except OSError as error:
             raise ConfigError(
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); give another folder"
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
+        if lock is None:
             raise ConfigError(
                 f"run_dir={run_dir}: another process is training in it; wait for it, or give another run_dir"
-            ) from error
+            )
         return lock
 
     def write(self, name: str, text: str) -> None:
         """Writes a file whole or not at all."""
-        temporary = self.path / f".{name}.tmp"
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self.path / name)
+        write_atomically(self.path / name, text)
 
     def __enter__(self) -> RunFolder:
         return self

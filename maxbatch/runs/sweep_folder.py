@@ -14,16 +14,16 @@ not. Values of the metric are read from the trials' own `metrics.jsonl` and stor
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from maxbatch.config.keys import Key
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.files import write_whole
+from maxbatch.system.locks import take_lock
 
 METRICS = {
     "eval_loss": "eval_loss, the last one of the trial",
@@ -103,7 +103,7 @@ class SweepFolder:
         return _read_json(self.path / "sweep.json") or {}
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        write_whole(self.path / "sweep.json", json.dumps(settings, indent=1) + "\n")
+        write_atomically(self.path / "sweep.json", json.dumps(settings, indent=1) + "\n")
 
     def folder_of(self, number: int) -> Path:
         return self.path / "trials" / f"{number:04d}"
@@ -122,12 +122,12 @@ class SweepFolder:
         trial = Trial(number, self.folder_of(number), overrides, config)
         trial.folder.mkdir(parents=True, exist_ok=True)
         record = {"number": number, "overrides": overrides, "config": config}
-        write_whole(trial.folder / "trial.json", json.dumps(record, indent=1) + "\n")
+        write_atomically(trial.folder / "trial.json", json.dumps(record, indent=1) + "\n")
         return trial
 
     def finish(self, trial: Trial, status: str, reason: str = "") -> None:
         """Record how a trial ended; it is not started again."""
-        write_whole(
+        write_atomically(
             trial.folder / "outcome.json", json.dumps({"status": status, "reason": reason}, indent=1) + "\n"
         )
 
@@ -158,18 +158,12 @@ class SweepFolder:
         return sorted(results, key=rank)
 
 
-def claim(trial: Trial) -> IO[bytes] | None:
+def claim(trial: Trial) -> BinaryIO | None:
     """Return the open claim on a trial, or None while another process holds it.
 
     It goes with the processes that hold it open, also when they are killed.
     """
-    file = open(trial.folder / ".claim", "wb")  # noqa: SIM115  held while the trial runs
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        return None
-    return file
+    return take_lock(trial.folder / ".claim")
 
 
 def config_texts(config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, str]:

@@ -1,13 +1,16 @@
-"""A `maxbatch` command in a process that ends with its parent: `python -m maxbatch.system.child_process COMMAND ...`.
+"""Processes that end with their parent, also when it is killed.
 
-The parent holds the other end of standard input and writes nothing to it. The system closes that pipe when the
-parent ends, also when it is killed, and this process ends at once.
+A child holds the reading end of a pipe whose other end only its parent has open. The system closes that end when the
+parent ends, by whatever cause, and the child ends at once. `python -m maxbatch.system.child_process COMMAND ...` is a
+`maxbatch` command in such a child.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +24,7 @@ def start_child(
     keep_open: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `maxbatch ARGUMENTS` in the caller's process group.
+    """Starts `maxbatch ARGUMENTS` in the caller's process group.
 
     Args:
       arguments: the command line.
@@ -37,20 +40,35 @@ def start_child(
 
 
 def last_line(output: IO[bytes]) -> str:
-    """Return the last line of what a child wrote to a file, without the prefix of an error."""
+    """Returns the last line of what a child wrote to a file, without the prefix of an error."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - 8192))
     lines = output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("maxbatch: error: ") if lines else ""
 
 
-def end_with_parent() -> None:
-    """End this process when the pipe from its parent closes."""
+def end_with_parent(pipe: int = 0) -> None:
+    """Ends this process as soon as its parent ends.
+
+    Args:
+      pipe: the file descriptor of a pipe whose other end only the parent has open, and writes nothing to.
+    """
 
     def watch() -> None:
-        os.read(0, 1)
+        os.read(pipe, 1)
         os._exit(1)
 
+    if sys.platform == "linux":
+        # The thread below waits in vain while an extension module keeps the interpreter; the kernel does not.
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     threading.Thread(target=watch, name="maxbatch-parent", daemon=True).start()
+
+
+def leave_signals_to_parent() -> None:
+    """Ignores Ctrl-C and SIGTERM, which reach the whole process group: the parent decides what they mean."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 if __name__ == "__main__":

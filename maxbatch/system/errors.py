@@ -1,9 +1,11 @@
-"""What ends a command: exceptions that are one line instead of a traceback, and exit codes."""
+"""Exceptions that end a command with one line instead of a traceback, and exit codes."""
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
+from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
@@ -11,27 +13,47 @@ EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 class ConfigError(Exception):
     """Input that cannot be used: a config value, a file, a dataset, a checkpoint of another run.
 
-    The message is one line that names the key, the value, the rule and, where there is one, the nearest value
-    that works. The command line prints it on standard error and exits with 2.
+    The message is one line that names the key, the value, the rule and, if there is one, the nearest value that
+    works. The command line prints it on standard error and exits with 2.
     """
 
 
 class TrainingError(Exception):
-    """A run that cannot go on although its input was sound; its last checkpoint is intact.
+    """A command that cannot go on although its input was sound; a run's last checkpoint is intact.
 
     The message is one line that says what happened, where, and what to try. The command line exits with 1.
     """
 
 
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, or the user's quota on it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def cannot_write(path: Path | str, error: OSError) -> ConfigError | TrainingError:
+    """Returns what to raise where a file could not be written. A full disk is not the fault of the user's input."""
+    if is_disk_full(error):
+        return TrainingError(f"{path}: {_DISK_FULL}")
+    return ConfigError(f"{path}: cannot be written ({error.strerror}); give another place")
+
+
 def report(error: BaseException) -> int:
-    """Print what ended a command, in one line where it is known, and return the exit code."""
-    if isinstance(error, ConfigError):
-        print(f"maxbatch: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_INPUT
-    if isinstance(error, TrainingError):
-        print(f"maxbatch: error: {error}", file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):
+    """Prints what ended a command, one line unless it is a bug, and returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
         print("maxbatch: interrupted", file=sys.stderr)
+    elif isinstance(error, ConfigError | TrainingError):
+        print(f"maxbatch: error: {in_one_line(str(error))}", file=sys.stderr)
+    elif isinstance(error, OSError) and is_disk_full(error):
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"maxbatch: error: {in_one_line(where + _DISK_FULL)}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    return EXIT_FAILED
+    return EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
+
+
+def in_one_line(text: str) -> str:
+    """Returns a text whose whitespace is single spaces and whose other unprintable characters are escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+
+
+_DISK_FULL = "no space left on the disk; free some and run the same command again"

@@ -1,42 +1,70 @@
-"""One process at a time, by a file: the lock of whoever dies is free at once."""
+"""Locks on files. The system frees a lock when the last process that has the file open ends, even by kill -9."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
+
+_POLL_S = 0.1
+
+
+def take_lock(path: Path, wait_s: float = 0.0) -> BinaryIO | None:
+    """Takes the lock on a file, which is made if needed.
+
+    Returns:
+      The open file, whose closing frees the lock; a child that inherits it holds the lock too. None if another
+      process still holds the lock after `wait_s` seconds.
+
+    Raises:
+      OSError: the file cannot be opened, or its file system has no locks.
+    """
+    end = time.monotonic() + wait_s
+    with contextlib.ExitStack() as closing:
+        file = closing.enter_context(open(path, "wb"))
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    return None
+                time.sleep(_POLL_S)
+            else:
+                closing.pop_all()
+                return file
 
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`, waiting for it first; the file is gone afterwards.
+    """Holds the lock on a file, waiting for it first, and removes the file afterwards.
 
-    Where the file system knows no locks the caller goes on without: only for work that may be done twice.
+    On a file system without locks the block runs all the same: only for work that may be done twice.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except OSError:
-                yield
-                return
-            # Whoever held it has removed the file: the lock of a removed file keeps nobody out.
-            if not _is_file(descriptor, path):
+            file = take_lock(path, math.inf)
+        except OSError:
+            yield
+            return
+        assert file is not None, "waits for ever"
+        with file:
+            # The lock on a file that its holder has removed keeps nobody out.
+            if not _is_at(file, path):
                 continue
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
             return
-        finally:
-            os.close(descriptor)
 
 
-def _is_file(descriptor: int, path: Path) -> bool:
+def _is_at(file: BinaryIO, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False

@@ -10,26 +10,25 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from maxbatch.commands.critical_batch.critical_size import Chunk, last_chunks
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Branch, Plan
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_INPUT, EXIT_STOPPED, ConfigError, TrainingError
-from maxbatch.system.files import write_whole
+from maxbatch.system.locks import take_lock
 from maxbatch.system.stopping import Stopping
 
 _POLL_S = 0.2
@@ -37,29 +36,20 @@ _LOCK_S = 20  # for the branch of a command that was killed to end
 _DIVERGED = "a gradient that is not finite"
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[IO[bytes]]:
-    """Hold a folder against other commands; it is free once this process and its branch are gone.
+def locked(folder: Path) -> BinaryIO:
+    """Returns the lock on a folder, which is free once this process and its branch have closed it.
 
     Raises:
       ConfigError: another command measures in it, or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "wb")  # noqa: SIM115  closed below
+        lock = take_lock(folder / ".lock", _LOCK_S)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
-    with lock:
-        end = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise ConfigError(f"{folder}: another command measures in it; wait for it") from None
-                time.sleep(_POLL_S)
-        yield lock
+    if lock is None:
+        raise ConfigError(f"{folder}: another command measures in it; wait for it")
+    return lock
 
 
 class Branches:
@@ -74,7 +64,7 @@ class Branches:
     """
 
     def __init__(
-        self, run: MeasuredRun, plan: Plan, folder: Path, lock: IO[bytes], train_flags: Sequence[str]
+        self, run: MeasuredRun, plan: Plan, folder: Path, lock: BinaryIO, train_flags: Sequence[str]
     ) -> None:
         self._run, self._plan, self._lock, self._flags = run, plan, lock, train_flags
         self._folder = folder / f"{plan.scaling}-{plan.samples}"
@@ -134,8 +124,8 @@ class Branches:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 config = load_config(self._run.path / "config.yml", self.overrides(branch))
-                write_whole(folder / "config.yml", dump_config(config))
-                write_whole(folder / "branch.json", json.dumps(dataclasses.asdict(branch)) + "\n")
+                write_atomically(folder / "config.yml", dump_config(config))
+                write_atomically(folder / "branch.json", json.dumps(dataclasses.asdict(branch)) + "\n")
                 self._link_checkpoint(branch.fork.step, folder)
 
     def _check_origin(self, branch: Branch) -> None:
@@ -245,7 +235,7 @@ class Branches:
             error = ConfigError if code == EXIT_INPUT else TrainingError
             raise error(f"{folder}: {line or f'exit code {code}'}")
         outcome: dict[str, Any] = {"status": status, "reason": line if status == "diverged" else ""}
-        write_whole(folder / "outcome.json", json.dumps(outcome) + "\n")
+        write_atomically(folder / "outcome.json", json.dumps(outcome) + "\n")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return True
 

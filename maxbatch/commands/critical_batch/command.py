@@ -34,8 +34,8 @@ from maxbatch.config.keys import CHOICES, shown
 from maxbatch.config.loading import keys
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
-from maxbatch.system.files import write_whole
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
@@ -106,7 +106,7 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> Plan
     if key not in plans or not check_plan(measured, Plan.from_json(plans[key])):
         plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling)
         plans[key] = plan.to_json()
-        write_whole(path, json.dumps(plans, indent=1) + "\n")
+        write_atomically(path, json.dumps(plans, indent=1) + "\n")
     return Plan.from_json(plans[key])
 
 
@@ -143,7 +143,7 @@ def _conclude(
     console: Console,
 ) -> None:
     found = to_json(measured, plan, results, tolerance)
-    write_whole(folder / "critical_batch.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(folder / "critical_batch.json", json.dumps(found, indent=1) + "\n")
     console.print(results_table(results, tolerance))
     console.print(
         f"tolerance: {tolerance:g} nats per token, absolute; *: the critical batch size; ?: within the noise"

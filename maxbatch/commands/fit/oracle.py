@@ -18,6 +18,7 @@ from maxbatch.commands.fit.search import Line
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.token_store import cache_folder
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, all_parts, compile_for, known_parts
 from maxbatch.training.compile.saved import program_keys, versions
@@ -154,6 +155,4 @@ def _read(path: Path) -> Verdict | None:
 
 def _write(path: Path, verdict: Verdict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(dataclasses.asdict(verdict)))
-    temporary.rename(path)
+    write_atomically(path, json.dumps(dataclasses.asdict(verdict)))

@@ -17,8 +17,8 @@ from maxbatch.config.keys import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.sweep_folder import METRICS, Result, SweepFolder
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
-from maxbatch.system.files import write_whole
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         _forget_failed(folder, sweep.metric)
     with Stopping() as stop:
         source = _source(sweep, folder)
-        write_whole(folder.base, sweep.base)
+        write_atomically(folder.base, sweep.base)
         runner = Runner(folder, source, sweep.metric, sweep.parallel, console.print)
         has_ended = runner.run(stop)
     results = folder.results(sweep.metric)

@@ -8,11 +8,10 @@ import json
 import os
 import shutil
 import tempfile
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -29,12 +28,12 @@ from maxbatch.data.store.token_store import (
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.system.atomic_files import BUILDING, remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
 
 # Below this, starting processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
-_STALE_SECONDS = 24 * 3600
 
 Progress = Callable[[int], None]  # is told of bytes of the files as they are done
 
@@ -75,11 +74,12 @@ def build_store(
         store = open_folder(folder)  # Made while the lock was waited for?
         if store is not None and store.manifest["signature"] == name:
             return store
-        _sweep(folder.parent)
-        building = Path(tempfile.mkdtemp(prefix=f".building-{folder.name}-", dir=folder.parent))
+        remove_leftovers(folder.parent)
+        building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:
             manifest = _write_files(building, source, tokenizer, config, workers, progress)
-            _write(building / "manifest.json", json.dumps({**manifest, "signature": name}, indent=1).encode())
+            with writing_atomically(building / "manifest.json") as file:
+                file.write(json.dumps({**manifest, "signature": name}, indent=1).encode())
             os.chmod(building, 0o755)  # mkdtemp's is for its maker alone; a cache may be shared.
             return _publish(building, folder)
         finally:
@@ -98,12 +98,11 @@ def _write_files(
     tokeniser = Tokeniser(source, tokenizer, stored)
     sums = _Sums(skipped=len(source.missing_shards))
     try:
-        with open(folder / "tokens.bin", "wb") as file:
+        with writing_atomically(folder / "tokens.bin") as file:
             workers = 1 if _is_copying(source, tokenizer) else workers
             for done in tokenise_all(tokeniser, source.jobs(), file, folder, workers):
                 sums.add(done)
                 progress(done.source_bytes)
-            _sync(file)
     except ConfigError:
         # A file that was written to meanwhile reads as damaged; then that is the news.
         source.refuse_changed()
@@ -111,7 +110,8 @@ def _write_files(
     if not sums.lengths:
         raise source.error(f"holds no document ({sums.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
-    _save(folder / "offsets.npy", sums.offsets())
+    with writing_atomically(folder / "offsets.npy") as file:
+        np.save(file, sums.offsets())
     return {
         "version": VERSION,
         "content": sums.content.hexdigest(),
@@ -158,27 +158,10 @@ class _Sums:
         return offsets
 
 
-def _save(path: Path, array: np.ndarray) -> None:
-    with open(path, "wb") as file:
-        np.save(file, array)
-        _sync(file)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _publish(building: Path, folder: Path) -> TokenStore:
     """Renames a finished store into place; what lies there, damaged or of an older dataset, goes away."""
     if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".building-{folder.name}-", dir=folder.parent))
+        old = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:
             os.rename(folder, old)
             os.rename(building, folder)
@@ -190,14 +173,3 @@ def _publish(building: Path, folder: Path) -> TokenStore:
     if store is None:
         raise OSError(f"the store {folder} was damaged right after it was written")
     return store
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what builders left behind that were killed more than a day ago."""
-    for entry in folder.glob(".building-*"):
-        try:
-            stale = time.time() - entry.stat().st_mtime > _STALE_SECONDS
-        except FileNotFoundError:
-            continue
-        if stale:
-            shutil.rmtree(entry, ignore_errors=True)

@@ -21,9 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -36,12 +33,12 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.store.token_store import cache_folder
 from maxbatch.data.stream.rows import Pieces
+from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
 
 _VERSION = 1
 _HEADER_BYTES = 4096
 _CHUNK_BYTES = 1 << 24
-_STALE_SECONDS = 24 * 3600
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples spread evenly
 
 
@@ -227,7 +224,7 @@ def open_best_fit(
     path = _path(config, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(path.parent)
+        remove_leftovers(path.parent)
         _write(path, best_fit(*documents(), config.max_target_length), config.max_target_length)
     except OSError as error:
         raise ConfigError(
@@ -244,7 +241,7 @@ def _path(config: ConfigDict, key: Mapping[str, Any]) -> Path:
 
 
 def _write(path: Path, packing: Packing, row_length: int) -> None:
-    """Writes a file that appears whole or not at all; of processes that race, the last wins with the same."""
+    """Writes a packing to a file; processes that race write the same."""
     header = {
         "version": _VERSION,
         "rows": len(packing.first_piece) - 1,
@@ -257,19 +254,10 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
         for array, dtype in zip(packing, ("<i8", "<i8", "<i4"), strict=True)
     ]
     checksum = _checksum(header, arrays)
-    descriptor, building = tempfile.mkstemp(prefix=".building-", dir=path.parent)
-    os.fchmod(descriptor, 0o644)  # mkstemp's is for its maker alone; a cache may be shared.
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(json.dumps(header | {"crc32": checksum}).encode().ljust(_HEADER_BYTES))
-            for array in arrays:
-                file.write(array)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(building, path)
-    except BaseException:
-        Path(building).unlink(missing_ok=True)
-        raise
+    with writing_atomically(path) as file:
+        file.write(json.dumps(header | {"crc32": checksum}).encode().ljust(_HEADER_BYTES))
+        for array in arrays:
+            file.write(array)
 
 
 def _checksum(header: dict[str, int], chunks: Iterable[bytes | memoryview]) -> int:
@@ -277,13 +265,3 @@ def _checksum(header: dict[str, int], chunks: Iterable[bytes | memoryview]) -> i
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)
     return checksum
-
-
-def _sweep(folder: Path) -> None:
-    """Removes what processes left behind that were killed more than a day ago."""
-    for file in folder.glob(".building-*"):
-        try:
-            if time.time() - file.stat().st_mtime > _STALE_SECONDS:
-                file.unlink()
-        except FileNotFoundError:
-            continue

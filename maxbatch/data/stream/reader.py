@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from typing import Protocol
 
 import grain
@@ -18,6 +14,7 @@ from absl import flags
 
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices
+from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
 # Enough tokens that the cost per element of a Grain pipeline (30 us in threads, more between processes)
 # vanishes.
@@ -189,19 +186,9 @@ class Reader:
 
 
 def _start_worker(worker_index: int, worker_count: int) -> None:
-    """Lets a worker process live exactly as long as its parent wants it.
-
-    Ctrl-C and SIGTERM reach the whole process group: the parent decides what they mean, and may still want
-    rows for the step that it finishes. Grain's worker would wait for a killed parent for ever.
-    """
+    """Lets a worker process live exactly as long as its parent, which may want rows for the step that it finishes."""
     del worker_index, worker_count
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in worker processes only"
-
-    def end_with_parent(sentinel: int) -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, args=(parent.sentinel,), daemon=True).start()
+    end_with_parent(parent.sentinel)

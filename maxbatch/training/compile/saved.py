@@ -23,6 +23,7 @@ from ml_collections import ConfigDict
 import maxbatch
 from maxbatch.config.loading import keys
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 
 FORMAT = 1
@@ -118,9 +119,7 @@ def save_programs(
         (folder / MANIFEST).unlink(missing_ok=True)
         for name, content in files.items():
             (folder / f"{name}.bin").write_bytes(content)
-        temporary = folder / f".{MANIFEST}.tmp"
-        temporary.write_text(json.dumps(manifest, indent=2) + "\n")
-        temporary.rename(folder / MANIFEST)
+        write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
     return sum(map(len, files.values()))

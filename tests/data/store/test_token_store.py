@@ -205,7 +205,7 @@ def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatc
     def full(file: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(builder, "_sync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"data_cache_dir=.*No space left"):
         opened(config)
 

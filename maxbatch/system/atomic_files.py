@@ -1,0 +1,65 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from maxbatch.system.errors import cannot_write
+
+BUILDING = ".building-"  # begins the name of whatever is not finished yet
+_STALE_S = 24 * 3600
+
+
+@contextlib.contextmanager
+def writing_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` once the block ends; after an exception nothing is left of it.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    temporary = path.parent / f"{BUILDING}{secrets.token_hex(8)}"
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8.
+
+    Raises:
+      ConfigError: it cannot be written there.
+      TrainingError: the disk is full.
+    """
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    try:
+        with writing_atomically(path) as file:
+            file.write(data)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes unfinished files and folders whose writers were killed more than a day ago."""
+    for entry in folder.glob(f"{BUILDING}*"):
+        try:
+            is_stale = time.time() - entry.stat().st_mtime > _STALE_S
+        except FileNotFoundError:
+            continue
+        if is_stale and entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif is_stale:
+            entry.unlink(missing_ok=True)

@@ -1,0 +1,90 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.errors import ConfigError, TrainingError
+
+
+@pytest.mark.parametrize(
+    ("content", "stored"), [("ä\n", "ä\n".encode()), (b"\xff\0", b"\xff\0"), ("\udce9", rb"\udce9")]
+)
+def test_text_and_bytes_replace_what_was_there(tmp_path: Path, content: str | bytes, stored: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_text("a longer text of before")
+    write_atomically(path, content)
+    assert path.read_bytes() == stored
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~_umask()
+
+
+def test_nobody_sees_a_file_before_it_is_whole(tmp_path: Path) -> None:
+    with writing_atomically(tmp_path / "file") as file:
+        file.write(b"half")
+        assert not (tmp_path / "file").exists()
+    assert (tmp_path / "file").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(type(error)), writing_atomically(path) as file:
+        file.write(b"half")
+        raise error
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "said"),
+    [
+        (errno.ENOSPC, TrainingError, "no space left on the disk; free some and run the same command again"),
+        (errno.EDQUOT, TrainingError, "no space left on the disk"),
+        (errno.EROFS, ConfigError, "cannot be written (Read-only file system); give another place"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[Exception], said: str
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(raised) as error:
+        write_atomically(tmp_path / "file", "text")
+    assert str(error.value).startswith(f"{tmp_path / 'file'}: {said}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", ["nowhere/file", "a-file/file", "folder", "."])
+def test_a_place_where_no_file_can_be_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a-file").touch()
+    with pytest.raises(ConfigError, match=r": cannot be written \("):
+        write_atomically(Path(path), "text")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a-file", "folder"]
+
+
+def test_leftovers_of_killed_writers_are_removed_after_a_day(tmp_path: Path) -> None:
+    names = [".building-old", ".building-old-folder", ".building-new", "other"]
+    for name in names:
+        (tmp_path / name).mkdir() if "folder" in name else (tmp_path / name).touch()
+    for name in (".building-old", ".building-old-folder", "other"):
+        os.utime(tmp_path / name, (0, time.time() - 25 * 3600))
+    remove_leftovers(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".building-new", "other"]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
