@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, DivergedError
 from maxbatch.system.locks import take_lock
 
 
@@ -49,10 +50,14 @@ class RunFolder:
         write_atomically(self.path / name, text)
 
     def __enter__(self) -> RunFolder:
+        if self._lock:
+            (self.path / OUTCOME_FILE).unlink(missing_ok=True)  # a run that starts again has not ended
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._lock:
+            if isinstance(error, DivergedError):
+                write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
             self._lock.close()
 
 

@@ -25,6 +25,10 @@ class TrainingError(Exception):
     """
 
 
+class DivergedError(TrainingError):
+    """A run whose updates are no longer finite."""
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error says that a disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

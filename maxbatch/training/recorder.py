@@ -14,7 +14,7 @@ from tensorboardX import SummaryWriter
 from maxbatch.data.stream.fingerprint import to_hex
 from maxbatch.data.stream.stream import Stream
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import TrainingError
+from maxbatch.system.errors import DivergedError
 from maxbatch.training.checkpoints import Position
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.step import StepMetrics
@@ -85,7 +85,7 @@ class Recorder:
           also: called once the update is done and timed; what it returns joins the record.
 
         Raises:
-          TrainingError: it was the last of `max_consecutive_skips` skipped ones.
+          DivergedError: it was the last of `max_consecutive_skips` skipped ones.
         """
         metrics = jax.device_get(update.metrics)
         now = time.perf_counter()
@@ -118,7 +118,7 @@ class Recorder:
         for output in self._outputs:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
-            raise TrainingError(
+            raise DivergedError(
                 f"{self.position.consecutive_skips} updates in a row had a gradient that is not finite (the last: step "
                 f"{update.step}, samples_seen {self.position.samples_seen}); the parameters are those before them. "
                 "Lower learning_rate, or look at the data there with `maxbatch data`"

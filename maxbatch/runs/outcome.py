@@ -1,0 +1,60 @@
+"""How a run ended, in `outcome.json`. A run that has none did not end: it trains, was stopped or was killed."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import ConfigError
+
+OUTCOME_FILE = "outcome.json"
+
+
+class Status(StrEnum):
+    """How a run ended.
+
+    A run that diverges says so itself. Of the trials of a sweep and the branches of `critical-batch` the command that
+    started them records every end.
+    """
+
+    DONE = "done"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+    PRUNED = "pruned"
+
+
+class RecordedOutcome(NamedTuple):
+    """What `outcome.json` holds; `reason` is one line, "" for a run that is done."""
+
+    status: Status
+    reason: str = ""
+
+
+def write_outcome(run_dir: Path, outcome: RecordedOutcome) -> None:
+    """Records how a run ended.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    write_atomically(run_dir / OUTCOME_FILE, json.dumps(outcome._asdict(), indent=1) + "\n")
+
+
+def read_outcome(run_dir: Path) -> RecordedOutcome | None:
+    """Returns how a run ended, None for one that did not.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    path = run_dir / OUTCOME_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return RecordedOutcome(Status(found["status"]), str(found["reason"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); restore it, or remove it to train again"
+        ) from None
