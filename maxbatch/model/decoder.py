@@ -33,8 +33,8 @@ REMAT_POLICIES = {
 }
 
 
-class Pipeline(Protocol):
-    """What runs the layers in stages."""
+class LayerRunner(Protocol):
+    """A way to run the layers other than a plain loop over them."""
 
     @property
     def constrain(self) -> Constrain:
@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
       constrain: called with an activation and its logical axes ("batch", "length", "embed", "heads",
         "kv_heads", "head_dim", "mlp", "vocab"), returns it with a sharding. Under `jax.vmap` it sees the array
         without the mapped axis. Its "embed" is that of activations, which the mesh does not split.
-      pipeline: what runs the layers, in place of a plain loop over them; it sees to their rematerialisation.
+      layer_runner: runs the layers in place of a plain loop over them; it sees to their rematerialisation.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         *,
         rngs: nnx.Rngs,
         constrain: Constrain = unconstrained,
-        pipeline: Pipeline | None = None,
+        layer_runner: LayerRunner | None = None,
     ):
         d, v = config.base_emb_dim, config.vocab_size
         # Logits of a tied model start at a variance of about 1, so its loss near ln V and half a nat above at most;
@@ -150,7 +150,8 @@ class Decoder(nnx.Module):
         @nnx.split_rngs(splits=config.base_num_decoder_layers)
         @nnx.vmap
         def stacked(rngs: nnx.Rngs) -> DecoderLayer:
-            return DecoderLayer(config, rngs=rngs, constrain=pipeline.constrain if pipeline else constrain)
+            inside = layer_runner.constrain if layer_runner else constrain
+            return DecoderLayer(config, rngs=rngs, constrain=inside)
 
         self.layers = stacked(rngs)
         for _, parameter in nnx.iter_graph(self.layers):
@@ -165,7 +166,7 @@ class Decoder(nnx.Module):
         self.rope_max_timescale = config.rope_max_timescale
         self.scan_layers = config.scan_layers
         self.remat_policy = config.remat_policy
-        self.pipeline = pipeline
+        self.layer_runner = layer_runner
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Return the stream after the final norm, [M, L, D] in `dtype`.
@@ -181,9 +182,9 @@ class Decoder(nnx.Module):
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, parameters: nnx.State) -> jax.Array:
             return nnx.merge(layerdef, parameters)(x_MxLxD, segments_MxL, rope)
 
-        if self.pipeline is not None:
+        if self.layer_runner is not None:
             run = partial(_run_layers, layer, self.scan_layers)
-            x_MxLxD = self.pipeline(run, stacked, x_MxLxD, segments_MxL)
+            x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
             x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
             return self.final_norm(x_MxLxD)
         if self.remat_policy != "none":
@@ -202,8 +203,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Return `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
 
-        A token sees those before it in its row, which is one document from its start. The layers run without a
-        pipeline.
+        A token sees those before it in its row, which is one document from its start. The layers run in a
+        plain loop.
 
         Args:
           tokens_BxT: int32 in [0, V).

@@ -24,10 +24,11 @@ from maxbatch.parallel.sharding import Constrain
 PyTree = Any
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # its arrays cannot be compared; flax compares its identity
 class SummingLayers:
-    """Runs the layers of a decoder (`maxbatch.model.decoder.Pipeline`), in a loop, once per gradient: a second time
-    would count the sums twice, and is refused.
+    """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per gradient.
+
+    A second run within one gradient would count the sums twice, and is refused.
 
     Attributes:
       sums: float32 arrays, like the stacked parameters of the layers. The gradient with respect to them is these sums

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.model.decoder import Decoder, Pipeline
+from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.training.optimizers import make_optimizer
 
@@ -31,11 +31,14 @@ class TrainState(NamedTuple):
 
 
 def abstract_model(
-    config: ConfigDict, constrain: Constrain = unconstrained, pipeline: Pipeline | None = None
+    config: ConfigDict, constrain: Constrain = unconstrained, layer_runner: LayerRunner | None = None
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """The model's graph and its parameters' shapes, without allocating any."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain, pipeline=pipeline))
-    return nnx.split(model, nnx.Param)
+    """Returns the model's graph and its parameters' shapes, without allocating any."""
+
+    def model() -> Decoder:
+        return Decoder(config, rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
+
+    return nnx.split(nnx.eval_shape(model), nnx.Param)
 
 
 def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:

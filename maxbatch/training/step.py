@@ -110,7 +110,7 @@ class Update:
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
         constrain = activation_constraint(mesh, row_axes)
-        graphdef, params_shape = abstract_model(config, constrain, self._pipeline)
+        _, params_shape = abstract_model(config)
         self._sums_layers = config.scan_layers and self._pipeline is None
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.data_shards = mesh.shape["data"]
@@ -124,9 +124,11 @@ class Update:
         def loss_fn(
             params: nnx.State, layer_sums: nnx.State, layers: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            summing = (
+                SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
+            )
+            graphdef, _ = abstract_model(config, constrain, summing or self._pipeline)
             decoder = nnx.merge(graphdef, nnx.merge_state(params, layers))
-            if layer_sums:
-                decoder.pipeline = SummingLayers(layer_sums["layers"], config.remat_policy, constrain)
             loss, weight, others = objective.sums(decoder, rows, row_shards)
             return loss, (weight, others)
 

@@ -12,6 +12,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.sharding import unconstrained
 from maxbatch.training.layer_gradients import SummingLayers
+from maxbatch.training.state import abstract_model
 from tests.helpers.tiny import tiny_config
 
 
@@ -20,17 +21,16 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
     config = tiny_config(
         "scan_layers=true", f"remat_policy={remat_policy}", "base_num_decoder_layers=3", "dtype=float32"
     )
-    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
+    params = nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
     tokens_MxL = jnp.asarray(
         np.random.default_rng(0).integers(1, 200, (2, config.max_target_length)), jnp.int32
     )
     rows = (tokens_MxL, jnp.ones_like(tokens_MxL), jnp.ones(tokens_MxL.shape, jnp.float32))
 
     def loss(params: nnx.State, sums: nnx.State | None) -> jax.Array:
-        decoder = nnx.merge(graphdef, params)
-        if sums is not None:
-            decoder.pipeline = SummingLayers(sums, remat_policy, unconstrained)
-        return loss_sums(decoder, *rows)[0]
+        runner = None if sums is None else SummingLayers(sums, remat_policy, unconstrained)
+        graphdef, _ = abstract_model(config, layer_runner=runner)
+        return loss_sums(nnx.merge(graphdef, params), *rows)[0]
 
     layers = params["layers"]
     before = jax.tree.map(lambda p: jnp.full(p.shape, 0.25, jnp.float32), layers)
@@ -46,9 +46,10 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
 
 def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:
     config = tiny_config("scan_layers=true")
-    decoder = Decoder(config, rngs=nnx.Rngs(0))
-    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), nnx.state(decoder.layers, nnx.Param))
-    decoder.pipeline = SummingLayers(sums, "none", unconstrained)
+    _, shapes = abstract_model(config)
+    sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), shapes["layers"])
+    runner = SummingLayers(sums, "none", unconstrained)
+    decoder = Decoder(config, rngs=nnx.Rngs(0), layer_runner=runner)
     tokens_MxL = jnp.ones((1, config.max_target_length), jnp.int32)
     decoder.hidden(tokens_MxL, tokens_MxL)
     with pytest.raises(RuntimeError, match="must run once per gradient"):
