@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
+import sys
 import types
 
 import pytest
 
 import maxbatch
 from maxbatch import ConfigError
-from maxbatch.cli import COMMANDS, main
+from maxbatch.cli import main
+from maxbatch.commands import COMMANDS
 from maxbatch.commands.simulation import simulate_devices
 
 
@@ -50,6 +53,10 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["train", "--simulate-devices", "0"], "--simulate-devices 0: must be a whole number from 1 on"),
         (["train", "--json"], "--json: unknown flag"),
         (["data", "steps=x"], "steps=x: must be a whole number"),
+        (["plan", "run_dir=a\0b"], r"'run_dir=a\x00b': must be UTF-8 text without NUL characters"),
+        (["generate", "runs/x", "--prompt", "caf\udce9"], r"'caf\udce9': must be UTF-8 text"),
+        (["train", "\ud800.yml"], r"'\ud800.yml': must be UTF-8 text"),
+        (["data\0"], r"'data\x00': must be UTF-8 text"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -59,6 +66,44 @@ def test_bad_input_is_one_line_and_exit_code_2(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(f"maxbatch: error: {said}")
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [LONG],
+        ["train", LONG, LONG],
+        ["train", f"--{LONG}"],
+        ["train", f"--steps={LONG}"],
+        ["train", "--simulate-devices", LONG],
+        ["sweep", f"steps={LONG}", f"steps={LONG}"],
+    ],
+)
+def test_a_long_argument_is_repeated_in_part(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    assert main(argv) == 2
+    assert len(capsys.readouterr().err) < 350
+
+
+@pytest.mark.parametrize("command", ["plan", "--help"])
+def test_output_onto_a_full_disk_is_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "maxbatch", command], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert run.returncode == 1
+    *_, line = run.stderr.splitlines()
+    assert line == "maxbatch: error: no space left on the disk; free some and run the same command again"
+    assert "Traceback" not in run.stderr and "Exception ignored" not in run.stderr
+
+
+def test_a_command_runs_without_standard_output() -> None:
+    run = subprocess.run(
+        ["sh", "-c", f"{shlex.quote(sys.executable)} -m maxbatch plan >&-"], stderr=subprocess.PIPE, text=True
+    )
+    assert run.returncode == 0 and "Traceback" not in run.stderr
 
 
 def fake_train(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""What the arguments of several commands have in common."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from maxbatch.config.keys import shown
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,18 +16,18 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Add the positional arguments that state a config."""
+    """Adds the positional arguments that state a config."""
     parser.add_argument(
         "config", nargs="*", metavar="CONFIG.yml | key=value", help="a config file, and overrides of its keys"
     )
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
-    """Return the config that the positional arguments state: at most one file, any number of overrides.
+    """Returns the config that the positional arguments state: at most one file, any number of overrides.
 
     Args:
       args: parsed arguments.
-      default: the file where they state none; None: base.yml alone.
+      default: the file to read if they name none; None: base.yml alone.
 
     Raises:
       ConfigError: two files, or a config that cannot be used.
@@ -39,17 +40,19 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
         if text in keys() and not os.path.exists(text):
             raise ConfigError(f"{text}: an override is key=value; works: {text}={keys()[text].default}")
     if len(files) > 1:
-        raise ConfigError(f"{files[1]}: only one config file is read ({files[0]}); an override is key=value")
+        raise ConfigError(
+            f"{shown(files[1])}: only one config file is read ({shown(files[0])}); an override is key=value"
+        )
     return load_config(files[0] if files else default, overrides)
 
 
 def count(text: str) -> int:
-    """Read a flag's whole number >= 1; the `type` of an argument."""
+    """Returns a flag's whole number >= 1; the `type` of an argument."""
     if not re.fullmatch(r"[+]?\d+(_\d+)*", text) or len(text) > 18 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be a whole number from 1 on; works: 1")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 on; works: 1")
     return int(text)
 
 
 def note(text: str) -> None:
-    """Print a line to standard error, which is no part of a command's output."""
+    """Prints a line on standard error, so that it is no part of a command's output."""
     print(f"maxbatch: {text}", file=sys.stderr)
