@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from maxbatch.commands import COMMANDS, Command
-from maxbatch.config.keys import nearest_name, shown
+from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from maxbatch.config.keys import shown
+from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:

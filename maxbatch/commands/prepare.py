@@ -13,15 +13,13 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, open_folder, signature
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.errors import ConfigError
-
-# What a prepared folder has settled: the command that trains on it need not say it.
-_RECORD_KEYS = ("text_field", "record_format")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -153,7 +151,9 @@ def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> No
         of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})
         print("the held-out data are prepared by a command of their own:")
         print("  " + shlex.join(["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]))
-    typed = [text for text in args.config if text.split("=", 1)[0] not in _RECORD_KEYS]
+    # A prepared folder has settled how records are read: the command that trains on it need not say it.
+    settled = names_fixing(Fixes.RECORDS)
+    typed = [text for text in args.config if text.split("=", 1)[0] not in settled]
     print("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)]))
 
 

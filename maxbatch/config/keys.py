@@ -1,306 +1,241 @@
-"""The keys of the config: the type and rule of each, and how a value is read from its text.
+"""The keys of the config: one row per key, in the order of base.yml, which holds their defaults.
 
-A key's type follows from its default in base.yml. The tables below add what a default cannot tell. Scalars
-are read by their key's type and never by YAML's guess, for which `10:13` is 613 and `3e-4` a string.
+Whoever needs a list of keys asks the rows: `names_fixing`, `names_of`. A new key states what it fixes, so it cannot
+drop out of the identity of a run or of its compiled programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import re
-from collections.abc import Iterable
-from fractions import Fraction
+import enum
 
-from maxbatch.system.errors import ConfigError
+from maxbatch.config.values import Bounds, Scalar
 
-Value = bool | int | float | Fraction | str | None
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "learning_rate_schedule": ("cosine", "wsd", "constant"),
-    "learning_rate_scaling": ("none", "linear", "sqrt"),
-    "adam_scaling": ("none", "sde"),
-    "opt_type": ("adamw", "lion", "adafactor", "muon", "sgd"),
-    "dtype": ("float32", "bfloat16"),
-    "weight_dtype": ("float32", "bfloat16"),
-    "remat_policy": ("none", "minimal", "full"),
-    "attention": ("auto", "dot_product", "cudnn", "splash"),
-    "dataset_type": (
-        "python_stdlib",
-        "synthetic",
-        "text",
-        "jsonl",
-        "parquet",
-        "arrayrecord",
-        "tokens",
-        "arithmetic",
-    ),
-    "record_format": ("text", "example"),
-    "packing_strategy": ("concatenate", "best_fit"),
-    "tokenizer_type": ("byte", "huggingface", "sentencepiece"),
-    "loss_algo": ("grpo", "gspo-token"),
-    "loss_agg_mode": ("token-mean", "sequence-mean", "sequence-mean-token-mean"),
-}
+class Fixes(enum.Flag):
+    """What the value of a key fixes; what it does not fix may change when a run is resumed."""
 
-# Keys that a config file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
-LISTS = frozenset({"dataset_path", "eval_dataset_path"})
+    NOTHING = 0
+    BATCH = (
+        enum.auto()
+    )  # the samples of an update; compiled programs see it through the shape of a batch alone
+    RECORDS = enum.auto()  # how a source's records are read; each source of a mixture may state its own
+    CONTENT = enum.auto()  # the documents and their tokenizer, of which a stream's identity holds hashes
+    TOKENS = enum.auto()  # what is added to the tokens of a document
+    ROWS = enum.auto()  # how documents become rows
+    ORDER = enum.auto()  # the order of the rows
+    PROMPTS = enum.auto()  # how records become prompts
+    MODEL = enum.auto()  # the parameters and the optimizer's state
+    PROGRAM = enum.auto()  # the compiled programs
+    STREAM = RECORDS | CONTENT | TOKENS | ROWS | ORDER
 
-NULLABLE = frozenset({
-    "steps", "train_samples", "train_tokens", "num_epochs",
-    "gradient_accumulation_steps", "global_batch_size", "batch_size_schedule",
-    "eval_per_device_batch_size", "reference_batch_size", "max_num_checkpoints_to_keep",
-    "peak_tflops_per_device", "batch_size", "epsilon_high",
-})  # fmt: skip
 
-# Numbers that enter batch arithmetic: decimals and fractions ("1/3") mean exactly what they say.
-EXACT = frozenset({
-    "per_device_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment",
-    "eval_per_device_batch_size", "expansion_factor_real_data", "num_epochs",
-    "trainer_devices_fraction", "sampler_devices_fraction",
-})  # fmt: skip
-# Whole numbers of data: suffixes K, M, B, and decimals where the product is whole (1.5M).
-QUANTITIES = frozenset({"train_samples", "train_tokens", "global_rampup_samples", "synthetic_samples"})
-WHOLE = frozenset({"global_batch_size", "reference_batch_size", "batch_size"})
-REAL = frozenset({"eval_fraction", "peak_tflops_per_device", "rope_max_timescale", "epsilon_high"})
+class Part(enum.Enum):
+    """Keys that together state one thing, or are alternatives for stating it."""
+
+    LENGTH = "the length of a run"
+    BATCH = "the batch"
+    RAMP = "the ramp of the batch"
+    PROMPT_BATCH = "the batch of prompts"
 
 
 @dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The interval a number must lie in; `above` and `below` exclude their end."""
+class Key(Scalar):
+    """One config key.
 
-    at_least: float | None = None
-    at_most: float | None = None
-    above: float | None = None
-    below: float | None = None
-    also: float | None = None  # one value outside that is allowed as well
+    Attributes:
+      fixes: what its value fixes.
+      unit: of a number.
+      part: the statement that it is part of.
+      maxtext: its name in MaxText's configs; SAME: the same; OURS: MaxText has no such key.
+      warm_start: whether the warm start of reinforcement learning takes it from the run; if not, it has its default.
+    """
 
-    def broken(self, value: int | float | Fraction) -> tuple[str, float] | None:
-        """Return the rule that value breaks and the nearest value that does not, or None."""
-        if value == self.also:
-            return None
-        or_else = "" if self.also is None else f" (or {self.also:g})"
-        if self.at_least is not None and value < self.at_least:
-            return f"at least {self.at_least:g}{or_else}", self.at_least
-        if self.at_most is not None and value > self.at_most:
-            return f"at most {self.at_most:g}{or_else}", self.at_most
-        if self.above is not None and value <= self.above:
-            return f"greater than {self.above:g}{or_else}", self._inside(self.above, 1)
-        if self.below is not None and value >= self.below:
-            return f"less than {self.below:g}{or_else}", self._inside(self.below, -1)
-        return None
+    _: dataclasses.KW_ONLY
+    fixes: Fixes
+    unit: str = ""
+    part: Part | None = None
+    maxtext: str = "the same"
+    warm_start: bool = True
 
-    def _inside(self, end: float, direction: int) -> float:
-        other = self.below if direction > 0 else self.above
-        other = self.at_least if other is None and direction < 0 else other
-        return end + direction if other is None or abs(other - end) > 1 else (end + other) / 2
+    @property
+    def maxtext_name(self) -> str | None:
+        """Its name in MaxText's configs, or None."""
+        return self.name if self.maxtext == SAME else self.maxtext or None
 
 
-_POSITIVE, _COUNT, _FROM_ZERO = Bounds(above=0), Bounds(at_least=1), Bounds(at_least=0)
-_SHARE, _SEED = Bounds(at_least=0, at_most=1), Bounds(at_least=0, at_most=2**32 - 1)
+SAME, OURS = "the same", ""
+
+_POSITIVE, _COUNT, _FROM_ZERO, _FROM_TWO = (
+    Bounds(above=0),
+    Bounds(at_least=1),
+    Bounds(at_least=0),
+    Bounds(at_least=2),
+)
+_SHARE, _SOME = Bounds(at_least=0, at_most=1), Bounds(above=0, at_most=1)
+_BELOW_ONE, _INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
+_SEED = Bounds(at_least=0, at_most=2**32 - 1)
 _ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(at_least=1, at_most=2**40)
 _COUNT_OR_OFF = Bounds(at_least=1, also=-1)
 
-BOUNDS: dict[str, Bounds] = {
-    **dict.fromkeys(("steps", "train_samples", "train_tokens"), _COUNT),
-    **dict.fromkeys(("per_device_batch_size", "per_device_batch_size_start"), _ROWS),
-    "eval_per_device_batch_size": _ROWS,
-    **dict.fromkeys(("num_epochs", "learning_rate", "adam_eps", "rope_max_timescale"), _POSITIVE),
-    **dict.fromkeys(("normalization_layer_epsilon", "peak_tflops_per_device"), _POSITIVE),
-    **dict.fromkeys(("gradient_accumulation_steps", "global_batch_size"), _SAMPLES),
-    "reference_batch_size": _SAMPLES,
-    **dict.fromkeys(("global_rampup_samples", "max_consecutive_skips", "synthetic_samples"), _COUNT),
-    **dict.fromkeys(("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"), _COUNT),
-    **dict.fromkeys(("base_num_decoder_layers", "vocab_size", "grain_prefetch_buffer_size"), _COUNT),
-    "num_pipeline_repeats": _COUNT,
-    **dict.fromkeys(("checkpoint_period", "max_num_checkpoints_to_keep", "log_period"), _COUNT),
-    **dict.fromkeys(("warmup_steps_fraction", "wsd_decay_steps_fraction"), _SHARE),
-    "learning_rate_final_fraction": _SHARE,
-    **dict.fromkeys(("adam_b1", "adam_b2", "eval_fraction"), Bounds(at_least=0, below=1)),
-    **dict.fromkeys(("adam_weight_decay", "gradient_clipping_threshold", "grain_worker_count"), _FROM_ZERO),
-    **dict.fromkeys(("init_weights_seed", "data_shuffle_seed"), _SEED),
-    **dict.fromkeys(("num_pipeline_microbatches", "eval_interval", "eval_steps"), _COUNT_OR_OFF),
-    **dict.fromkeys(("batch_size", "num_generations", "eval_num_generations"), _COUNT),
-    **dict.fromkeys(("num_iterations", "reward_worker_count"), _COUNT),
-    **dict.fromkeys(("micro_batch_size", "train_micro_batch_size", "rollout_micro_batch_size"), _COUNT_OR_OFF),
-    **dict.fromkeys(("grpo_beta", "decode_sampling_top_k", "warm_start_steps"), _FROM_ZERO),
-    "grpo_epsilon": Bounds(above=0, below=1),
-    **dict.fromkeys(("epsilon_high", "decode_sampling_temperature", "reward_timeout_s"), _POSITIVE),
-    **dict.fromkeys(
-        ("decode_sampling_nucleus_p", "trainer_devices_fraction", "sampler_devices_fraction"),
-        Bounds(above=0, at_most=1),
-    ),
-    "sampler_seed": _SEED,
-    "warm_start_learning_rate": _POSITIVE,
-    "max_prefill_predict_length": _COUNT,
-    "max_target_length": Bounds(at_least=2),
-    "head_dim": Bounds(at_least=2),
-    **{f"{net}_{axis}_parallelism": _COUNT_OR_OFF
-       for net in ("ici", "dcn") for axis in ("data", "fsdp", "tensor", "context", "pipeline")},
-}  # fmt: skip
+_NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
+_BATCH = Fixes.BATCH | Fixes.PROGRAM
+_DTYPES = ("float32", "bfloat16")
+_DATASET_TYPES = (
+    "python_stdlib",
+    "synthetic",
+    "text",
+    "jsonl",
+    "parquet",
+    "arrayrecord",
+    "tokens",
+    "arithmetic",
+)
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
-_DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
-NULLS = ("", "~", "null", "none")
-_LARGEST = 2**63 - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """One config key: its name, how its text is read, whether it may be null, and the text of its default."""
-
-    name: str
-    kind: str  # bool, choice, exact, int, quantity, real or text
-    nullable: bool
-    default: str
-
-    @classmethod
-    def from_default(cls, name: str, text: str, plain: bool) -> Key:
-        """Derive the key from its default's text in base.yml (`plain`: written without quotes)."""
-        return cls(name, _kind(name, text, plain), name in NULLABLE, text)
-
-    def read(self, text: str, plain: bool = True) -> Value:
-        """Return the value that text means for this key, or raise ConfigError."""
-        if self.kind != "text":
-            text = text.strip()
-        is_null = plain and text.strip().lower() in NULLS
-        if is_null and self.nullable:
-            return None
-        if self.kind == "text":
-            if not is_null:
-                return text
-            # An empty text is the null of a text key; "none" without quotes is a word.
-            return text if text.strip().lower() == "none" else ""
-        if self.kind == "choice":
-            return self._choice(text)
-        if self.kind == "bool":
-            return self._bool(text)
-        readers = {"int": self._int, "quantity": self._quantity, "exact": self._exact, "real": self._real}
-        value = readers[self.kind](text)
-        self._check_bounds(text, value)
-        return value
-
-    def write(self, value: Value) -> str:
-        """Return the text that `read` turns into value again."""
-        if value is None:
-            return "null"
-        if isinstance(value, bool):
-            return str(value).lower()
-        return str(value)
-
-    def fault(self, text: str, rule: str, nearest: object = None) -> ConfigError:
-        """Return the error for a value: key, value, rule, and the nearest value that works."""
-        works = "" if nearest is None else f"; works: {self.name}={nearest}"
-        return ConfigError(f"{self.name}={shown(text)}: must be {rule}{works}")
-
-    def _choice(self, text: str) -> str:
-        choices = CHOICES[self.name]
-        if text in choices:
-            return text
-        raise self.fault(text, f"one of {', '.join(choices)}", nearest_name(text, choices) or choices[0])
-
-    def _bool(self, text: str) -> bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        nearest = "true" if text.lower() in ("1", "yes", "on", "y", "t") else "false"
-        raise self.fault(text, "true or false", nearest)
-
-    def _int(self, text: str) -> int:
-        number = _decimal(text)
-        if number is not None and number.denominator == 1 and "." not in text:
-            return int(number)
-        raise self.fault(text, self._or_null("a whole number"), self._near(number))
-
-    def _quantity(self, text: str) -> int:
-        suffix = text[-1:].upper() if text[-1:].upper() in ("K", "M", "B") else ""
-        number = _decimal(text[: len(text) - len(suffix)].strip())
-        value = None if number is None else number * _SUFFIXES[suffix]
-        if value is None or value.denominator != 1 or abs(value) > _LARGEST:
-            trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
-            nearest = self._near(value) if trillions is None else f"{plain_number(trillions * 1000)}B"
-            raise self.fault(text, self._or_null("a whole number (suffixes K, M, B)"), nearest)
-        return int(value)
-
-    def _exact(self, text: str) -> int | float | Fraction:
-        top, slash, bottom = text.partition("/")
-        number, divisor = _decimal(top.strip()), _decimal(bottom.strip()) if slash else Fraction(1)
-        if number is None or not divisor or abs(number / divisor) > _LARGEST:
-            raise self.fault(text, self._or_null("a number or a fraction such as 1/3"), self._near(None))
-        return plain_number(number / divisor)
-
-    def _real(self, text: str) -> float:
-        number = _decimal(text)
-        if number is None or not math.isfinite(float(text.replace("_", ""))):
-            raise self.fault(text, self._or_null("a finite number"), self._near(None))
-        return float(text.replace("_", ""))
-
-    def _or_null(self, rule: str) -> str:
-        return f"{rule} or null" if self.nullable else rule
-
-    def _near(self, number: Fraction | None) -> Value:
-        """Return a value near number that the key takes; its default where there is no number."""
-        if number is None:
-            return self.default
-        guess = min(max(round(number), -_LARGEST), _LARGEST)
-        bounds = BOUNDS.get(self.name)
-        broken = bounds.broken(guess) if bounds else None
-        return plain_number(guess if broken is None else broken[1])
-
-    def _check_bounds(self, text: str, value: int | float | Fraction) -> None:
-        bounds = BOUNDS.get(self.name)
-        broken = bounds.broken(value) if bounds else None
-        if broken is not None:
-            rule, end = broken
-            default = _decimal(self.default)
-            is_nearer = default is not None and abs(default - exact(value)) <= abs(exact(end) - exact(value))
-            raise self.fault(text, self._or_null(rule), self.default if is_nearer else plain_number(end))
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise self.fault(text, f"at most {_LARGEST}", self._near(None))
+# fmt: off
+ROWS: tuple[Key, ...] = (
+    # the run
+    Key("run_dir", "path", fixes=_NOTHING, maxtext="base_output_directory and run_name"),
+    Key("model_name", "text", fixes=_NOTHING),  # what it stands for is in the keys of the model
+    Key("load_parameters_path", "path", fixes=_NOTHING, warm_start=False),
+    # how long
+    Key("steps", "int", _COUNT, nullable=True, fixes=_NOTHING, unit="updates", part=Part.LENGTH, warm_start=False),
+    Key("train_samples", "quantity", _COUNT, nullable=True, fixes=_NOTHING, unit="samples", part=Part.LENGTH,
+        maxtext=OURS, warm_start=False),
+    Key("train_tokens", "quantity", _COUNT, nullable=True, fixes=_NOTHING, unit="tokens", part=Part.LENGTH,
+        maxtext=OURS, warm_start=False),
+    Key("num_epochs", "exact", _POSITIVE, nullable=True, fixes=_NOTHING, unit="passes", part=Part.LENGTH,
+        maxtext="num_epoch", warm_start=False),
+    # the batch
+    Key("per_device_batch_size", "exact", _ROWS, fixes=_BATCH, unit="rows per device", part=Part.BATCH),
+    Key("gradient_accumulation_steps", "int", _SAMPLES, nullable=True, fixes=_BATCH, unit="micro-batches",
+        part=Part.BATCH),
+    Key("global_batch_size", "int", _SAMPLES, nullable=True, fixes=_BATCH, unit="samples", part=Part.BATCH,
+        maxtext=OURS),
+    Key("batch_size_schedule", "text", nullable=True, fixes=_BATCH, part=Part.BATCH, maxtext=OURS),
+    Key("expansion_factor_real_data", "exact", fixes=_PROGRAM, warm_start=False),
+    Key("eval_per_device_batch_size", "exact", _ROWS, nullable=True, fixes=_BATCH, unit="rows per device"),
+    Key("num_pipeline_microbatches", "int", _COUNT_OR_OFF, fixes=_PROGRAM, unit="parts"),
+    Key("num_pipeline_repeats", "int", _COUNT, fixes=_PROGRAM, unit="groups of layers"),
+    # batch ramp-up
+    Key("enable_rampup_batch_size", "bool", fixes=_BATCH, part=Part.RAMP),
+    Key("per_device_batch_size_start", "exact", _ROWS, fixes=_BATCH, unit="rows per device", part=Part.RAMP),
+    Key("per_device_batch_size_increment", "exact", fixes=_BATCH, unit="rows per device", part=Part.RAMP),
+    Key("global_rampup_samples", "quantity", _COUNT, fixes=_BATCH, unit="samples", part=Part.RAMP),
+    # reinforcement learning
+    Key("batch_size", "int", _COUNT, nullable=True, fixes=_BATCH, unit="prompts"),
+    Key("num_generations", "int", _COUNT, fixes=_BATCH, unit="responses per prompt", part=Part.PROMPT_BATCH),
+    Key("micro_batch_size", "int", _COUNT_OR_OFF, fixes=_BATCH, unit="pairs", part=Part.PROMPT_BATCH, maxtext=OURS),
+    Key("train_micro_batch_size", "int", _COUNT_OR_OFF, fixes=_BATCH, unit="prompts", part=Part.PROMPT_BATCH),
+    Key("rollout_micro_batch_size", "int", _COUNT_OR_OFF, fixes=_BATCH, unit="prompts", part=Part.PROMPT_BATCH),
+    Key("num_iterations", "int", _COUNT, fixes=_BATCH, unit="updates per batch", part=Part.PROMPT_BATCH),
+    Key("loss_algo", "choice", choices=("grpo", "gspo-token"), fixes=_PROGRAM),
+    Key("loss_agg_mode", "choice", choices=("token-mean", "sequence-mean", "sequence-mean-token-mean"),
+        fixes=_PROGRAM),
+    Key("grpo_epsilon", "real", _INSIDE, fixes=_PROGRAM),
+    Key("epsilon_high", "real", _POSITIVE, nullable=True, fixes=_PROGRAM),
+    Key("grpo_beta", "real", _FROM_ZERO, fixes=_PROGRAM),
+    Key("max_prefill_predict_length", "int", _COUNT, fixes=_PROGRAM, unit="tokens"),
+    Key("decode_sampling_temperature", "real", _POSITIVE, fixes=_PROGRAM),
+    Key("decode_sampling_top_k", "int", _FROM_ZERO, fixes=_PROGRAM, unit="tokens"),
+    Key("decode_sampling_nucleus_p", "real", _SOME, fixes=_PROGRAM, unit="probability"),
+    Key("sampler_seed", "int", _SEED, fixes=_PROGRAM, maxtext=OURS),
+    Key("trainer_devices_fraction", "exact", _SOME, fixes=_PROGRAM, unit="share of the devices"),
+    Key("sampler_devices_fraction", "exact", _SOME, fixes=_PROGRAM, unit="share of the devices"),
+    Key("reward", "text", fixes=_PROGRAM, maxtext="reward_functions_path and reward_functions"),
+    Key("reward_worker_count", "int", _COUNT, fixes=_PROGRAM, unit="processes", maxtext=OURS),
+    Key("reward_timeout_s", "real", _POSITIVE, fixes=_PROGRAM, unit="seconds", maxtext=OURS),
+    Key("reward_on_failure", "real", fixes=_PROGRAM, maxtext=OURS),
+    Key("prompt_template", "text", fixes=Fixes.PROMPTS | _PROGRAM, maxtext=OURS),
+    Key("eval_num_generations", "int", _COUNT, fixes=_PROGRAM, unit="responses per held-out prompt",
+        maxtext="num_eval_passes"),
+    Key("warm_start_steps", "int", _FROM_ZERO, fixes=_PROGRAM, unit="updates", maxtext=OURS),
+    Key("warm_start_learning_rate", "real", _POSITIVE, fixes=_PROGRAM, maxtext=OURS),
+    Key("warm_start_path", "paths", fixes=_PROGRAM, maxtext=OURS),
+    # rates
+    Key("learning_rate", "real", _POSITIVE, fixes=_NOTHING),
+    Key("learning_rate_schedule", "choice", choices=("cosine", "wsd", "constant"), fixes=_NOTHING,
+        maxtext="lr_schedule_type", warm_start=False),
+    Key("warmup_steps_fraction", "real", _SHARE, fixes=_NOTHING, unit="share of the run's samples", warm_start=False),
+    Key("learning_rate_final_fraction", "real", _SHARE, fixes=_NOTHING, unit="share of the peak"),
+    Key("wsd_decay_steps_fraction", "real", _SHARE, fixes=_NOTHING, unit="share of the run's samples"),
+    Key("learning_rate_scaling", "choice", choices=("none", "linear", "sqrt"), fixes=_NOTHING, maxtext=OURS),
+    Key("reference_batch_size", "int", _SAMPLES, nullable=True, fixes=_NOTHING, unit="samples", maxtext=OURS),
+    Key("adam_scaling", "choice", choices=("none", "sde"), fixes=_PROGRAM, maxtext=OURS),
+    # optimizer
+    Key("opt_type", "choice", choices=("adamw", "lion", "adafactor", "muon", "sgd"), fixes=_MODEL),
+    Key("adam_b1", "real", _BELOW_ONE, fixes=_PROGRAM),
+    Key("adam_b2", "real", _BELOW_ONE, fixes=_PROGRAM),
+    Key("adam_eps", "real", _POSITIVE, fixes=_PROGRAM),
+    Key("adam_weight_decay", "real", _FROM_ZERO, fixes=_PROGRAM, warm_start=False),
+    Key("gradient_clipping_threshold", "real", _FROM_ZERO, fixes=_PROGRAM),
+    Key("gradient_noise_scale", "bool", fixes=_PROGRAM, maxtext=OURS),
+    Key("max_consecutive_skips", "int", _COUNT, fixes=_NOTHING, unit="updates", maxtext=OURS),
+    # model
+    Key("base_emb_dim", "int", _COUNT, fixes=_MODEL),
+    Key("base_num_query_heads", "int", _COUNT, fixes=_MODEL, unit="heads"),
+    Key("base_num_kv_heads", "int", _COUNT, fixes=_MODEL, unit="heads"),
+    Key("head_dim", "int", _FROM_TWO, fixes=_MODEL),
+    Key("base_mlp_dim", "int", _COUNT, fixes=_MODEL),
+    Key("base_num_decoder_layers", "int", _COUNT, fixes=_MODEL, unit="layers"),
+    Key("vocab_size", "int", _COUNT, fixes=_MODEL, unit="rows of the embedding"),
+    Key("logits_via_embedding", "bool", fixes=_MODEL),
+    Key("max_target_length", "int", _FROM_TWO, fixes=Fixes.ROWS | _PROGRAM, unit="tokens"),
+    Key("rope_max_timescale", "real", _POSITIVE, fixes=_MODEL),
+    Key("normalization_layer_epsilon", "real", _POSITIVE, fixes=_MODEL),
+    Key("dtype", "choice", choices=_DTYPES, fixes=_PROGRAM),
+    Key("weight_dtype", "choice", choices=_DTYPES, fixes=_MODEL),
+    Key("remat_policy", "choice", choices=("none", "minimal", "full"), fixes=_PROGRAM),
+    Key("attention", "choice", choices=("auto", "dot_product", "cudnn", "splash"), fixes=_PROGRAM),
+    Key("scan_layers", "bool", fixes=_PROGRAM),
+    Key("init_weights_seed", "int", _SEED, fixes=_MODEL),
+    # data
+    Key("dataset_type", "choice", choices=_DATASET_TYPES, fixes=Fixes.RECORDS),
+    Key("dataset_path", "paths", fixes=Fixes.CONTENT),
+    Key("eval_dataset_path", "paths", fixes=Fixes.CONTENT, maxtext=OURS, warm_start=False),
+    Key("eval_fraction", "real", _BELOW_ONE, fixes=Fixes.CONTENT, unit="share of the documents", maxtext=OURS,
+        warm_start=False),
+    Key("text_field", "text", fixes=Fixes.RECORDS, maxtext="train_data_columns", warm_start=False),
+    Key("record_format", "choice", choices=("text", "example"), fixes=Fixes.RECORDS, maxtext=OURS),
+    Key("skip_bad_records", "bool", fixes=Fixes.ROWS | Fixes.PROMPTS, maxtext=OURS),
+    Key("synthetic_samples", "quantity", _COUNT, fixes=Fixes.CONTENT, unit="samples per epoch", maxtext=OURS),
+    Key("packing", "bool", fixes=Fixes.ROWS),
+    Key("packing_strategy", "choice", choices=("concatenate", "best_fit"), fixes=Fixes.ROWS,
+        maxtext="grain_packing_type", warm_start=False),
+    Key("add_bos", "bool", fixes=Fixes.TOKENS | Fixes.PROMPTS),
+    Key("add_eos", "bool", fixes=Fixes.TOKENS),
+    Key("tokenizer_type", "choice", choices=("byte", "huggingface", "sentencepiece"), fixes=Fixes.CONTENT),
+    Key("tokenizer_path", "path", fixes=Fixes.CONTENT),
+    Key("enable_data_shuffling", "bool", fixes=Fixes.ORDER),
+    Key("data_shuffle_seed", "int", _SEED, fixes=Fixes.ORDER),
+    Key("grain_worker_count", "int", _FROM_ZERO, fixes=_NOTHING, unit="processes"),
+    Key("grain_prefetch_buffer_size", "int", _COUNT, fixes=_NOTHING, unit="rows"),
+    Key("data_cache_dir", "path", fixes=_NOTHING, maxtext=OURS),
+    # mesh
+    *(Key(f"{network}_{axis}_parallelism", "int", _COUNT_OR_OFF, fixes=_PROGRAM)
+      for network in ("ici", "dcn") for axis in ("data", "fsdp", "tensor", "context", "pipeline")),
+    # checkpoints, eval, what a person sees
+    Key("enable_checkpointing", "bool", fixes=_NOTHING),
+    Key("checkpoint_period", "int", _COUNT, fixes=_NOTHING, unit="updates"),
+    Key("max_num_checkpoints_to_keep", "int", _COUNT, nullable=True, fixes=_NOTHING, unit="checkpoints"),
+    Key("eval_interval", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="updates", warm_start=False),
+    Key("eval_steps", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="batches"),
+    Key("log_period", "int", _COUNT, fixes=_NOTHING, unit="updates"),
+    Key("profile_steps", "text", fixes=_NOTHING, maxtext="skip_first_n_steps_for_profiler and profiler_steps",
+        warm_start=False),
+    Key("generate_prompt", "text", fixes=_NOTHING, maxtext="prompt"),
+    Key("peak_tflops_per_device", "real", _POSITIVE, nullable=True, fixes=_NOTHING, unit="TFLOP/s", maxtext=OURS),
+    Key("compilation_cache_dir", "path", fixes=_NOTHING, maxtext="jax_cache_dir"),
+    Key("compiled_dir", "path", fixes=_NOTHING, maxtext="compiled_trainstep_file"),
+)
+# fmt: on
 
 
-def _kind(name: str, text: str, plain: bool) -> str:
-    if name in CHOICES:
-        return "choice"
-    for kind, names in (("exact", EXACT), ("quantity", QUANTITIES), ("int", WHOLE), ("real", REAL)):
-        if name in names:
-            return kind
-    if not plain:
-        return "text"
-    if text in ("true", "false"):
-        return "bool"
-    if _INTEGER.fullmatch(text):
-        return "int"
-    return "real" if _decimal(text) is not None else "text"
+def names_fixing(what: Fixes) -> tuple[str, ...]:
+    """Returns the keys that fix any part of what is named, in the order of base.yml."""
+    return tuple(key.name for key in ROWS if key.fixes & what)
 
 
-def _decimal(text: str) -> Fraction | None:
-    """Return the exact value of a decimal number, or None where text is none; nan and infinities are none."""
-    if len(text) > 2000 or not _DECIMAL.fullmatch(text):
-        return None
-    return Fraction(text.replace("_", ""))
-
-
-def exact(value: int | float | Fraction) -> Fraction:
-    """Return a config number as the fraction it says: the float 0.1 is one tenth."""
-    return value if isinstance(value, Fraction) else Fraction(str(value))
-
-
-def plain_number(value: int | float | Fraction) -> int | float | Fraction:
-    """Return value, exactly, as an int, else as the float that prints it, else as a Fraction."""
-    fraction = exact(value)
-    if fraction.denominator == 1:
-        return int(fraction)
-    return float(fraction) if exact(float(fraction)) == fraction else fraction
-
-
-def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
-    """Return the known name that is most like name, or None where none is so much like it (0 to 1)."""
-    found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)
-    return found[0] if found else None
-
-
-def shown(text: str, most: int = 80) -> str:
-    """Return user input on one line and of at most so many characters, for a message."""
-    text = text if text.isprintable() else repr(text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def names_of(part: Part) -> tuple[str, ...]:
+    """Returns the keys of a statement, in the order of base.yml."""
+    return tuple(key.name for key in ROWS if key.part is part)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import exact, plain_number
+from maxbatch.config.values import exact, plain_number
 from maxbatch.plan.mesh_shape import MeshShape, check_layers_fit
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.rampup import RampupBatchManager, Stage

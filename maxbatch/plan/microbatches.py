@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import exact, plain_number
+from maxbatch.config.values import exact, plain_number
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
 from maxbatch.plan.stages import (
     StatedStage,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import exact, plain_number
+from maxbatch.config.values import exact, plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import Cut, MicrobatchUnit, check_held, cut
 from maxbatch.plan.rl_batch import RLBatch

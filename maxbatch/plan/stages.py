@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import exact, plain_number, shown
+from maxbatch.config.values import exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
 
 MOST_STAGES = 10_000

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.config.keys import plain_number
+from maxbatch.config.values import plain_number
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.rampup import Stage
 

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, check_vocab_size, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
-from maxbatch.data.stream.sources import Identity, check_paths
+from maxbatch.data.stream.sources import Identity, check_paths, order_identity
 from maxbatch.rl import arithmetic
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
@@ -152,16 +153,13 @@ class PromptSource:
             "split": split,
             "content": dataset.content,
             "tokenizer": self._text.tokenizer.identity,
-            "prompt_template": config.prompt_template,
-            "add_bos": config.add_bos,
-            "skip_bad_records": config.skip_bad_records,
+            **{key: config[key] for key in names_fixing(Fixes.PROMPTS)},
             "held_out": self._fraction.rule,
         }
         shuffle = None
         if trains:
-            identity["enable_data_shuffling"] = config.enable_data_shuffling
+            identity |= order_identity(config)
         if trains and config.enable_data_shuffling:
-            identity["data_shuffle_seed"] = config.data_shuffle_seed
             shuffle = (config.data_shuffle_seed, dataset.content)
         return Prompts(
             records,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from maxbatch.config.keys import nearest_name
+from maxbatch.config.values import nearest_name
 from maxbatch.system.child_process import end_with_parent
 
 _LENGTH = struct.Struct("<Q")

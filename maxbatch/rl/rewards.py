@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import shown
+from maxbatch.config.values import shown
 from maxbatch.rl.reward_process import Ended, RewardProcess, TimedOut
 from maxbatch.rl.reward_worker import Answer, Request
 from maxbatch.system.errors import ConfigError

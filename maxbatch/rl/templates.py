@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.config.keys import nearest_name, shown
+from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.errors import ConfigError
 
 

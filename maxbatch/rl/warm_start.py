@@ -45,7 +45,7 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
 def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: str) -> ConfigDict:
     """Return the config of the warm start: the same model and devices, a document a row."""
     changed = ConfigDict(config.to_dict())
-    defaults = {name: keys()[name].read(keys()[name].default) for name in _AS_BY_DEFAULT}
+    defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
     changed.update(
         defaults
         | {
@@ -65,14 +65,6 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: st
         }
     )
     return changed.lock()
-
-
-# What the run says of reinforcement learning and not of its warm start.
-_AS_BY_DEFAULT = (
-    "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field", "eval_interval",
-    "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path", "packing_strategy",
-    "expansion_factor_real_data", "adam_weight_decay", "profile_steps",
-)  # fmt: skip
 
 
 def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:

@@ -20,18 +20,13 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import load_config
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.noise_scale import NoiseScale
 from maxbatch.training.state import TrainState, abstract_model
-
-MODEL_KEYS = (
-    "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim",
-    "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "rope_max_timescale",
-    "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
-)  # fmt: skip
 
 CHECKSUM = "checksum"  # name of the compiled program
 
@@ -71,7 +66,7 @@ class _Saved(NamedTuple):
 
 def model_identity(config: ConfigDict) -> dict[str, Any]:
     """The keys that fix the shape and the start of the parameters, and the optimizer's state."""
-    return {key: config[key] for key in MODEL_KEYS}
+    return {key: config[key] for key in names_fixing(Fixes.MODEL)}
 
 
 def state_checksum(state: TrainState) -> jax.Array:

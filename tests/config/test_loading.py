@@ -8,22 +8,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.keys import (
-    BOUNDS,
-    CHOICES,
-    EXACT,
-    NULLABLE,
-    QUANTITIES,
-    REAL,
-    WHOLE,
-    Key,
-    exact,
-    plain_number,
-)
 from maxbatch.config.loading import configs_dir, dump_config, keys
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))
@@ -140,50 +126,6 @@ def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
     message = error_of(overrides=broken)
     assert message.startswith("wsd_decay_steps_fraction=0.5: must be at most 0.4")
     load_config(overrides=[*broken, message.partition("works: ")[2]])
-
-
-@given(st.fractions(min_value=Fraction(1, 10**6), max_value=2**31))
-def test_exact_numbers_survive_writing_and_reading(number: Fraction) -> None:
-    key = Key("per_device_batch_size", "exact", False, "16")
-    assert exact(key.read(key.write(plain_number(number)))) == number  # type: ignore[arg-type]
-
-
-@given(st.text(max_size=30))
-def test_no_text_ends_in_anything_but_a_value_or_a_config_error(text: str) -> None:
-    kinds = {
-        "steps": "int",
-        "train_tokens": "quantity",
-        "adam_eps": "real",
-        "num_epochs": "exact",
-        "packing": "bool",
-    }
-    for name, kind in kinds.items():
-        key = Key(name, kind, nullable=False, default="1")
-        try:
-            key.read(text)
-        except ConfigError as error:
-            assert "\n" not in str(error)
-
-
-def test_the_tables_of_types_name_existing_keys_and_hold_for_the_defaults() -> None:
-    named = set(BOUNDS) | set(CHOICES) | NULLABLE | EXACT | QUANTITIES | REAL | WHOLE
-    assert named <= set(keys())
-    for path in (None, *PRESETS):
-        load_config(overrides=[f"model_name={path}"] if path else [])
-
-
-def test_base_yml_has_each_key_once_with_a_comment_and_at_most_130() -> None:
-    lines = (configs_dir() / "base.yml").read_text().splitlines()
-    stated = [line for line in lines if line and not line.startswith("#")]
-    assert len(stated) == len(keys()) <= 130
-    uncommented = [line for line in stated if "#" not in line and not line.startswith("dcn_")]
-    assert uncommented == []
-
-
-def test_every_choice_is_named_in_the_comment_of_its_key() -> None:
-    lines = {line.partition(":")[0]: line for line in (configs_dir() / "base.yml").read_text().splitlines()}
-    for name, choices in CHOICES.items():
-        assert [choice for choice in choices if choice not in lines[name].partition("#")[2]] == [], name
 
 
 # --- layers -------------------------------------------------------------------------------------------------
@@ -395,7 +337,18 @@ def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp
     assert load_config(weighted).dataset_path == "a,0.70;b,3"
 
 
-@pytest.mark.parametrize("item", ["[a]", "{path: a}", "{path: a, weight: 1, more: 2}", "'a;b'", "''"])
+@pytest.mark.parametrize(
+    "item",
+    [
+        "[a]",
+        "{path: a}",
+        "{path: a, weight: 1, more: 2}",
+        "'a;b'",
+        "''",
+        "{path: a, weight: 1, [x]: 3}",
+        "{path: [a], weight: 1}",
+    ],
+)
 def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item: str) -> None:
     message = error_of(write(tmp_path / "c.yml", f"steps: 3\ndataset_path:\n- {item}\n"))
     assert "dataset_path, line 3" in message

@@ -9,7 +9,8 @@ import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
-from maxbatch.config.loading import RL_BATCH_KEYS, dump_config
+from maxbatch.config.keys import Part, names_of
+from maxbatch.config.loading import dump_config
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
 BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
@@ -106,7 +107,7 @@ def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFi
     assert "works: batch_size=null" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", RL_BATCH_KEYS)
+@pytest.mark.parametrize("name", names_of(Part.PROMPT_BATCH))
 def test_keys_of_pairs_that_would_do_nothing_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,8 +30,8 @@ from maxbatch.commands.critical_batch.results import (
     train_command,
     warmup_schedule,
 )
-from maxbatch.config.keys import CHOICES, shown
 from maxbatch.config.loading import keys
+from maxbatch.config.values import shown
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.system.atomic_files import write_atomically
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="samples of every branch (default: 32 updates of the largest batch)",
     )  # fmt: skip
     parser.add_argument(
-        "--scaling", choices=CHOICES["learning_rate_scaling"], default="sqrt",
+        "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
         help="how the learning rate follows the batch (default: sqrt, for Adam)",
     )  # fmt: skip
     parser.add_argument(

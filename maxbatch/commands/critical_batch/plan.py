@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
-from maxbatch.config.keys import plain_number
+from maxbatch.config.values import plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.stages import stated_stages

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.costs import Cost, cost
 from maxbatch.commands.fit.oracle import Judge
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.keys import exact, plain_number
+from maxbatch.config.values import exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.stream.fingerprint import MAX_ROWS
 from maxbatch.plan.batch import BatchPlan

@@ -15,6 +15,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from maxbatch.commands.fit.search import Line
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.token_store import cache_folder
 from maxbatch.plan.mesh_shape import MeshShape
@@ -24,13 +25,6 @@ from maxbatch.training.compile.memory import Memory, Parts, Verdict, all_parts, 
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target
 from maxbatch.training.state import num_parameters
-
-# Keys that say what the batch is: the shape that is asked about says it.
-_BATCH_KEYS = frozenset({
-    "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size", "batch_size_schedule",
-    "eval_per_device_batch_size", "enable_rampup_batch_size", "per_device_batch_size_start",
-    "per_device_batch_size_increment", "global_rampup_samples", "init_weights_seed",
-})  # fmt: skip
 
 _FORMAT = 2  # of a verdict on disk
 
@@ -69,7 +63,8 @@ class Judge:
         self._folder = cache_folder(config).parent / "fit"
         identity = {
             "format": _FORMAT,
-            "keys": {k: v for k, v in program_keys(config).items() if k not in _BATCH_KEYS},
+            # The shape that is asked about says what the batch is.
+            "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
             "versions": versions(target.devices[0].platform),
             "target": [target.name, dict(target.facts), target.memory_bytes],
         }

@@ -8,8 +8,8 @@ from fractions import Fraction
 from ml_collections import ConfigDict
 
 from maxbatch.commands.report.runs import ReportedRun
-from maxbatch.config.keys import exact
 from maxbatch.config.loading import keys, load_config
+from maxbatch.config.values import exact
 from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
 from maxbatch.pages.page import Page, paragraph, table
 from maxbatch.plan.batch import BatchPlan

@@ -13,7 +13,7 @@ from rich.text import Text
 from maxbatch.commands.sweep.runner import Runner
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.commands.sweep.trials import PlannedTrials, TrialSource
-from maxbatch.config.keys import shown
+from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.sweep_folder import METRICS, Result, SweepFolder

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxbatch.config.keys import Key, exact, plain_number
+from maxbatch.config.keys import Key
+from maxbatch.config.values import NUMBERS, exact, plain_number
 from maxbatch.system.errors import ConfigError
 
 MOST_GRID_VALUES = 10_000
@@ -75,7 +76,7 @@ class Choices:
     @property
     def is_log(self) -> bool:
         """Numbers that grow by a ratio: 8, 16, 32 or 1e-4, 1e-3, 1e-2."""
-        if self.key.kind not in NUMERIC or len(self.values) < 3:
+        if self.key.kind not in NUMBERS or len(self.values) < 3:
             return False
         try:
             numbers = sorted(float(Fraction(value)) for value in self.values)
@@ -94,9 +95,6 @@ class Choices:
 
     def to_json(self) -> list[str]:
         return list(self.values)
-
-
-NUMERIC = ("int", "quantity", "exact", "real")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +123,7 @@ class Range:
           ConfigError: the key takes no numbers, an end is none of its values, or low, high, log and step do not go
             together.
         """
-        if key.kind not in NUMERIC:
+        if key.kind not in NUMBERS:
             raise ConfigError(f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]")
         ends = [key.read(text) for text in (low, high)]
         if any(end is None for end in ends):

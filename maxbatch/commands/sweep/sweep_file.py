@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
-from maxbatch.config.keys import nearest_name, shown
 from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.values import nearest_name, shown
 from maxbatch.runs.sweep_folder import METRICS
 from maxbatch.system.errors import ConfigError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
 
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.config.keys import shown
 from maxbatch.config.loading import keys, load_config
+from maxbatch.config.values import shown
 from maxbatch.plan.batch import check_batch_keys
 from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial, claim, config_texts
 from maxbatch.system.errors import ConfigError

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
@@ -160,8 +161,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
         "missing_shards": source.missing_shards,
         **source.settings,
         "tokenizer": tokenizer.identity,
-        "add_bos": config.add_bos,
-        "add_eos": config.add_eos,
+        **{key: config[key] for key in names_fixing(Fixes.TOKENS)},
     }
     return hashlib.blake2b(
         json.dumps(settings).encode("utf-8", "surrogateescape"), digest_size=16

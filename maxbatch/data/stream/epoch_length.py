@@ -9,7 +9,7 @@ import math
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import exact
+from maxbatch.config.values import exact
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.sources import num_rows_if_cached
 from maxbatch.system.errors import ConfigError

@@ -25,14 +25,16 @@ from typing import NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import CHOICES, Key, exact, nearest_name, shown
+from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.loading import keys
+from maxbatch.config.values import Scalar, exact, nearest_name, shown
 from maxbatch.system.errors import ConfigError
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 # Fields of a source in a mixture file that are config keys as well.
-SOURCE_KEYS = ("dataset_type", "text_field", "record_format")
+SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *SOURCE_KEYS)
-_WEIGHT = Key("weight", "exact", nullable=False, default="1")
+_WEIGHT = Scalar("weight", "exact", default="1")
 
 
 class MixtureSource(NamedTuple):
@@ -215,7 +217,7 @@ def _fields(where: str, node: yaml.Node) -> dict[str, str]:
 
 def _check_settings(where: str, settings: dict[str, str]) -> None:
     for name, value in settings.items():
-        choices = [choice for choice in CHOICES.get(name, ()) if choice != "synthetic"]
+        choices = [choice for choice in keys()[name].choices if choice != "synthetic"]
         if choices and value not in choices:
             works = nearest_name(value, choices) or choices[-1]
             raise ConfigError(

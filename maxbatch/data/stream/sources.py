@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
@@ -63,12 +64,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     identity: Identity = {
         "content": store.manifest["content"],
         "tokenizer": tokenizer.identity,
-        "max_target_length": config.max_target_length,
-        "packing": config.packing,
-        "packing_strategy": config.packing_strategy,
-        "add_bos": config.add_bos,
-        "add_eos": config.add_eos,
-        "skip_bad_records": config.skip_bad_records,
+        **{key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)},
         "held_out": rule,
     }
     if config.packing_strategy == "best_fit":
@@ -83,6 +79,12 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
             "documents; works: add_eos=true"
         )
     return SourceRows(StoredRows(store, plan, len(documents), tokenizer.pad_id), identity, tokenizer)
+
+
+def order_identity(config: ConfigDict) -> Identity:
+    """Returns what fixes the order of a training stream: whether its rows are shuffled, and by what."""
+    fixing = names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
+    return {key: config[key] for key in fixing}
 
 
 def num_rows_if_cached(config: ConfigDict) -> int | None:

@@ -19,7 +19,7 @@ from maxbatch.data.stream.mixture_order import Draw
 from maxbatch.data.stream.reader import Contiguous, Order, Reader, RowBlocks
 from maxbatch.data.stream.rows import Rows, RowSource
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place
-from maxbatch.data.stream.sources import Identity, SourceRows, open_rows
+from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity
 from maxbatch.system.errors import ConfigError
 
 # Part of every identity: raised when the same settings come to mean other samples.
@@ -215,9 +215,7 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
         if not held_out:
             identity |= {f"source {i}: weight": str(source.weight) for i, source in enumerate(mixture)}
     if not held_out:
-        identity["enable_data_shuffling"] = config.enable_data_shuffling
-        if config.enable_data_shuffling:
-            identity["data_shuffle_seed"] = config.data_shuffle_seed
+        identity |= order_identity(config)
     return Stream(
         samples,
         tokenizer=tokenizer,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxbatch
+from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
@@ -29,24 +30,10 @@ from maxbatch.system.errors import ConfigError
 FORMAT = 1
 MANIFEST = "manifest.json"
 
-# Keys that no compiled program depends on; all others do, new ones as well until they are named here.
-NOT_IN_PROGRAMS = frozenset({
-    "run_dir", "model_name", "load_parameters_path", "compiled_dir",
-    "steps", "train_samples", "train_tokens", "num_epochs",
-    "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
-    "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
-    "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_format",
-    "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos", "tokenizer_type",
-    "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
-    "grain_prefetch_buffer_size", "data_cache_dir",
-    "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
-    "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir",
-})  # fmt: skip
-
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
     """The keys that shape the programs of a run, as texts."""
-    return {name: key.write(config[name]) for name, key in keys().items() if name not in NOT_IN_PROGRAMS}
+    return {name: keys()[name].write(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
 def versions(platform: str) -> dict[str, str]:

@@ -136,7 +136,7 @@ def host_memory() -> int:
 
 def checked_topology(topology: str) -> str:
     """Return a topology's name as libtpu takes it, or raise ConfigError with the nearest that there is."""
-    from maxbatch.config.keys import nearest_name, shown
+    from maxbatch.config.values import nearest_name, shown
 
     version, _, layout = topology.strip().lower().partition(":")
     version = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}.get(version, version)

@@ -1,0 +1,115 @@
+"""Rules between keys: alternatives that displace each other, and what one key says about another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from maxbatch.config.keys import Key, Part, names_of
+from maxbatch.config.values import Value
+from maxbatch.system.errors import ConfigError
+
+# In reinforcement learning batch_size states the batch, in prompts and in place of these.
+PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
+_LENGTHS = names_of(Part.LENGTH)
+_OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
+
+Values = Mapping[str, Value]
+
+
+class Displaced(NamedTuple):
+    """A key whose value an alternative takes the place of.
+
+    Attributes:
+      name: the key.
+      by: the alternative.
+      to_default: whether it has its default from then on; otherwise it says nothing (null, no ramp).
+    """
+
+    name: str
+    by: str
+    to_default: bool = False
+
+
+def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
+    """Yields what a layer displaces of the layers below it.
+
+    Args:
+      values: of all keys, the layer's included.
+      stated: the keys that the layer states, other than as null.
+
+    Raises:
+      ConfigError: the layer states the batch in prompts and in rows.
+    """
+    if values["batch_size"] is not None:
+        for name in PRETRAINING_BATCH:
+            if name in stated:
+                raise ConfigError(
+                    f"{name}={values[name]}: must not be stated beside batch_size={values['batch_size']}, which states "
+                    f"the batch in prompts; works: batch_size=null, or {name} left out"
+                )
+            yield Displaced(name, "batch_size", to_default=True)
+    lengths = [name for name in _LENGTHS if name in stated]
+    if lengths:
+        yield from (Displaced(name, lengths[0]) for name in _LENGTHS if name not in lengths)
+    ramp = [name for name in names_of(Part.RAMP) if name in stated and values["enable_rampup_batch_size"]]
+    batches = [name for name in _OTHER_BATCHES if name in stated]
+    accumulation = ["gradient_accumulation_steps"] if "gradient_accumulation_steps" in stated else []
+    if by := [*batches, *ramp, *accumulation]:
+        yield from (Displaced(name, by[0]) for name in _OTHER_BATCHES if name not in batches)
+    if batches and not ramp:
+        yield Displaced("enable_rampup_batch_size", batches[0])
+        if not accumulation:
+            yield Displaced("gradient_accumulation_steps", batches[0])
+
+
+def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
+    """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch."""
+    for name in names_of(Part.PROMPT_BATCH):
+        if values[name] != defaults[name]:
+            raise ConfigError(
+                f"{name}={values[name]}: belongs to reinforcement learning, and says nothing without batch_size, "
+                f"the prompts of a batch; works: {name}={defaults[name]}"
+            )
+
+
+def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
+    """Raises ConfigError for values that do not go together, or that no type can refuse."""
+
+    def fault(name: str, rule: str, nearest: object = None) -> ConfigError:
+        return keys[name].fault(keys[name].write(values[name]), rule, nearest)
+
+    if all(values[name] is None for name in _LENGTHS):
+        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must say how long; works: steps=300")
+    for name in _OTHER_BATCHES:
+        if values["enable_rampup_batch_size"] and values[name] is not None:
+            raise ConfigError(
+                f"{name}={values[name]}: must not be stated beside enable_rampup_batch_size=true; "
+                f"works: {name}=null"
+            )
+    if values["adam_scaling"] == "sde":
+        for name, needed in (("opt_type", "adamw"), ("learning_rate_scaling", "sqrt")):
+            if values[name] != needed:
+                raise fault(
+                    name, f"{needed} beside adam_scaling=sde, a rule for Adam with the square root", needed
+                )
+    if values["packing_strategy"] == "best_fit" and not values["packing"]:
+        raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
+    if not values["run_dir"]:
+        raise fault("run_dir", "the path of a folder", "runs/default")
+    number = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    heads, kv_heads = int(number["base_num_query_heads"]), int(number["base_num_kv_heads"])
+    if heads % kv_heads:
+        multiple = max(1, round(heads / kv_heads)) * kv_heads
+        raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
+    if number["head_dim"] % 2:
+        raise fault("head_dim", "even, since rotary embeddings turn pairs", number["head_dim"] + 1)
+    warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
+    if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
+        rest = f"{max(0.0, 1 - warmup):.12g}"
+        rule = f"at most {rest}, what warmup_steps_fraction={warmup:g} leaves of the run"
+        raise fault("wsd_decay_steps_fraction", rule, rest)
+    window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
+    if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
+        raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")

@@ -1,0 +1,241 @@
+"""Scalars: how a text becomes a value of its type, and what is said about a text that does not.
+
+A type is never guessed as YAML does, for which `10:13` is 613 and `3e-4` a string.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+
+from maxbatch.system.errors import ConfigError
+
+Number = int | float | Fraction
+Value = bool | Number | str | None
+
+NULLS = ("", "~", "null", "none")
+TEXTS = ("text", "path", "paths")
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_LARGEST = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The interval a number must lie in; `above` and `below` exclude their end.
+
+    Attributes:
+      also: one value outside of the interval that is allowed as well.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: float | None = None
+
+    def broken(self, value: Number) -> tuple[str, float] | None:
+        """Returns the rule that value breaks and the nearest value that does not, or None."""
+        if value == self.also:
+            return None
+        if self.at_least is not None and value < self.at_least:
+            return self._say("at least", self.at_least), self.at_least
+        if self.at_most is not None and value > self.at_most:
+            return self._say("at most", self.at_most), self.at_most
+        if self.above is not None and value <= self.above:
+            return self._say("greater than", self.above), self._inside(self.above, 1)
+        if self.below is not None and value >= self.below:
+            return self._say("less than", self.below), self._inside(self.below, -1)
+        return None
+
+    def __str__(self) -> str:
+        """Returns the whole rule, for people."""
+        ends = (("at least", self.at_least), ("greater than", self.above),
+                ("at most", self.at_most), ("less than", self.below))  # fmt: skip
+        said = [f"{rule} {end:.12g}" for rule, end in ends if end is not None]
+        return " and ".join(said) + ("" if self.also is None else f", or {self.also:g}")
+
+    def _say(self, rule: str, end: float) -> str:
+        return f"{rule} {end:g}" + ("" if self.also is None else f" (or {self.also:g})")
+
+    def _inside(self, end: float, direction: int) -> float:
+        other = self.below if direction > 0 else self.above
+        other = self.at_least if other is None and direction < 0 else other
+        return end + direction if other is None or abs(other - end) > 1 else (end + other) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A named value that is read from text.
+
+    Attributes:
+      name: what states it, for messages.
+      kind: bool; choice; int; quantity (whole, with suffixes K, M, B); real; exact (a decimal or fraction that means
+        exactly what it says); text; path (of this machine); paths (of data, joined by ";").
+      bounds: of a number.
+      choices: of a choice.
+      nullable: whether it may be null.
+      default: the text of its default.
+    """
+
+    name: str
+    kind: str
+    bounds: Bounds | None = None
+    choices: tuple[str, ...] = ()
+    nullable: bool = False
+    default: str = ""
+
+    def read(self, text: str, plain: bool = True) -> Value:
+        """Returns the value that a text means.
+
+        Args:
+          text: as it is written.
+          plain: whether it is written without quotes, so that `null` is no word.
+
+        Raises:
+          ConfigError: the text has another type, or breaks the rule.
+        """
+        if self.kind not in TEXTS:
+            text = text.strip()
+        is_null = plain and text.strip().lower() in NULLS
+        if is_null and self.nullable:
+            return None
+        if self.kind in TEXTS:
+            # An empty text is the null of a text; "none" without quotes is a word.
+            return text if not is_null or text.strip().lower() == "none" else ""
+        if self.kind == "choice":
+            return self._choice(text)
+        if self.kind == "bool":
+            return self._bool(text)
+        value = self._number(text)
+        self._check_bounds(text, value)
+        return value
+
+    def write(self, value: Value) -> str:
+        """Returns the text that `read` turns into value again."""
+        if value is None:
+            return "null"
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+    def fault(self, text: str, rule: str, nearest: object = None) -> ConfigError:
+        """Returns the error for a value: name, value, rule, and the nearest value that works."""
+        works = "" if nearest is None else f"; works: {self.name}={nearest}"
+        return ConfigError(f"{self.name}={shown(text)}: must be {rule}{works}")
+
+    def _choice(self, text: str) -> str:
+        if text in self.choices:
+            return text
+        nearest = nearest_name(text, self.choices) or self.choices[0]
+        raise self.fault(text, f"one of {', '.join(self.choices)}", nearest)
+
+    def _bool(self, text: str) -> bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        nearest = "true" if text.lower() in ("1", "yes", "on", "y", "t") else "false"
+        raise self.fault(text, "true or false", nearest)
+
+    def _number(self, text: str) -> Number:
+        parse, rule = NUMBERS[self.kind]
+        value, near = parse(text)
+        if value is None:
+            raise self.fault(text, self._or_null(rule), near if isinstance(near, str) else self._near(near))
+        return value
+
+    def _or_null(self, rule: str) -> str:
+        return f"{rule} or null" if self.nullable else rule
+
+    def _near(self, number: Fraction | None) -> Value:
+        """Returns an allowed value near number; the default without a number."""
+        if number is None:
+            return self.default
+        guess = min(max(round(number), -_LARGEST), _LARGEST)
+        broken = self.bounds.broken(guess) if self.bounds else None
+        return plain_number(guess if broken is None else broken[1])
+
+    def _check_bounds(self, text: str, value: Number) -> None:
+        broken = self.bounds.broken(value) if self.bounds else None
+        if broken is not None:
+            rule, end = broken
+            default = _decimal(self.default)
+            is_nearer = default is not None and abs(default - exact(value)) <= abs(exact(end) - exact(value))
+            raise self.fault(text, self._or_null(rule), self.default if is_nearer else plain_number(end))
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise self.fault(text, f"at most {_LARGEST}", self._near(None))
+
+
+# A number, or None for a text that is none of the kind; and what is near to it, a text or a number.
+_Parsed = tuple[Number | None, Fraction | str | None]
+
+
+def _whole(text: str) -> _Parsed:
+    number = _decimal(text)
+    is_whole = number is not None and number.denominator == 1 and "." not in text
+    return (int(number) if number is not None and is_whole else None), number
+
+
+def _quantity(text: str) -> _Parsed:
+    suffix = text[-1:].upper() if text[-1:].upper() in _SUFFIXES else ""
+    number = _decimal(text[: len(text) - len(suffix)].strip())
+    value = None if number is None else number * _SUFFIXES[suffix]
+    if value is not None and value.denominator == 1 and abs(value) <= _LARGEST:
+        return int(value), None
+    trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
+    return None, value if trillions is None else f"{plain_number(trillions * 1000)}B"
+
+
+def _exact(text: str) -> _Parsed:
+    top, slash, bottom = text.partition("/")
+    number, divisor = _decimal(top.strip()), _decimal(bottom.strip()) if slash else Fraction(1)
+    if number is None or not divisor or abs(number / divisor) > _LARGEST:
+        return None, None
+    return plain_number(number / divisor), None
+
+
+def _real(text: str) -> _Parsed:
+    is_number = _decimal(text) is not None and math.isfinite(float(text.replace("_", "")))
+    return (float(text.replace("_", "")) if is_number else None), None
+
+
+NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
+    "int": (_whole, "a whole number"),
+    "quantity": (_quantity, "a whole number (suffixes K, M, B)"),
+    "exact": (_exact, "a number or a fraction such as 1/3"),
+    "real": (_real, "a finite number"),
+}
+
+
+def _decimal(text: str) -> Fraction | None:
+    """Returns the exact value of a decimal number, None for any other text, nan and infinities included."""
+    if len(text) > 2000 or not _DECIMAL.fullmatch(text):
+        return None
+    return Fraction(text.replace("_", ""))
+
+
+def exact(value: Number) -> Fraction:
+    """Returns a config number as the fraction it says: the float 0.1 is one tenth."""
+    return value if isinstance(value, Fraction) else Fraction(str(value))
+
+
+def plain_number(value: Number) -> Number:
+    """Returns value, exactly, as an int, else as the float that prints it, else as a Fraction."""
+    fraction = exact(value)
+    if fraction.denominator == 1:
+        return int(fraction)
+    return float(fraction) if exact(float(fraction)) == fraction else fraction
+
+
+def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
+    """Returns the known name that is most like name, or None if none is at least so much like it (0 to 1)."""
+    found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)
+    return found[0] if found else None
+
+
+def shown(text: str, most: int = 80) -> str:
+    """Returns user input on one line and of at most so many characters, for a message."""
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

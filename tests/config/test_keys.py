@@ -1,0 +1,108 @@
+"""The rows of the config's keys: base.yml agrees with them, and the identities made from them are those of before."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from maxbatch import load_config
+from maxbatch.config.keys import ROWS, Fixes, Key, Part, names_fixing, names_of
+from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.values import NUMBERS, TEXTS
+
+LINES = [line for line in (configs_dir() / "base.yml").read_text().splitlines() if re.match(r"\w", line)]
+COMMENTS = {line.partition(":")[0]: line.partition("#")[2].strip() for line in LINES}
+
+
+def test_base_yml_states_the_keys_of_the_rows_once_and_in_their_order() -> None:
+    assert [line.partition(":")[0] for line in LINES] == [key.name for key in ROWS]
+    assert len(ROWS) <= 180
+
+
+def test_every_default_is_a_value_that_its_row_allows() -> None:
+    config = load_config()
+    assert {key.kind for key in ROWS} == {*NUMBERS, *TEXTS, "bool", "choice"}
+    for key in keys().values():
+        assert config[key.name] == key.read(key.default), key
+        assert bool(key.choices) == (key.kind == "choice"), key
+        assert key.kind in NUMBERS or not (key.bounds or key.unit), key
+
+
+def test_every_comment_in_base_yml_gives_unit_and_choices() -> None:
+    for key in ROWS:
+        comment = COMMENTS[key.name]
+        assert comment and key.unit in comment, key
+        assert [choice for choice in key.choices if choice not in comment] == [], key
+
+
+def test_every_preset_gives_a_config() -> None:
+    for path in (configs_dir() / "models").glob("*.yml"):
+        assert load_config(overrides=[f"model_name={path.stem}"]).model_name == path.stem
+
+
+# --- what follows from the rows -----------------------------------------------------------------------------
+
+
+def test_a_new_key_must_say_what_it_fixes() -> None:
+    assert inspect.signature(Key).parameters["fixes"].default is inspect.Parameter.empty
+
+
+def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
+    assert set(names_fixing(Fixes.MODEL)) == {
+        "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim",
+        "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "rope_max_timescale",
+        "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
+    }  # fmt: skip
+
+
+def test_the_stream_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
+    assert set(names_fixing(Fixes.TOKENS | Fixes.ROWS)) == {
+        "max_target_length", "packing", "packing_strategy", "add_bos", "add_eos", "skip_bad_records",
+    }  # fmt: skip
+    assert names_fixing(Fixes.ORDER) == ("enable_data_shuffling", "data_shuffle_seed")
+    assert set(names_fixing(Fixes.PROMPTS)) == {"prompt_template", "add_bos", "skip_bad_records"}
+    assert names_fixing(Fixes.TOKENS) == ("add_bos", "add_eos")  # in the order of a store's signature
+    assert names_fixing(Fixes.RECORDS) == ("dataset_type", "text_field", "record_format")
+
+
+def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> None:
+    assert set(keys()) - set(names_fixing(Fixes.PROGRAM)) == {
+        "run_dir", "model_name", "load_parameters_path", "compiled_dir",
+        "steps", "train_samples", "train_tokens", "num_epochs",
+        "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
+        "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
+        "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_format",
+        "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos",
+        "tokenizer_type", "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
+        "grain_prefetch_buffer_size", "data_cache_dir",
+        "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
+        "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir",
+    }  # fmt: skip
+
+
+def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
+    assert {key.name for key in ROWS if not key.warm_start} == {
+        "steps",  # set to warm_start_steps
+        "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
+        "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
+        "packing_strategy", "expansion_factor_real_data", "adam_weight_decay", "profile_steps",
+    }  # fmt: skip
+
+
+def test_the_parts_of_the_config_name_the_keys_of_before() -> None:
+    assert names_of(Part.LENGTH) == ("steps", "train_samples", "train_tokens", "num_epochs")
+    assert names_of(Part.BATCH) + names_of(Part.RAMP) == (
+        "per_device_batch_size", "gradient_accumulation_steps", "global_batch_size", "batch_size_schedule",
+        "enable_rampup_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment",
+        "global_rampup_samples",
+    )  # fmt: skip
+    assert names_of(Part.PROMPT_BATCH) == (
+        "num_generations", "micro_batch_size", "train_micro_batch_size", "rollout_micro_batch_size",
+        "num_iterations",
+    )  # fmt: skip
+
+
+def test_a_key_is_called_as_in_maxtext_unless_its_row_says_otherwise() -> None:
+    assert keys()["per_device_batch_size"].maxtext_name == "per_device_batch_size"
+    assert keys()["num_epochs"].maxtext_name == "num_epoch"
+    assert keys()["train_samples"].maxtext_name is None
