@@ -153,7 +153,7 @@ class Run:
 
     def _executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         if self._saved is not None and name in self._saved:
-            return self._saved.load(name)
+            return self._saved.load(name, lower)
         return compile_here(name, lower)
 
     def prepare(self, steps: StepExecutables, background: Background) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -96,18 +99,59 @@ def test_what_no_program_depends_on_may_change(compiled: Path) -> None:
     train(tiny_config(*RAMP, *keys, f"compiled_dir={compiled}"))
 
 
-@pytest.mark.parametrize(("part", "key"), [("versions", "jax"), ("devices", "devices"), ("format", "format")])
+@pytest.mark.parametrize(("part", "key"), [("versions", "jax"), ("devices", "devices")])
 def test_another_version_or_machine_is_refused_with_the_difference(
     compiled: Path, tmp_path: Path, part: str, key: str
 ) -> None:
     manifest = json.loads((compiled / "manifest.json").read_text())
-    if part == "format":
-        manifest["format"] = 99
-    else:
-        manifest[part][key] = 99
+    manifest[part][key] = 99
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match=f"{key}: 99 there, "):
         train(tiny_config(*RAMP, f"compiled_dir={tmp_path}"))
+
+
+@pytest.mark.parametrize("number", [1, 99])
+def test_a_folder_of_another_format_is_refused_in_one_line(
+    compiled: Path, tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = json.loads((compiled / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format": number, "shapes": None}))
+    assert main(["train", *TINY_RUN, *RAMP, f"compiled_dir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"format {number}" in line and "compile again" in line
+
+
+class RunsCode:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.write_text, (Path("code-ran"), "")
+
+
+def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
+    compiled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = json.loads((compiled / "manifest.json").read_text())
+    pickled = pickle.dumps(RunsCode())
+    for name in manifest["programs"]:
+        (tmp_path / f"{name}.bin").write_bytes(pickled)
+        manifest["programs"][name] = hashlib.sha256(pickled).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    assert main(["train", *TINY_RUN, *RAMP, f"compiled_dir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is no executable for these devices" in line
+    assert not Path("code-ran").exists()
+    pickle.loads(pickled)
+    assert Path("code-ran").exists(), "unpickled, it would have run"
+
+
+@pytest.mark.parametrize(
+    "manifest", [b"[]", b"\x80\x04N.", b'{"format": 2, "shapes": 7}', b'{"format": 2}', b"null"]
+)
+def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(manifest)
+    with pytest.raises(ConfigError, match="holds no compiled programs"):
+        train(tiny_config(f"compiled_dir={tmp_path}"))
 
 
 def test_a_damaged_program_is_refused(compiled: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Compiled programs on disk: what `maxbatch compile` writes and `train` with `compiled_dir` loads instead of compiling.
+"""Compiled programs on disk: `maxbatch compile` writes them, `train` with `compiled_dir` loads them.
 
-A folder holds `manifest.json` and one file per program. Loading executes what the file says, as every compiled program
-does: load only folders that you wrote, or trust.
+A folder holds `manifest.json` and one file per program, an executable in XLA's own format. Reading a folder runs
+nothing of it. The programs are machine code, which training then runs: use only folders that you wrote, or trust.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import maxbatch
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
+from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.executable import executable_bytes, load_executable
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -92,7 +91,7 @@ def save_programs(
     Raises:
       ConfigError: the folder cannot be written.
     """
-    files = {name: _serialised(compiled) for name, compiled in programs.items()}
+    files = {name: executable_bytes(compiled) for name, compiled in programs.items()}
     manifest = {
         "format": FORMAT,
         "versions": versions(str(devices["platform"])),
@@ -110,11 +109,6 @@ def save_programs(
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
     return sum(map(len, files.values()))
-
-
-def _serialised(compiled: jax.stages.Compiled) -> bytes:
-    executable, in_tree, out_tree = serialize_executable.serialize(compiled)
-    return pickle.dumps((executable, in_tree, out_tree))
 
 
 def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
@@ -135,32 +129,39 @@ class SavedPrograms:
       shapes: the batch shapes that its steps are for, in the order of `plan_shapes`.
 
     Raises:
-      ConfigError: there are none, or they are of another version, machine or config; the message says which.
+      ConfigError: there are none, or they are of another format, version, machine or config; the message says which.
     """
 
     def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:
-        self._folder, self._devices = Path(folder).expanduser(), tuple(mesh.devices.flat)
+        self._folder, self._mesh = Path(folder).expanduser(), mesh
         try:
             manifest = json.loads((self._folder / MANIFEST).read_text())
-        except (OSError, ValueError) as error:
+            found = manifest["format"]
+            if found == FORMAT:
+                self.shapes = [BatchShape(*map(int, shape)) for shape in manifest["shapes"]]
+                self._sums: dict[str, str] = dict(manifest["programs"])
+                there = {part: dict(manifest[part]) for part in ("versions", "devices", "config")}
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"compiled_dir={folder}: holds no compiled programs ({MANIFEST}: {type(error).__name__}); "
                 f'works: compiled_dir="", or maxbatch compile --output {folder}'
             ) from error
-        platform = self._devices[0].platform
-        here: dict[str, dict[str, Any]] = {
-            "format": {"format": FORMAT},
-            "versions": versions(platform),
-            "devices": device_facts(self._devices),
+        if found != FORMAT:
+            raise ConfigError(
+                f"compiled_dir={folder}: holds programs in format {shown(str(found))}, and this version of maxbatch "
+                f'reads format {FORMAT}; compile again, or works: compiled_dir=""'
+            )
+        devices = tuple(mesh.devices.flat)
+        here: dict[str, Mapping[str, object]] = {
+            "versions": versions(devices[0].platform),
+            "devices": device_facts(devices),
             "config": program_keys(config),
         }
-        there = {**manifest, "format": {"format": manifest.get("format")}}
         differing = [
-            f"{key}: {theirs.get(key)} there, {mine.get(key)} here"
-            for part, mine in here.items()
-            for theirs in [there.get(part, {})]
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key) != theirs.get(key)
+            f"{key}: {shown(str(there[part].get(key)))} there, {here[part].get(key)} here"
+            for part in here
+            for key in sorted(here[part].keys() | there[part].keys())
+            if here[part].get(key) != there[part].get(key)
         ]
         if differing:
             more = f" and {len(differing) - 6} more" if len(differing) > 6 else ""
@@ -168,17 +169,19 @@ class SavedPrograms:
                 f"compiled_dir={folder}: was compiled for another run ({'; '.join(differing[:6])}{more}); "
                 f'compile again, or works: compiled_dir=""'
             )
-        self.shapes = [BatchShape(*shape) for shape in manifest["shapes"]]
-        self._sums: dict[str, str] = manifest["programs"]
 
     def __contains__(self, name: str) -> bool:
         return name in self._sums
 
-    def load(self, name: str) -> Any:
-        """The executable of that name, on the devices; nothing is compiled.
+    def load(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Returns the program of that name on the devices; nothing is compiled.
+
+        Args:
+          name: of the program.
+          lower: lowers the program; the file holds the executable alone.
 
         Raises:
-          ConfigError: its file is missing, or not the one that was written.
+          ConfigError: its file is missing, damaged, or not an executable for these devices.
         """
         path = self._folder / f"{name}.bin"
         try:
@@ -187,11 +190,10 @@ class SavedPrograms:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); compile again") from error
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
-        executable, in_tree, out_tree = pickle.loads(content)
-        return serialize_executable.deserialize_and_load(
-            executable,
-            in_tree,
-            out_tree,
-            backend=self._devices[0].client,
-            execution_devices=self._devices,
-        )
+        try:
+            return load_executable(content, lower(), self._mesh)
+        except jax.errors.JaxRuntimeError as error:
+            reason = shown(" ".join(str(error).split()))
+            raise ConfigError(
+                f"{path}: is no executable for these devices ({reason}); compile again"
+            ) from error
