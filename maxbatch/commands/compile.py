@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.commands.arguments import config_of, note
+from maxbatch.commands.arguments import config_of, local_path, note
 from maxbatch.commands.targets import add_target_arguments, chosen_target, plan_for
 from maxbatch.plan.batch import check_batch_keys, expansion_factor
 from maxbatch.system.errors import EXIT_DONE, TrainingError
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch compile`."""
     add_target_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", help="folder to save in (default: RUN_DIR/compiled)")
+    parser.add_argument(
+        "--output", type=local_path, metavar="DIR", help="folder to save in (default: RUN_DIR/compiled)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.commands.arguments import add_config, config_of, local_path
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
@@ -27,9 +27,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--output", metavar="FOLDER", help="write the tokenised dataset there, whole or not at all"
+        "--output",
+        type=local_path,
+        metavar="FOLDER",
+        help="write the tokenised dataset there, whole or not at all",
     )
-    where.add_argument("--verify", metavar="FOLDER", help="read a prepared folder and compare its checksums")
+    where.add_argument(
+        "--verify", type=local_path, metavar="FOLDER", help="read a prepared folder and compare its checksums"
+    )
     # Read as text, so that a bad number is answered by one line like any other bad value.
     parser.add_argument(
         "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"

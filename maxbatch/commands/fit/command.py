@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import config_of, note
+from maxbatch.commands.arguments import config_of, local_path, note
 from maxbatch.commands.targets import add_target_arguments, chosen_target, plan_for
 from maxbatch.config.loading import dump_config, keys
 from maxbatch.plan.batch import check_batch_keys
@@ -30,7 +30,9 @@ _POLICIES = ("none", "minimal", "full")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch fit`."""
     add_target_arguments(parser)
-    parser.add_argument("--write", metavar="FILE", help="put the choice into this config file")
+    parser.add_argument(
+        "--write", type=local_path, metavar="FILE", help="put the choice into this config file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
