@@ -63,9 +63,9 @@ def _compare(name: str, overrides: list[str], batches: int, turns: int) -> list[
     placement = Placement(batch_sharding(make_mesh(config)), config.max_target_length)
 
     def feed() -> None:
-        with Feed(stream, manager, lambda *_: BatchShape(micro_batch, 2), placement, 0, batches) as feedings:
-            for feeding in feedings:
-                jax.block_until_ready(feeding.batch)
+        with Feed(stream, manager, lambda *_: BatchShape(micro_batch, 2), placement, 0, batches) as feed:
+            for staged in feed:
+                jax.block_until_ready(staged.batch)
 
     def row_by_row() -> None:
         for _ in stream.dataset(0, samples):

@@ -1,4 +1,4 @@
-"""`maxbatch data`: what the stream holds, for people and for scripts."""
+"""`maxbatch data`: shows the samples of the stream to people and to scripts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.rows import Rows
@@ -33,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     what.add_argument(
         "--stats", action="store_true", help="count one epoch instead; of a mixture, each source once"
     )
-    # Read as text, so that a bad number is answered by one line like any other bad value.
+    # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument("--first", metavar="S", help="first sample (default 0)")
     parser.add_argument("--count", metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
     parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per sample")
@@ -48,7 +49,7 @@ def run(args: Namespace) -> int:
     config = config_of(args)
     if config.batch_size is not None:
         raise ConfigError(
-            f"batch_size={config.batch_size}: makes the stream one of prompts, which maxbatch data does not show; "
+            f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "
             "works: batch_size=null, for documents"
         )
     first = _whole("--first", args.first, least=0, default=0)
@@ -75,9 +76,11 @@ def _whole(flag: str, text: str | None, *, least: int, default: int) -> int:
     try:
         number = int(text)
     except ValueError as error:
-        raise ConfigError(f"{flag} {text}: not a whole number; for example {flag} {default}") from error
+        raise ConfigError(
+            f"{flag} {shown(text)}: not a whole number; for example {flag} {default}"
+        ) from error
     if number < least:
-        raise ConfigError(f"{flag} {text}: must be at least {least}")
+        raise ConfigError(f"{flag} {shown(text)}: must be at least {least}")
     return number
 
 
@@ -128,7 +131,7 @@ def _print_samples(stream: Stream, start: int, stop: int) -> None:
 
     from maxbatch.system.terminal import PipeConsole
 
-    # No wrapping, no markup, no guessing at numbers: a line of a sample is a line of output, coloured or not.
+    # Neither wrap nor highlight: a line of a sample is a line of output.
     console = PipeConsole(highlight=False, soft_wrap=True)
     for index in range(start, stop):
         place = stream.row(index)
@@ -149,7 +152,7 @@ def _print_samples(stream: Stream, start: int, stop: int) -> None:
 
 
 def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
-    """Returns the text of ids; special tokens are named, and what a terminal would act on is escaped."""
+    """Returns the text of ids, with names for special tokens and escapes for control characters."""
     from rich.text import Text
 
     named = ((tokenizer.pad_id, "<pad>"), (tokenizer.bos_id, "<bos>"), (tokenizer.eos_id, "<eos>"))
@@ -166,7 +169,7 @@ def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
 
 
 def _escaped(text: str) -> str:
-    """Escapes control characters other than newline and tab, which could move the cursor or forge a line."""
+    """Returns a text with escapes for control characters, which could move the cursor, except newline and tab."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
         for char in text

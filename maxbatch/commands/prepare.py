@@ -1,4 +1,4 @@
-"""`maxbatch prepare`: a dataset tokenised into a folder of its own, to be read by `dataset_type=tokens`."""
+"""`maxbatch prepare`: tokenises a dataset into a folder, which `dataset_type=tokens` reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of, local_path
+from maxbatch.commands.arguments import add_config, config_of
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, open_folder, signature
@@ -27,15 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--output",
-        type=local_path,
-        metavar="FOLDER",
-        help="write the tokenised dataset there, whole or not at all",
+        "--output", metavar="FOLDER", help="write the tokenised dataset there, whole or not at all"
     )
-    where.add_argument(
-        "--verify", type=local_path, metavar="FOLDER", help="read a prepared folder and compare its checksums"
-    )
-    # Read as text, so that a bad number is answered by one line like any other bad value.
+    where.add_argument("--verify", metavar="FOLDER", help="read a prepared folder and check its content")
+    # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument(
         "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"
     )
@@ -45,7 +41,7 @@ def run(args: Namespace) -> int:
     """Prepares the dataset of a config, or verifies a prepared one; returns the exit code.
 
     Raises:
-      ConfigError: a dataset, tokenizer or folder that cannot be used, or damage that was found.
+      ConfigError: a dataset, tokenizer or folder that cannot be used, or a damaged store.
       TrainingError: a worker was killed.
     """
     config = config_of(args)
@@ -77,39 +73,39 @@ def _workers(text: str | None) -> int:
         return num_cores()
     if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 1024:
         raise ConfigError(
-            f"--workers {text}: must be a whole number from 1 to 1024; works: --workers {num_cores()}"
+            f"--workers {shown(text)}: must be a whole number from 1 to 1024; works: --workers {num_cores()}"
         )
     return int(text)
 
 
 def _check_dataset(config: ConfigDict) -> None:
     if config.dataset_type in ("synthetic", "tokens"):
-        what = "is made by index" if config.dataset_type == "synthetic" else "is prepared already"
+        what = "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
         raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: dataset_type=python_stdlib")
     sources = read_mixture(config)
     if sources is not None:
         raise ConfigError(
-            f"dataset_path={config.dataset_path!r}: a mixture is prepared source by source, each into a folder of "
-            f"its own; works: dataset_path={sources[0].config.dataset_path}"
+            f"dataset_path={shown(repr(config.dataset_path))}: a mixture is prepared source by source, each into its "
+            f"own folder; works: dataset_path={sources[0].config.dataset_path}"
         )
 
 
 def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
-    """Returns the store in the output folder where it is what is wanted.
+    """Returns the store in the output folder if its signature is `wanted`.
 
     Raises:
-      ConfigError: the folder holds something else than a prepared dataset.
+      ConfigError: the folder has files that are not a prepared dataset's.
     """
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise ConfigError(f"--output {folder}: is no folder; works: --output {folder}-tokens")
+        raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
         return store if store.manifest["signature"] == wanted else None
     prepared_once = {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
     if os.listdir(folder) and not prepared_once:
         raise ConfigError(
-            f"--output {folder}: the folder holds something else than a prepared dataset; "
+            f"--output {folder}: the folder has files that are not a prepared dataset's; "
             f"works: --output {folder / 'tokens'}"
         )
     return None
@@ -133,7 +129,7 @@ def _verify(text: str) -> None:
     folder = Path(os.path.expanduser(text)).absolute()
     store = open_folder(folder)
     if store is None:
-        raise ConfigError(f"--verify {text}: no whole prepared dataset there")
+        raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one")
     store.verify()
     print(f"intact: {_figures(store)} in {text}")
 
@@ -147,14 +143,14 @@ def _figures(store: TokenStore) -> str:
 
 
 def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> None:
-    """Prints the command that trains on the folder: what was typed here, without what is settled now."""
+    """Prints the command that trains on the folder: the typed arguments without those that are settled now."""
     settings = {"dataset_type": "tokens", "dataset_path": args.output}
     if config.vocab_size < tokenizer.vocab_size:
         settings["vocab_size"] = str(tokenizer.vocab_size)
     if config.eval_dataset_path:
         settings["eval_dataset_path"] = f"{args.output}-eval"
         of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})
-        print("the held-out data are prepared by a command of their own:")
+        print("prepare the held-out data with a command of their own:")
         print("  " + shlex.join(["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]))
     # A prepared folder has settled how records are read: the command that trains on it need not say it.
     settled = names_fixing(Fixes.RECORDS)
@@ -163,7 +159,7 @@ def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> No
 
 
 def _restated(typed: list[str], settings: dict[str, str]) -> list[str]:
-    """Returns what was typed, with some keys set anew."""
+    """Returns the typed arguments with some keys replaced."""
     kept = [text for text in typed if text.split("=", 1)[0] not in settings]
     return [*kept, *(f"{key}={value}" for key, value in settings.items())]
 

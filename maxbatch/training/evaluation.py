@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.data.feed.feed import Loader, Portion
+from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
 from maxbatch.model.loss import loss_sums
@@ -89,10 +89,10 @@ class Evaluator:
         batch_size = self._shape.micro_batch
         full, rest = divmod(self._num_rows, batch_size)
         portions = [
-            Portion(0, batch_size, full, self._shape),
-            Portion(full * batch_size, rest, 1, self._shape),
+            BatchSeries(0, batch_size, full, self._shape),
+            BatchSeries(full * batch_size, rest, 1, self._shape),
         ]
-        with Loader(
+        with BatchLoader(
             self._stream, self._placement, [p for p in portions if p.num_rows * p.num_batches]
         ) as loader:
             for start in range(0, self._num_rows, batch_size):

@@ -25,7 +25,7 @@ from maxbatch.data.store.token_store import TokenStore, open_folder
 from maxbatch.data.store.tokenizers import ByteTokenizer, check_vocab_size, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.errors import TrainingError
-from tests.data.store.test_tokenizers import write_bpe
+from tests.data.store.test_tokenizers import write_bpe, write_without_unk_token
 from tests.helpers.command import maxbatch
 from tests.helpers.corpus import some_texts, write_jsonl
 
@@ -202,7 +202,7 @@ def test_a_folder_with_other_things_is_refused_with_one_that_works(data: str, tm
     run(data, "--output", "home/tokens", "--workers", "1")
     (tmp_path / "empty").mkdir()
     run(data, "--output", "empty", "--workers", "1")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         run(data, "--output", "a.jsonl")
 
 
@@ -218,10 +218,67 @@ def test_flipped_bits_are_found(data: str, capsys: Output) -> None:
         _flip("out/tokens.bin", place)
     _flip("out/offsets.npy", 200)
     assert open_folder(Path("out")) is None
-    with pytest.raises(ConfigError, match="--verify out: no whole prepared dataset there"):
+    with pytest.raises(ConfigError, match="--verify out: not a prepared dataset, or a damaged one"):
         run("--verify", "out")
     with pytest.raises(ConfigError, match=r"dataset_path='out'.*damaged"):
         prepared("out")
+
+
+@pytest.mark.parametrize("is_of_before", [False, True])
+def test_every_flipped_bit_of_bytes_is_found(data: str, is_of_before: bool) -> None:
+    run(data, "add_bos=false", "--output", "out", "--workers", "1")
+    if is_of_before:
+        manifest = json.loads(Path("out/manifest.json").read_text())
+        del manifest["vocab_size"]
+        Path("out/manifest.json").write_text(json.dumps(manifest))
+    run("--verify", "out")
+    for place in [*range(40), os.path.getsize("out/tokens.bin") - 3]:
+        _flip("out/tokens.bin", place)
+        with pytest.raises(ConfigError, match=r"out: .*tokens\.bin"):
+            run("--verify", "out")
+        _flip("out/tokens.bin", place)
+
+
+def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> None:
+    bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
+    run(data, *bpe, "--output", "out", "--workers", "1")
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    assert manifest["vocab_size"] == make_tokenizer(load_config(overrides=bpe)).vocab_size
+    Path("out/manifest.json").write_text(json.dumps({**manifest, "vocab_size": 20}))
+    with pytest.raises(ConfigError, match=r"tokens\.bin: document 0 has the id \d+, and its ids end at 19"):
+        run("--verify", "out")
+
+
+def test_a_store_without_a_token_is_verified(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode_utf8", lambda *_: np.zeros(0, np.uint8))
+    run(data, "add_bos=false", "add_eos=false", "--output", "out", "--workers", "1")
+    run("--verify", "out")
+
+
+def test_a_damaged_manifest_is_one_line(data: str) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    for text in ("[]", "3", '{"version": 2, "sizes": 3}', "[" * 100_000):
+        Path("out/manifest.json").write_text(text)
+        with pytest.raises(ConfigError, match="--verify out: not a prepared dataset, or a damaged one"):
+            run("--verify", "out")
+        with pytest.raises(ConfigError, match=r"dataset_path='out'.*damaged"):
+            prepared("out")
+
+
+def test_a_tokenizer_that_lacks_its_unk_token_is_one_line_also_from_workers(
+    data: str, tmp_path: Path
+) -> None:
+    path = write_without_unk_token(tmp_path / "t")
+    for workers in ("1", "2"):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer_path=.*cannot encode every text: .*\[UNK\]"
+        ) as raised:
+            run(data, "tokenizer_type=huggingface", f"tokenizer_path={path}", "add_bos=false", "add_eos=false",
+                "--output", "out", "--workers", workers)  # fmt: skip
+        assert "\n" not in str(raised.value)
+        assert not Path("out").exists()
 
 
 def _flip(path: str, place: int) -> None:
@@ -260,7 +317,7 @@ def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is made by index"),
+        (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is computed, not read"),
         (["dataset_type=tokens"], "dataset_type=tokens: is prepared already"),
         (
             ["dataset_path=a.jsonl,2;b.jsonl,1"],

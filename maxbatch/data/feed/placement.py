@@ -1,12 +1,12 @@
-"""How global batches get onto the devices, and which of their rows this host stages.
+"""The placement of global batches on devices, and the rows of them that each host stages.
 
 Legend: A micro-batches of M rows of L tokens; N devices, H hosts, e expansion; S slots of a staged array.
 
-Usually every host stages the rows that its own devices train on: one array of S = M slots. With load expansion
-(e > 1) only one host in e reads data. A micro-batch is then staged in e arrays, each spread evenly over all devices,
-S = N x ceil(M / N), of which the loading hosts' slots hold rows, in order, and all others placeholders; the compiled
-program moves the rows to where they train. A loading host so stages e times its share, any other host one array of
-placeholders, made once, that stands for all e. Slots are never replicated, so that no copy of a row can be a
+Usually every host stages the rows that its own devices train on, in one array of S = M slots. With load expansion
+(e > 1) only one host in e reads data. A micro-batch is then staged in e arrays of S = N x ceil(M / N) slots, each
+spread evenly over all devices. The slots of loading hosts hold rows, in order, and all others placeholders; the
+compiled program moves the rows to the devices that train on them. So a loading host stages e times its share. Any other
+host stages one array of placeholders, made once, e times. Slots are never replicated, so that no copy of a row can be a
 placeholder.
 """
 
@@ -26,7 +26,7 @@ from maxbatch.data.stream.rows import Rows
 
 
 class Batch(NamedTuple):
-    """Rows of a global batch, cut into A micro-batches; staged with load expansion, a tuple of e arrays each.
+    """Rows of a global batch, cut into A micro-batches; with load expansion, each field is a tuple of e arrays.
 
     Attributes:
       tokens_AxMxL: int32 token ids.
@@ -43,19 +43,19 @@ BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "w
 
 
 class BatchShape(NamedTuple):
-    """The shape in which a global batch is given to an executable."""
+    """The shape of a global batch as an argument of an executable."""
 
     micro_batch: int  # M: rows in one forward and backward pass
     max_micro_batches: int  # A: micro-batches that the arrays have room for
 
 
 class Placement:
-    """Stages rows on the devices.
+    """The placement of batches of one length on the devices.
 
     Args:
-      final: where `[A, M, L]` arrays lie while they are trained on.
+      final: sharding of `[A, M, L]` arrays while they are trained on.
       length: L.
-      expansion: e; 1: every host loads its own rows.
+      expansion: e; 1 if every host loads its own rows.
     """
 
     def __init__(self, final: NamedSharding, length: int, expansion: int = 1) -> None:
@@ -64,20 +64,20 @@ class Placement:
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
         self._padding: dict[BatchShape, Batch] = {}
-        # The same for every batch of a shape, and asked several times for each.
+        # Every batch needs these several times, and they depend on its shape alone.
         self._local_slots = cache(self._find_local_slots)
         self.local_rows = cache(self._find_local_rows)
         self.loads = is_loading(jax.process_index(), expansion)
         self.stages_all = expansion == 1 and final.is_fully_addressable
 
     def abstract_batch(self, shape: BatchShape) -> Batch:
-        """The staged arrays of a batch, for compiling ahead of time."""
+        """Returns the shapes and shardings of a staged batch, for compiling ahead of time."""
         staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self._length)
         arrays = (jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in BATCH_DTYPES.values())
         return Batch(*(self._staged([array] * self._expansion) for array in arrays))
 
     def arrange(self, micro_batch: int) -> Callable[[Batch], Batch]:
-        """What a compiled program does with one staged micro-batch (arrays `[S, L]`) to train on it (`[M, L]`)."""
+        """Returns the function that turns a staged micro-batch (arrays `[S, L]`) into rows (`[M, L]`) in a program."""
         if self._expansion == 1:
             return lambda staged: staged
         slots_of_part = [np.flatnonzero(row_S >= 0) for row_S in self._row_of_slot(micro_batch)]
@@ -99,7 +99,7 @@ class Placement:
         return num_devices * -(-micro_batch // num_devices)
 
     def _row_of_slot(self, micro_batch: int) -> np.ndarray:
-        """int64[e, S]: the row of the micro-batch in each slot of each array, -1 for a placeholder."""
+        """Returns int64[e, S]: the row of the micro-batch in each slot of each array, -1 for a placeholder."""
         if self._expansion == 1:
             return np.arange(micro_batch)[None]
         per_device = self._num_slots(micro_batch) // len(self._device_loads)
@@ -109,13 +109,13 @@ class Placement:
         return np.where(row_exS < micro_batch, row_exS, -1)
 
     def _find_local_slots(self, num_slots: int) -> dict[int, np.ndarray]:
-        """This host's slots of an array: numbers of each run of them that a device holds, by the first."""
+        """Returns this host's slots of an array: the slots of each of its devices, by the first of them."""
         indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
         runs = {(index[1].start or 0, index[1].stop or num_slots) for index in indices.values() if index}
         return {start: np.arange(start, stop) for start, stop in sorted(runs)}
 
     def _find_local_rows(self, shape: BatchShape) -> np.ndarray:
-        """int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
+        """Returns int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
         num_slots = self._num_slots(shape.micro_batch)
         slots = np.concatenate(list(self._local_slots(num_slots).values()))
         row_exs = self._row_of_slot(shape.micro_batch)[:, slots]
@@ -123,12 +123,12 @@ class Placement:
         return np.where(row_exs >= 0, micro_A + row_exs, -1)
 
     def wanted(self, num_rows: int, shape: BatchShape) -> np.ndarray:
-        """bool[A, e, local slots]: where this host stages a row, of a batch of `num_rows` real ones."""
+        """Returns bool[A, e, local slots]: the slots in which this host stages one of the `num_rows` real rows."""
         rows = self.local_rows(shape)
         return (rows >= 0) & (rows < num_rows)
 
     def stage(self, rows: Rows, num_rows: int, shape: BatchShape) -> Batch:
-        """Puts this host's rows of a batch, in the order of `wanted`, on its devices; the rest is padding."""
+        """Puts this host's rows of a batch, in the order of `wanted`, on its devices, and pads the other slots."""
         wanted = self.wanted(num_rows, shape)
 
         def staged(name: str) -> Any:
@@ -142,7 +142,7 @@ class Placement:
         return Batch(*map(staged, BATCH_DTYPES))
 
     def padding(self, shape: BatchShape) -> Batch:
-        """A batch without a single real row, made once: also what a host stages that reads none."""
+        """Returns a batch of padding, made once per shape; a host that reads no rows stages it."""
         if shape not in self._padding:
             local = (shape.max_micro_batches, self.wanted(0, shape).shape[-1], self._length)
             arrays = (self._put(np.zeros(local, dtype), shape) for dtype in BATCH_DTYPES.values())
@@ -168,5 +168,5 @@ class Placement:
 
 
 def is_loading(host: int, expansion: int) -> bool:
-    """Whether a host reads data: with e > 1 one in e does, the first among them."""
+    """Whether a host reads data: with e > 1, the first of every e hosts."""
     return host % expansion == 0

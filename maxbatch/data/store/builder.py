@@ -1,4 +1,7 @@
-"""Makes a store: whole or not at all, once for all who want it, and the same whoever does it and with how many."""
+"""The builder of token stores.
+
+A build is atomic, runs once if several processes want the store, and gives the same bytes for any number of workers.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,19 @@ from maxbatch.system.atomic_files import BUILDING, remove_leftovers, writing_ato
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
 
-# Below this, starting processes takes longer than the work.
+# Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
 
-Progress = Callable[[int], None]  # is told of bytes of the files as they are done
+Progress = Callable[[int], None]  # called with the bytes of the files that were tokenised since the last call
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_workers(source: DocumentSource) -> int:
-    """Returns how many processes tokenise a dataset: the cores, or 1 where it is small."""
+    """Returns the number of processes that tokenise a dataset: one per core, or 1 if it is small."""
     return num_cores() if source.size >= _WORTH_WORKERS_BYTES else 1
 
 
@@ -57,11 +60,13 @@ def build_store(
     workers: int = 1,
     progress: Progress = lambda _: None,
 ) -> TokenStore:
-    """Tokenises a dataset into a folder; a store there of the same signature is taken, any other replaced.
+    """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
 
     Args:
+      folder: the store's folder.
+      source, tokenizer, config: the dataset and the settings that shape its tokens.
       workers: processes that tokenise, at most.
-      progress: is told of bytes as they are done.
+      progress: is called with bytes of the files as they are tokenised.
 
     Raises:
       ConfigError: data that cannot be read, a dataset without documents, files that change meanwhile.
@@ -71,7 +76,7 @@ def build_store(
     name = signature(source, tokenizer, config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
-        store = open_folder(folder)  # Made while the lock was waited for?
+        store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
         if store is not None and store.manifest["signature"] == name:
             return store
         remove_leftovers(folder.parent)
@@ -80,7 +85,7 @@ def build_store(
             manifest = _write_files(building, source, tokenizer, config, workers, progress)
             with writing_atomically(building / "manifest.json") as file:
                 file.write(json.dumps({**manifest, "signature": name}, indent=1).encode())
-            os.chmod(building, 0o755)  # mkdtemp's is for its maker alone; a cache may be shared.
+            os.chmod(building, 0o755)  # mkdtemp lets nobody else read, and a cache may be shared.
             return _publish(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -104,7 +109,7 @@ def _write_files(
                 sums.add(done)
                 progress(done.source_bytes)
     except ConfigError:
-        # A file that was written to meanwhile reads as damaged; then that is the news.
+        # A file that changes while it is read looks damaged; report the change instead.
         source.refuse_changed()
         raise
     if not sums.lengths:
@@ -121,6 +126,7 @@ def _write_files(
         "skipped_records": sums.skipped,
         "held_out": sums.held_out,
         "tokenizer": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
         **dataclasses.asdict(stored),
         "sizes": {name: (folder / name).stat().st_size for name in FILES},
         "offsets_crc32": zlib.crc32((folder / "offsets.npy").read_bytes()),
@@ -128,15 +134,15 @@ def _write_files(
 
 
 def _is_copying(source: DocumentSource, tokenizer: Tokenizer) -> bool:
-    """Whether tokens are bytes as they lie in text files.
+    """Whether tokens are the bytes of text files, which one process copies as fast as the disk allows.
 
-    One process then keeps the disk busy; to hand tokens over from others took a third longer with two of them.
+    Two workers took a third longer, since their tokens have to be copied once more.
     """
     return tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib")
 
 
 class _Sums:
-    """What the jobs add up to."""
+    """The sums of all jobs."""
 
     def __init__(self, skipped: int):
         self.lengths = array.array("q")
@@ -159,7 +165,7 @@ class _Sums:
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:
-    """Renames a finished store into place; what lies there, damaged or of an older dataset, goes away."""
+    """Renames a finished store into place; removes what is there, a damaged store or one of an older dataset."""
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:

@@ -1,8 +1,7 @@
-"""The documents of a dataset, in a fixed order, and the jobs that their reading is cut into.
+"""The documents of a dataset, in a fixed order, and the jobs that share the reading of them.
 
-A document is UTF-8 text, held as bytes. A record that is left out (an empty one always, one that cannot be
-read where `skip_bad_records` is set) is handed on as the empty document, so that whoever reads on can count
-it.
+A document is UTF-8 text, held as bytes. A record without text, or one that cannot be read while `skip_bad_records` is
+set, is yielded as an empty document, so that the reader can count it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,49 +17,27 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.data.store.files import Listing, SourceFile, changed, list_files, walk
+from maxbatch.config.values import shown
+from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, make_format
+from maxbatch.data.store.storage import LocalDisk, SourceFile
 from maxbatch.system.errors import ConfigError
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
-STDLIB_HELD_OUT = frozenset(
-    [
-        "bisect.py",
-        "cmd.py",
-        "colorsys.py",
-        "csv.py",
-        "fnmatch.py",
-        "getopt.py",
-        "json/decoder.py",
-        "netrc.py",
-        "queue.py",
-        "sched.py",
-        "shlex.py",
-        "textwrap.py",
-    ]
-)
-# Tests are full of odd bytes and generated tables, the rest are applications and bundles rather than the
-# library.
-_STDLIB_LEFT_OUT = frozenset(
-    [
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "test",
-        "tests",
-        "idle_test",
-        "lib2to3",
-        "idlelib",
-        "turtledemo",
-        "ensurepip",
-    ]
-)
-# Files without content have no size, and a job names each of them.
-_JOB_PIECES = 1024
+STDLIB_HELD_OUT = frozenset({
+    "bisect.py", "cmd.py", "colorsys.py", "csv.py", "fnmatch.py", "getopt.py",
+    "json/decoder.py", "netrc.py", "queue.py", "sched.py", "shlex.py", "textwrap.py",
+})  # fmt: skip
+# Tests are full of odd bytes and generated tables; the other folders are applications and bundles, not the library.
+_STDLIB_LEFT_OUT = frozenset({
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test",
+    "lib2to3", "idlelib", "turtledemo", "ensurepip",
+})  # fmt: skip
+_JOB_PIECES = 1024  # at most: empty files add nothing to the bytes of a job
 
 
 class Document(NamedTuple):
-    """UTF-8 text (empty: a record left out), and whether the source itself keeps it for evaluation."""
+    """UTF-8 text (empty: a record left out), and whether the dataset itself holds it out for evaluation."""
 
     utf8: bytes
     held_out: bool = False
@@ -73,9 +51,9 @@ class DocumentSource:
       dataset_type: python_stdlib, text, jsonl, parquet or arrayrecord.
       key, value: the config key and value that name the dataset, for messages.
       files: in order.
-      missing_shards: names of shards that are not there, left out as one record each.
-      text_field: field of a record that holds its text; "" where records have no fields; None: a document is a
-        whole record, as JSON (jsonl and parquet).
+      missing_shards: names of shards that are missing; each counts as one record left out.
+      text_field: field of a record that holds its text; "" if records have no fields; None if a document is a whole
+        record, as JSON (jsonl and parquet).
       record_format: text or example, of arrayrecord.
       skip_bad_records: leave out records that cannot be read.
     """
@@ -93,13 +71,16 @@ class DocumentSource:
     def from_config(
         cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False
     ) -> DocumentSource:
-        """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them. The documents are texts,
-        or whole records.
+        """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
-        A file below both paths is held out: it is no part of `dataset_path`.
+        A file below both paths is held out: it is not part of `dataset_path`.
+
+        Args:
+          key: the config key that names the dataset.
+          whole_records: documents are whole records, as JSON, instead of their text.
 
         Raises:
-          ConfigError: nothing there, nothing of the right kind, or a set of shards with gaps.
+          ConfigError: nothing is there, nothing is of the right kind, or shards are missing.
         """
         dataset_type = config.dataset_type
         if dataset_type == "python_stdlib":
@@ -127,14 +108,14 @@ class DocumentSource:
         if missing and not config.skip_bad_records:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise source.error(
-                f"shard {missing[0]} is missing{others}; skip_bad_records=true goes on without, and naming "
-                "the shards one by one (joined by ';') asks for no others"
+                f"shard {missing[0]} is missing{others}; skip_bad_records=true goes on without it, and a list of "
+                "the shards (joined by ';') asks for no others"
             )
         return source
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What shapes the documents of the same files."""
+        """The settings that shape the documents of given files."""
         return {
             "dataset_type": self.dataset_type,
             "text_field": self.text_field,
@@ -149,28 +130,24 @@ class DocumentSource:
 
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames this dataset's key and value for `problem`."""
-        return ConfigError(f"{self.key}={self.value!r}: {problem}")
+        return ConfigError(f"{self.key}={shown(repr(self.value))}: {problem}")
 
     def jobs(self) -> Iterator[tuple[Piece, ...]]:
-        """Yields all pieces in order, small ones together: how they are grouped depends on nothing but the files.
+        """Yields all pieces in order, small ones together; the grouping depends on the files alone.
 
         Raises:
           ConfigError: a file that cannot be read.
         """
-        waiting: list[Piece] = []
+        job: list[Piece] = []
         size = 0
-        for file in self.files:
-            try:
-                for piece in self._format.pieces(file):
-                    waiting.append(piece)
-                    size += piece.size
-                    if size >= PIECE_BYTES or len(waiting) >= _JOB_PIECES:
-                        yield tuple(waiting)
-                        waiting, size = [], 0
-            except OSError as error:
-                raise self._unreadable(file, error) from error
-        if waiting:
-            yield tuple(waiting)
+        for piece in self._pieces():
+            job.append(piece)
+            size += piece.size
+            if size >= PIECE_BYTES or len(job) >= _JOB_PIECES:
+                yield tuple(job)
+                job, size = [], 0
+        if job:
+            yield tuple(job)
 
     def documents(self, pieces: Iterable[Piece] | None = None) -> Iterator[Document]:
         """Yields the documents of some pieces (default: of all), in order; a record left out is yielded empty.
@@ -178,16 +155,19 @@ class DocumentSource:
         Raises:
           ConfigError: a file or record that cannot be read, named by file and line, row or record.
         """
-        for piece in (piece for job in self.jobs() for piece in job) if pieces is None else pieces:
+        for piece in self._pieces() if pieces is None else pieces:
             held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
-            try:
+            with self._reading(piece.file):
                 for utf8 in self._format.documents(piece):
                     yield Document(utf8, held_out)
-            except OSError as error:
-                raise self._unreadable(piece.file, error) from error
+
+    def _pieces(self) -> Iterator[Piece]:
+        for file in self.files:
+            with self._reading(file):
+                yield from self._format.pieces(file)
 
     def refuse_changed(self) -> None:
-        """Raises ConfigError where a file is no longer what was listed."""
+        """Raises ConfigError if a file is no longer what was listed."""
         for file in self.files:
             if what := changed(file):
                 again = "; start again once it is complete" if what == "changed" else ""
@@ -205,21 +185,24 @@ class DocumentSource:
             return b""
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
 
-    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError:
-        return self.error(f"cannot read {file.path}: {error.strerror or error}")
+    @contextmanager
+    def _reading(self, file: SourceFile) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.error(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:
     if dataset_type not in FOLDER_FILES:
         raise ConfigError(
-            f"dataset_type={dataset_type}: is no format of files with documents; works: dataset_type=jsonl"
+            f"dataset_type={dataset_type}: is not a file format for documents; works: dataset_type=jsonl"
         )
     return list_files(key, value, *FOLDER_FILES[dataset_type])
 
 
 def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
-    """Returns the library modules of the Python that runs, without empty files and files made on this
-    machine."""
+    """Returns the standard library's modules, without empty files and files that are made on each machine."""
 
     def wanted(module: str) -> bool:
         return module.endswith(".py") and not module.startswith(
@@ -229,7 +212,7 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     def enter(folder: str) -> bool:
         return folder not in _STDLIB_LEFT_OUT and not folder.startswith("config-")
 
-    files = tuple(file for file in walk(root, wanted, enter) if file.size)
+    files = tuple(file for file in LocalDisk().find(str(root), wanted, enter) if file.size)
     if not files:
         raise ConfigError(
             f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type"
@@ -238,13 +221,14 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
 
 
 def _without_held_out(config: ConfigDict, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
-    """Returns the files that `eval_dataset_path` does not name as well."""
+    """Returns the files that `eval_dataset_path` does not name."""
     eval_files = _path_files(config.dataset_type, "eval_dataset_path", config.eval_dataset_path).files
     held_out = {os.path.realpath(file.path) for file in eval_files}
     rest = tuple(file for file in files if os.path.realpath(file.path) not in held_out)
     if not rest:
         raise ConfigError(
-            f"eval_dataset_path={config.eval_dataset_path!r}: holds out every file of dataset_path="
-            f"{config.dataset_path!r}, none trains; eval_fraction=0.1 holds out a tenth of the documents instead"
+            f"eval_dataset_path={shown(repr(config.eval_dataset_path))}: holds out every file of dataset_path="
+            f"{shown(repr(config.dataset_path))}, so that none is left to train on; eval_fraction=0.1 holds out a "
+            "tenth of the documents instead"
         )
     return rest

@@ -1,4 +1,4 @@
-"""Which records train and which are held out, in closed form."""
+"""The split of records into those that train and those that are held out, in closed form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from maxbatch.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeldOutFraction:
-    """Record i is held out iff floor((i + 1) f) > floor(i f): a share f, evenly spread, whatever the number
-    of records.
+    """A share f of the records, evenly spread: record i is held out iff floor((i + 1) f) > floor(i f).
 
     Attributes:
       fraction: f, exact, 0 <= f < 1.
@@ -33,7 +32,7 @@ class HeldOutFraction:
         return f"fraction {self.fraction}" if self.fraction else "none"
 
     def refuse_empty(self, records: int, what: str) -> None:
-        """Raises ConfigError where there is a share to hold out and none of `records` is in it; `what` they are."""
+        """Raises ConfigError if the share is not 0 and yet holds out none of `records` records, named by `what`."""
         if not self.fraction or self.count(records, held_out=True):
             return
         digits = 10 ** (len(str(records)) + 1)
@@ -51,8 +50,8 @@ class HeldOutFraction:
     def record(self, number: int, held_out: bool) -> int:
         """Returns the index of held-out (or training) record `number`, counted from 0. O(1)."""
         a, b = self.fraction.numerator, self.fraction.denominator
-        # The (n + 1)-th held-out record is the last of ceil((n + 1) / f); of the training ones, n / (1 - f)
-        # come before.
+        # Held-out record n is the last of the first ceil((n + 1) / f) records. Training record n is record
+        # floor(n / (1 - f)).
         return -(-(number + 1) * b // a) - 1 if held_out else number * b // (b - a)
 
     def records(self, count: int, held_out: bool) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""The store of a dataset that a config names: prepared before, found in the cache, or made now.
+"""The token store of the dataset that a config names: prepared before, found in the cache, or built now.
 
-The cache holds an entry per dataset, tokenizer and setting, found again as long as the files of the dataset stay
-(path, size, time of change). Of processes that want a new entry one makes it, the others wait. `dataset_type=tokens`
-names a store that `maxbatch prepare` made.
+The cache holds one store per dataset, tokenizer and settings, and finds it again as long as the dataset's files stay
+the same (path, size, time of change). If several processes need a new store, one builds it and the others wait.
+`dataset_type=tokens` names a store that `maxbatch prepare` wrote.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.values import shown
 from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
 
 def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
-    """Returns the store of the dataset that config[key] names (one source, no weights), or None where the cache
-    has none that is whole. Builds nothing."""
+    """Returns the store of the dataset that config[key] names, or None if the cache has none; builds nothing.
+
+    Args:
+      key: a config key whose value names a single dataset, not a mixture.
+    """
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
     from maxbatch.data.store.documents import DocumentSource
@@ -29,13 +33,15 @@ def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
 
 
 def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
-    """Returns the store of the dataset that config[key] names (one source, no weights), made now where there is
-    none or a damaged one.
+    """Returns the store of the dataset that config[key] names; builds it if the cache has none or a damaged one.
+
+    Args:
+      key: a config key whose value names a single dataset, not a mixture.
 
     Raises:
-      ConfigError: data that cannot be read, a dataset without documents, files that change while they are
-        read, a cache that cannot be written, a tokenizer without the special tokens that are asked for, or a
-        prepared store of another tokenizer or other special tokens.
+      ConfigError: data that cannot be read, a dataset without documents, files that change while they are read, a
+        cache that cannot be written, a tokenizer that lacks the special tokens, or a prepared store of another
+        tokenizer or with other special tokens.
     """
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
@@ -51,27 +57,27 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         return build_store(folder, source, tokenizer, config, workers=default_workers(source))
     except OSError as error:
         raise ConfigError(
-            f"data_cache_dir={config.data_cache_dir!r}: cannot write tokenised data to {cache_folder(config)}: "
-            f"{error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
+            f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write tokenised data to "
+            f"{cache_folder(config)}: {error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
         ) from error
 
 
 def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> TokenStore:
     value = config[key]
     folder = Path(os.path.expanduser(value)).absolute()
-    where = f"{key}={value!r}"
+    where = f"{key}={shown(repr(value))}"
+    needs = f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote"
     if not value or not folder.is_dir():
-        raise ConfigError(f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote")
+        raise ConfigError(needs)
     if (store := open_folder(folder)) is None:
-        problem = "is damaged or of another version; make it again" if _looks_prepared(folder) else "is none"
-        raise ConfigError(
-            f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote, and this {problem}"
-        )
+        was_prepared = {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
+        problem = "is damaged or of another version; prepare it again" if was_prepared else "is not one"
+        raise ConfigError(f"{needs}, and this {problem}")
     manifest = store.manifest
     if manifest["tokenizer"] != tokenizer.identity:
         raise ConfigError(
-            f"tokenizer_type={config.tokenizer_type}, tokenizer_path={config.tokenizer_path!r}: {where} was "
-            f"prepared with tokenizer {manifest['tokenizer']!r}, and this is {tokenizer.identity!r}"
+            f"tokenizer_type={config.tokenizer_type}, tokenizer_path={shown(repr(config.tokenizer_path))}: {where} was "
+            f"prepared with tokenizer {shown(repr(manifest['tokenizer']))}, and this is {tokenizer.identity!r}"
             + ("; works: tokenizer_type=byte tokenizer_path=''" if manifest["tokenizer"] == "byte" else "")
         )
     for key in ("add_bos", "add_eos"):
@@ -82,7 +88,3 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
                 f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}"
             )
     return store
-
-
-def _looks_prepared(folder: Path) -> bool:
-    return (folder / "manifest.json").exists() and (folder / "tokens.bin").exists()

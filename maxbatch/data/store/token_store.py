@@ -3,8 +3,8 @@
 A store is a folder of three files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
 tokens[offsets[d] : offsets[d + 1]], its bos and eos included) and `manifest.json`. It appears whole, by one rename.
 
-Sizes and offsets are checked whenever a store is opened or mapped; the tokens themselves, which nobody wants to
-read in full before a run, by `maxbatch prepare --verify`.
+The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped. The tokens are
+checked by `maxbatch prepare --verify` only, since that reads all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.data.store.storage import check_path
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
@@ -41,7 +42,7 @@ class Stored:
     Attributes:
       dtype: of tokens.bin.
       bos, eos: ids before and after each document; none, or one.
-      hashed_as: type that ids of documents are hashed as: of bytes it is the text that is hashed, as fast as can be.
+      hashed_as: type in which the ids of documents are hashed; uint8 for bytes, which hashes the text itself.
     """
 
     dtype: str
@@ -54,7 +55,7 @@ class Stored:
         """Returns how a tokenizer's ids are stored.
 
         Raises:
-          ConfigError: a special token is asked for that the tokenizer does not have.
+          ConfigError: the tokenizer lacks a special token that the config asks for.
         """
         check_special_tokens(config, tokenizer)
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
@@ -71,19 +72,19 @@ class Stored:
 
 
 def new_content_hash() -> hashlib.blake2b:
-    """Returns the hash over the digests of documents: how they are cut into files and jobs leaves no trace."""
+    """Returns a hash to update with the digests of documents; it does not depend on their files and jobs."""
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """A store, opened.
+    """An open store.
 
     Attributes:
-      folder: where it lies.
-      manifest: `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
-        `skipped_records`, `held_out` (document numbers that the source itself keeps for evaluation),
-        `tokenizer` (its identity), `dtype`, `bos`, `eos` and `hashed_as` (see Stored), `signature` (hash of files
+      folder: the folder with its files.
+      manifest: `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`, `skipped_records`,
+        `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its identity),
+        `vocab_size` (new stores only), `dtype`, `bos`, `eos` and `hashed_as` (see Stored), `signature` (hash of files
         and settings), `sizes` (bytes per file), `offsets_crc32`.
     """
 
@@ -92,12 +93,14 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """uint16 or uint32 [tokens], mapped, not read.
+        """uint16 or uint32 [tokens], memory-mapped.
 
         Raises:
           ConfigError: the store was damaged or replaced since it was opened.
         """
         self._refuse_replaced()
+        if not self.manifest["tokens"]:  # An empty file cannot be mapped.
+            return np.zeros(0, self.manifest["dtype"])
         return np.memmap(self.folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
 
     @cached_property
@@ -114,19 +117,26 @@ class TokenStore:
         return np.load(io.BytesIO(data))
 
     def verify(self) -> None:
-        """Reads all tokens and compares them with the hash of their content.
+        """Reads all tokens and compares them with the hash of their content and with the vocabulary.
 
         Raises:
           ConfigError: something differs.
         """
-        bos, eos = tuple(self.manifest["bos"]), tuple(self.manifest["eos"])
-        stored = Stored(self.manifest["dtype"], bos, eos, self.manifest["hashed_as"])
+        manifest = self.manifest
+        bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
+        stored = Stored(manifest["dtype"], bos, eos, manifest["hashed_as"])
+        # The hash covers all bits of an id only if the id fits into the type that is hashed.
+        end_of_ids = min(np.iinfo(stored.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
         content = new_content_hash()
         begins, ends = self.offsets[:-1] + len(bos), self.offsets[1:] - len(eos)
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            content.update(stored.digest(self.tokens[begin:end]))
+        for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+            ids = self.tokens[begin:end]
+            content.update(stored.digest(ids))
+            if ids.max(initial=0) >= end_of_ids:
+                problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
+                raise self._damaged(f"tokens.bin: {problem}")
         whole = (
-            content.hexdigest() == self.manifest["content"]
+            content.hexdigest() == manifest["content"]
             and all((self.tokens[begins - 1] == token).all() for token in bos)
             and all((self.tokens[ends] == token).all() for token in eos)
         )
@@ -134,7 +144,7 @@ class TokenStore:
             raise self._damaged("tokens.bin differs from the hash of its content")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process maps the file itself; a pickled memmap would carry all tokens.
+        # A worker process maps the file itself; a pickled memmap would contain all tokens.
         return {"folder": self.folder, "manifest": self.manifest}
 
     def _refuse_replaced(self) -> None:
@@ -142,13 +152,17 @@ class TokenStore:
             raise self._damaged("it was damaged or replaced since it was opened")
 
     def _damaged(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.folder}: the tokenised data cannot be used: {problem}; make them again")
+        return ConfigError(f"{self.folder}: the tokenised data cannot be used: {problem}; prepare them again")
 
 
 def cache_folder(config: ConfigDict) -> Path:
-    """Returns the folder of all entries: below `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else
-    ~/.cache/maxbatch."""
+    """Returns the folder of all stores: below `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch.
+
+    Raises:
+      ConfigError: `data_cache_dir` is not a path.
+    """
     if config.data_cache_dir:
+        check_path("data_cache_dir", config.data_cache_dir)
         return Path(os.path.expanduser(config.data_cache_dir)) / "tokens"
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "maxbatch" / "tokens"
 
@@ -163,32 +177,56 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
         "tokenizer": tokenizer.identity,
         **{key: config[key] for key in names_fixing(Fixes.TOKENS)},
     }
-    return hashlib.blake2b(
-        json.dumps(settings).encode("utf-8", "surrogateescape"), digest_size=16
-    ).hexdigest()
+    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns the manifest of a store whose files have the sizes that it says; else None."""
+    """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
+    path = folder / "manifest.json"
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        if manifest["version"] != VERSION or set(manifest["sizes"]) != set(FILES):
-            return None
-        whole = all((folder / name).stat().st_size == size for name, size in manifest["sizes"].items())
-    except (OSError, ValueError, KeyError, TypeError):
+        manifest = json.loads(path.read_bytes()) if path.is_file() else None
+        sizes = {name: (folder / name).stat().st_size for name in FILES}
+    except (OSError, ValueError, RecursionError):
         return None
-    return manifest if whole else None
+    return manifest if _is_manifest(manifest, sizes) else None
+
+
+def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
+    """Whether a JSON value is a manifest of this version for files of these sizes."""
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        return False
+    counts = ("documents", "tokens", "text_bytes", "skipped_records", "offsets_crc32")
+    dtype = value.get("dtype")
+    return (
+        all(_is_count(value.get(name), 1 << 62) for name in counts)
+        and all(isinstance(value.get(name), str) for name in ("content", "tokenizer", "signature"))
+        and dtype in ("uint16", "uint32")
+        and value.get("hashed_as") in ("uint8", dtype)
+        and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
+        and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
+        and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
+        and value.get("sizes") == sizes
+        and sizes["tokens.bin"] == value["tokens"] * np.dtype(dtype).itemsize
+    )
+
+
+def _is_count(value: Any, end: int) -> bool:
+    return type(value) is int and 0 <= value < end
+
+
+def _are_counts(value: Any, end: int, most: int) -> bool:
+    return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
 
 
 def open_folder(folder: Path) -> TokenStore | None:
-    """Returns the store in a folder, or None where it is missing, cut short or not of this version."""
+    """Returns the store in a folder, or None if it is missing, damaged or of another version."""
     manifest = read_manifest(folder)
     if manifest is None:
         return None
     store = TokenStore(folder, manifest)
     try:
         offsets = store.offsets
-        consistent = len(offsets) == manifest["documents"] + 1 and offsets[-1] == manifest["tokens"]
-    except (ConfigError, OSError, ValueError, KeyError, TypeError, EOFError):
+    except (ConfigError, OSError, ValueError, EOFError):
         return None
-    return store if consistent else None
+    has_type = offsets.dtype == np.int64 and offsets.shape == (manifest["documents"] + 1,)
+    return store if has_type and offsets[-1] == manifest["tokens"] else None

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from maxbatch.config.values import shown
+from maxbatch.data.store.tokenizers import utf8_of
 from maxbatch.system.errors import ConfigError
 
-# As models of the field write them; the first that a tokenizer has is taken. GPT-2's one token is both.
-_BOS_TOKENS = ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "<|endoftext|>")
-_EOS_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>")
-_PAD_TOKENS = ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>")
-_NAMES = {"bos_token": _BOS_TOKENS, "eos_token": _EOS_TOKENS, "pad_token": _PAD_TOKENS}
+# The usual names of special tokens; the first one that a tokenizer has is taken. GPT-2's single token is bos and eos.
+_NAMES = {
+    "bos": ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "<|endoftext|>"),
+    "eos": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>"),
+    "pad": ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>"),
+}
 
 
 class _FileTokenizer:
-    """A tokenizer whose file is found and hashed at once, and loaded when it is first used.
-
-    A copy in another process loads its own.
-    """
+    """A tokenizer whose file is found and hashed at once and loaded at the first use, in each process anew."""
 
     kind: str
     file_name: str  # in a folder, as a glob
@@ -35,7 +35,7 @@ class _FileTokenizer:
         """Finds the file.
 
         Raises:
-          ConfigError: `tokenizer_path` names no file of this kind that can be read.
+          ConfigError: `tokenizer_path` does not name a readable file of this kind.
         """
         self.file = self._find(path)
         try:
@@ -45,7 +45,23 @@ class _FileTokenizer:
 
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames the file for `problem`."""
-        return ConfigError(f"tokenizer_path={str(self.file)!r}: {problem}")
+        return ConfigError(f"tokenizer_path={shown(repr(str(self.file)))}: {problem}")
+
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The beginning-of-text token, or None."""
+        return self._special("bos")
+
+    @cached_property
+    def eos_id(self) -> int | None:
+        """The end-of-text token, or None."""
+        return self._special("eos")
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The padding token, else eos, bos, or 0: the model never trains on the tokens of empty slots."""
+        found = (self._special("pad"), self.eos_id, self.bos_id, 0)
+        return next(token for token in found if token is not None)
 
     def encode_utf8(self, utf8: bytes) -> np.ndarray:
         """Returns the ids (int32[n]) of UTF-8 text; no special tokens."""
@@ -57,25 +73,27 @@ class _FileTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
-        return self.encode_utf8(text.encode("utf-8"))
+        return self.encode_utf8(utf8_of(text))
+
+    def _special(self, name: str) -> int | None:
+        raise NotImplementedError
 
     def _find(self, path: str) -> Path:
         if not path:
             raise ConfigError(
                 f"tokenizer_path='': tokenizer_type={self.kind} needs a file {self.file_name}, or a folder with one"
             )
+        where = f"tokenizer_path={shown(repr(path))}"
         file = Path(os.path.expanduser(path)).absolute()
         if file.is_dir():
-            found = sorted(file.glob(self.file_name))
+            found = sorted(entry for entry in file.glob(self.file_name) if entry.is_file())
             if len(found) != 1:
-                names = ", ".join(entry.name for entry in found)
+                names = shown(", ".join(entry.name for entry in found))
                 problem = f"holds several ({names}); name one" if found else "holds none"
-                raise ConfigError(
-                    f"tokenizer_path={path!r}: a folder with a file {self.file_name}; it {problem}"
-                )
+                raise ConfigError(f"{where}: must be a folder with a file {self.file_name}; it {problem}")
             return found[0]
         if not file.is_file():
-            raise ConfigError(f"tokenizer_path={path!r}: no such file or folder (seen from {os.getcwd()})")
+            raise ConfigError(f"{where}: no such file or folder (seen from {os.getcwd()})")
         return file
 
     def _hash(self) -> str:
@@ -94,7 +112,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     """A `tokenizer.json`. Its post-processor, truncation and padding are not used; special tokens that are spelled out
     in a text are text.
 
-    bos, eos and pad are what `tokenizer_config.json` beside it says, else tokens of the usual names.
+    bos, eos and pad are those of the `tokenizer_config.json` beside it, else tokens with the usual names.
     """
 
     kind = "huggingface"
@@ -106,30 +124,24 @@ class HuggingFaceTokenizer(_FileTokenizer):
         """One more than the largest id: ids may have gaps."""
         return max(self._library.get_vocab_size(), 1 + max(self._library.get_vocab().values(), default=-1))
 
-    @cached_property
-    def bos_id(self) -> int | None:
-        """The beginning-of-text token, or None."""
-        return self._special("bos_token")
-
-    @cached_property
-    def eos_id(self) -> int | None:
-        """The end-of-text token, or None."""
-        return self._special("eos_token")
-
-    @cached_property
-    def pad_id(self) -> int:
-        """The padding token; without one eos, bos, or 0: what lies in empty slots is never trained on."""
-        found = (self._special("pad_token"), self.eos_id, self.bos_id, 0)
-        return next(token for token in found if token is not None)
-
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; no special tokens."""
+        """Returns the ids (int32[n]) of each text; no special tokens.
+
+        Raises:
+          ConfigError: a text that the model has no token for, and no token for unknown text either.
+        """
         texts = [utf8.decode("utf-8") for utf8 in documents]
-        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        library = self._library
+        try:
+            encodings = library.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            raise self.error(
+                f"cannot encode every text: {error}; its unk_token must be in its vocabulary"
+            ) from error
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids; special tokens and ids beyond the vocabulary vanish."""
+        """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         return self._library.decode(known, skip_special_tokens=True)
 
@@ -140,7 +152,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         except ImportError as error:
             raise self._missing(error) from error
         try:
-            library = Tokenizer.from_file(str(self.file))
+            library = Tokenizer.from_buffer(self.file.read_bytes())
         except Exception as error:  # the library raises bare Exceptions
             raise self.error(f"not a tokenizer.json that `tokenizers` reads ({error})") from error
         library.no_padding()
@@ -149,37 +161,39 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return library
 
     def _special(self, name: str) -> int | None:
-        settings = _special_tokens_beside(self.file)
-        if name not in settings:
+        stated = self._stated_tokens()
+        if f"{name}_token" not in stated:
             ids = map(self._library.token_to_id, _NAMES[name])
             return next((token for token in ids if token is not None), None)
-        return None if settings[name] is None else self._library.token_to_id(settings[name])
+        token = stated[f"{name}_token"]
+        return None if token is None else self._library.token_to_id(token)
 
     def _hash(self) -> str:
-        settings = json.dumps(sorted(_special_tokens_beside(self.file).items()))
-        return hashlib.blake2b(self.file.read_bytes() + settings.encode(), digest_size=16).hexdigest()
+        stated = json.dumps(sorted(self._stated_tokens().items()))
+        return hashlib.blake2b(self.file.read_bytes() + stated.encode(), digest_size=16).hexdigest()
 
-
-def _special_tokens_beside(file: Path) -> dict[str, str | None]:
-    """Returns what `tokenizer_config.json` beside a tokenizer says of its special tokens, as far as it does."""
-    path = file.with_name("tokenizer_config.json")
-    try:
-        settings = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ConfigError(f"tokenizer_path={str(file)!r}: {path} is not JSON ({error})") from error
-    found: dict[str, str | None] = {}
-    for name in _NAMES:
-        token = settings.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if name in settings and (token is None or isinstance(token, str)):
-            found[name] = token
-    return found
+    def _stated_tokens(self) -> dict[str, str | None]:
+        """Returns the special tokens that the `tokenizer_config.json` beside the file states."""
+        path = self.file.with_name("tokenizer_config.json")
+        if not path.is_file():
+            return {}
+        try:
+            settings = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"{path} is not JSON ({error})") from error
+        if not isinstance(settings, dict):
+            raise self.error(f"{path} must be a JSON object, and it is a {type(settings).__name__}")
+        stated: dict[str, str | None] = {}
+        for name in (f"{name}_token" for name in _NAMES):
+            token = settings.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if name in settings and (token is None or isinstance(token, str)):
+                stated[name] = token
+        return stated
 
 
 class SentencePieceTokenizer(_FileTokenizer):
-    """A SentencePiece model, with the special tokens that it was trained with. It normalises text as it was told to."""
+    """A SentencePiece model, with its own special tokens and its own normalisation of text."""
 
     kind = "sentencepiece"
     file_name = "*.model"
@@ -190,22 +204,6 @@ class SentencePieceTokenizer(_FileTokenizer):
         """Number of pieces."""
         return self._library.get_piece_size()
 
-    @cached_property
-    def bos_id(self) -> int | None:
-        """The beginning-of-text token, or None."""
-        return _or_none(self._library.bos_id())
-
-    @cached_property
-    def eos_id(self) -> int | None:
-        """The end-of-text token, or None."""
-        return _or_none(self._library.eos_id())
-
-    @cached_property
-    def pad_id(self) -> int:
-        """The padding token; without one eos, bos, or 0: what lies in empty slots is never trained on."""
-        found = (_or_none(self._library.pad_id()), self.eos_id, self.bos_id, 0)
-        return next(token for token in found if token is not None)
-
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (int32[n]) of each text; no special tokens."""
         texts = [utf8.decode("utf-8") for utf8 in documents]
@@ -213,7 +211,7 @@ class SentencePieceTokenizer(_FileTokenizer):
         return [np.array(tokens, np.int32) for tokens in ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids; special tokens and ids beyond the vocabulary vanish."""
+        """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
         return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
 
     @cached_property
@@ -229,6 +227,6 @@ class SentencePieceTokenizer(_FileTokenizer):
             raise self.error(f"not a SentencePiece model ({' '.join(str(error).split())})") from error
         return library
 
-
-def _or_none(token: int) -> int | None:
-    return token if token >= 0 else None
+    def _special(self, name: str) -> int | None:
+        token = getattr(self._library, f"{name}_id")()
+        return token if token >= 0 else None

@@ -8,16 +8,17 @@ from typing import Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """What the store, the stream and generation need of a tokenizer. Text never becomes a special token.
+    """A tokenizer as the store, the stream and generation use it. Text never becomes a special token.
 
     Attributes:
       vocab_size: number of ids, special ones included; ids are 0 .. vocab_size - 1.
-      bos_id, eos_id: the special tokens, None where there is none.
-      pad_id: id of slots that hold nothing.
+      bos_id, eos_id: the special tokens; None if the tokenizer lacks them.
+      pad_id: id of empty slots.
       identity: a string that differs between tokenizers that encode differently.
     """
 
@@ -46,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
+    """UTF-8 bytes as ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
 
     vocab_size = 259
     bos_id = 256
@@ -64,27 +65,41 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
-        return self.encode_utf8(text.encode("utf-8")).astype(np.int32)
+        return self.encode_utf8(utf8_of(text)).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids; special tokens and ids beyond the vocabulary vanish, torn characters
-        become U+FFFD."""
+        """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""
         ids = np.asarray(ids)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+def utf8_of(text: str) -> bytes:
+    """Returns a text as UTF-8.
+
+    Raises:
+      ConfigError: the text has halves of surrogate pairs, as an argument that is not UTF-8 has.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
+            "or the text was not given as UTF-8"
+        ) from error
 
 
 def make_tokenizer(config: ConfigDict) -> Tokenizer:
     """Returns the tokenizer that `tokenizer_type` and `tokenizer_path` name.
 
-    Its file is hashed now and read by its library (extra `text`) when the first id is wanted.
+    Its file is hashed now; its library (extra `text`) loads it at the first use.
 
     Raises:
-      ConfigError: a `tokenizer_path` that nothing would read, or one that leads to no tokenizer file.
+      ConfigError: a `tokenizer_path` that the tokenizer does not read, or one without a tokenizer file.
     """
     if config.tokenizer_type == "byte":
         if config.tokenizer_path:
             raise ConfigError(
-                f"tokenizer_path={config.tokenizer_path!r}: the byte tokenizer reads no file; "
+                f"tokenizer_path={shown(repr(config.tokenizer_path))}: the byte tokenizer reads no file; "
                 'works: tokenizer_path="", or tokenizer_type=huggingface'
             )
         return ByteTokenizer()
@@ -96,7 +111,7 @@ def make_tokenizer(config: ConfigDict) -> Tokenizer:
 
 
 def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where the model's embedding has fewer rows than the tokenizer has ids."""
+    """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has ids."""
     if config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"vocab_size={config.vocab_size}: the {config.tokenizer_type} tokenizer has "
@@ -105,13 +120,13 @@ def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
 
 
 def check_special_tokens(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError where `add_bos` or `add_eos` asks for a token that the tokenizer does not have."""
+    """Raises ConfigError if `add_bos` or `add_eos` is set and the tokenizer lacks the token."""
     for key, token, what in (
         ("add_bos", tokenizer.bos_id, "beginning"),
         ("add_eos", tokenizer.eos_id, "end"),
     ):
         if config[key] and token is None:
             raise ConfigError(
-                f"{key}=true: the {config.tokenizer_type} tokenizer {config.tokenizer_path!r} has no "
+                f"{key}=true: the {config.tokenizer_type} tokenizer {shown(repr(config.tokenizer_path))} has no "
                 f"{what}-of-text token; works: {key}=false"
             )

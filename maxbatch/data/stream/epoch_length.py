@@ -1,6 +1,6 @@
-"""How many samples an epoch has, for those who plan without reading data.
+"""The number of samples in an epoch, for plans, which do not read data.
 
-Imports no Grain, which plans need not wait for.
+Does not import Grain, so that plans need not wait for it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from maxbatch.system.errors import ConfigError
 
 
 def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
-    """Returns the samples of an epoch where they are known without reading data, else None (a mixture has no
-    epochs). Imports no Grain.
+    """Returns the samples of an epoch if they are known without reading data, else None (a mixture has no epochs).
 
     Raises:
       ConfigError: `num_epochs` of a mixture.
@@ -27,15 +26,14 @@ def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
         if mixture is None:
             return num_rows_if_cached(config)
     except ConfigError:
-        # Who plans for data that are not here has no epoch figures; who trains on them gets the message.
+        # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
         return None
     refuse_num_epochs(config, mixture)
     return None
 
 
 def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) -> None:
-    """Refuses `num_epochs` of a mixture; the message names all rows of all sources so many times, where they are
-    known."""
+    """Raises ConfigError for `num_epochs` of a mixture, with the number of samples that it might mean, if known."""
     if config.num_epochs is None:
         return
     try:
@@ -45,6 +43,6 @@ def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) ->
     known = [number for number in rows if number is not None]
     samples = math.ceil(exact(config.num_epochs) * sum(known)) if len(known) == len(rows) else 10**6
     raise ConfigError(
-        f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has "
-        f"epochs of its own; works: train_samples={samples}"
+        f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
+        f"own epochs; works: train_samples={samples}"
     )

@@ -1,8 +1,8 @@
-"""A fingerprint of rows: a sum of row hashes modulo 2^64, so that order and place of the rows do not matter.
+"""A fingerprint of rows: the sum of their hashes modulo 2^64, which does not depend on their order and place.
 
-The same source runs in numpy and inside a jitted step: plain uint32 array operators, which wrap in both, and
-no 64-bit integers. A 64-bit row hash is two uint32 lanes; its sum over rows is kept as four limbs of 16 bits,
-low ones first, which a uint32 can add 65,536 times.
+The same code runs in numpy and inside a jitted step: it uses only operators on uint32 arrays, which wrap around in
+both. A 64-bit row hash is two uint32 lanes. The sum over rows is kept as four limbs of 16 bits, low ones first, in
+uint32, which holds 65,536 such summands.
 
 Legend: R rows, L slots of a row.
 """
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-# Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start.
+# Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start value.
 _FMIX = (0x85EBCA6B, 0xC2B2AE35)
 _POSITION, _TOKEN, _SEGMENT, _WEIGHT = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1
 _LANES = (0x2545F491, 0x8F1BBCDC)
-MAX_ROWS = 1 << 16  # that `limb_sums` adds in one call
+MAX_ROWS = 1 << 16  # in one call of `limb_sums`
 
 
 def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) -> Any:
@@ -52,8 +52,7 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
         slot = mixed(slot ^ segments)
         slot = mixed(slot ^ weights)
         sums.append(slot.sum(axis=1, dtype=xp.uint32))
-    # Sums of slots alone would not notice tokens that two rows swap in place: the sum over rows must not be
-    # linear in slots.
+    # Without this, the sum over rows would be linear in slots and miss tokens that two rows swap at one place.
     low = mixed(sums[0] ^ mixed(sums[1] + u32(_LANES[0])))
     high = mixed(sums[1] ^ mixed(low + u32(_LANES[1])))
     real_R = (segments_RxL != 0).any(axis=1)
@@ -61,8 +60,7 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
 
 
 def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
-    """Returns uint32[4]: the sum of row hashes in limbs of 16 bits, not carried. At most 65,536 rows a
-    call."""
+    """Returns uint32[4]: the sum of row hashes (uint32[R, 2], R <= 65,536) in limbs of 16 bits, not carried."""
     if hashes_Rx2.shape[0] > MAX_ROWS:
         raise ValueError(f"{hashes_Rx2.shape[0]} rows in one call; at most {MAX_ROWS}")
     mask, shift = xp.asarray(0xFFFF, dtype=xp.uint32), xp.asarray(16, dtype=xp.uint32)
@@ -71,12 +69,11 @@ def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
 
 
 def carry(xp: Any, limbs: Any) -> Any:
-    """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be
-    added."""
+    """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be added."""
     mask, shift = xp.asarray(0xFFFF, dtype=xp.uint32), xp.asarray(16, dtype=xp.uint32)
     carried, over = [], xp.asarray(0, dtype=xp.uint32)
     for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):
-        # The limb is split before the carry from below is added: their sum could pass 2^32.
+        # Split the limb before adding the carry from below: their sum could exceed 2^32.
         low = (limb & mask) + (over & mask)
         carried.append(low & mask)
         over = (limb >> shift) + (over >> shift) + (low >> shift)
@@ -90,8 +87,7 @@ def to_hex(limbs: Any) -> str:
 
 
 def fingerprint(blocks: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Returns the fingerprint of all rows of some blocks (`tokens`, `segments`, `weights` [n, L], n <=
-    65,536), in numpy."""
+    """Returns the fingerprint of all rows of blocks (`tokens`, `segments`, `weights` [n, L], n <= 65,536), in numpy."""
     limbs = np.zeros(4, np.uint32)
     for block in blocks:
         hashes = row_hashes(np, block["tokens"], block["segments"], block["weights"])

@@ -1,15 +1,15 @@
-"""Mixtures as a config names them: `PATH,WEIGHT;PATH,WEIGHT`, or a mixture file.
+"""Mixtures in a config: `PATH,WEIGHT;PATH,WEIGHT`, or a mixture file.
 
 A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its fields:
 
     web:  {path: web/*.jsonl, weight: 0.7}
     code: {path: code.parquet, weight: 0.3, dataset_type: parquet, text_field: content}
 
-Relative paths are relative to the file. `dataset_type`, `text_field` and `record_format` are the config's where a
-source does not state them. A source of `dataset_type: python_stdlib` has no path. Weights are exact decimals or
-fractions, in any unit: their ratios count.
+Relative paths are relative to the file. A source that does not state `dataset_type`, `text_field` or `record_format`
+takes the config's. A source of `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions in
+any unit: only their ratios count.
 
-Names are for people (in the one-line form the path as written): the stream depends on the contents, weights and order
+Names are for people (in the one-line form, the path is the name): the stream depends on the contents, weights and order
 of the sources.
 """
 
@@ -27,11 +27,11 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
-from maxbatch.config.paths import is_mixture_file
-from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Scalar, exact, nearest_name, shown
+from maxbatch.data.store.storage import check_path
 from maxbatch.system.errors import ConfigError
 
+_SUFFIXES = (".yml", ".yaml", ".json")
 # Fields of a source in a mixture file that are config keys as well.
 SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *SOURCE_KEYS)
@@ -42,8 +42,8 @@ class MixtureSource(NamedTuple):
     """One source of a mixture.
 
     Attributes:
-      name: what the mixture calls it.
-      weight: its share of the samples; those of all sources add up to 1.
+      name: its name in the mixture.
+      weight: its share of the samples; the weights of all sources add up to 1.
       config: the config with this source as its dataset.
     """
 
@@ -61,20 +61,24 @@ class _Item(NamedTuple):
 
 
 def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
-    """Returns the sources of `dataset_path`, in their order; None where it names no mixture. Opens no data.
+    """Returns the sources of `dataset_path` in order, or None if it is not a mixture; opens no data.
 
     Raises:
       ConfigError: a mixture that cannot be read or that breaks a rule, or weights in `eval_dataset_path`.
     """
-    check_data_paths(config)
     _check_eval_path(config)
     value = config.dataset_path
-    if is_mixture_file(value):
+    if _is_mixture_file(value):
         items = list(_file_items(value))
     else:
         items = list(_line_items(value))
         if not items:
             return None
+    if config.dataset_type == "synthetic":
+        raise ConfigError(
+            f"dataset_type=synthetic: reads no files, and so no mixture such as dataset_path={shown(value)}; "
+            "works: dataset_path=''"
+        )
     weights = [_weight(item) for item in items]
     _refuse_same_paths(items)
     return tuple(
@@ -89,30 +93,32 @@ def _check_eval_path(config: ConfigDict) -> None:
     if any(weight for _, weight in paths):
         plain = ";".join(path for path, _ in paths)
         raise ConfigError(
-            f"eval_dataset_path={shown(value)}: held-out data have no weights, all of them count; "
+            f"eval_dataset_path={shown(value)}: held-out data have no weights, since all of them are used; "
             f"works: eval_dataset_path={plain!r}"
         )
     for path, _ in paths:
         _refuse_mixture_file(f"eval_dataset_path={shown(value)}", path)
 
 
+def _is_mixture_file(path: str) -> bool:
+    return path.lower().endswith(_SUFFIXES) and not glob.has_magic(path) and ";" not in path
+
+
 def _refuse_mixture_file(where: str, path: str) -> None:
-    if is_mixture_file(path):
+    if _is_mixture_file(path):
         raise ConfigError(
-            f"{where}: {shown(path)} names a mixture file, where {_DATA_WANTED % _as_glob(path)}"
+            f"{where}: {shown(path)} names a mixture file, and must name data; to read data from a file of that name, "
+            f"give a glob: {_as_glob(path)}"
         )
 
 
-_DATA_WANTED = "data are wanted; data of such a name are read by a glob: %s"
-
-
 def _as_glob(path: str) -> str:
-    """Returns a pattern that this path alone matches."""
+    """Returns a pattern that only this path matches."""
     return f"{glob.escape(path[:-1])}[{path[-1]}]"
 
 
 def _split_weight(part: str) -> tuple[str, str]:
-    """Returns the path and the weight of `PATH,WEIGHT`; no weight where nothing like a number follows."""
+    """Returns the path and the weight of `PATH,WEIGHT`; the weight is "" if the part after the comma is no number."""
     path, _, weight = part.rpartition(",")
     try:
         _WEIGHT.read(weight)
@@ -122,7 +128,7 @@ def _split_weight(part: str) -> tuple[str, str]:
 
 
 def _line_items(value: str) -> Iterator[_Item]:
-    """Yields the sources of the one-line form; none where no path has a weight."""
+    """Yields the sources of the one-line form; none if no path has a weight."""
     pairs = [_split_weight(part) for part in value.split(";")]
     if not any(weight for _, weight in pairs):
         return
@@ -143,12 +149,12 @@ def _file_items(path: str) -> Iterator[_Item]:
     root = _parsed(path, file)
     if not isinstance(root, yaml.MappingNode) or not root.value:
         raise ConfigError(
-            f"{path}: must map names to sources, as in `web: {{path: web.jsonl, weight: 0.7}}`; "
+            f"{shown(path)}: must map names to sources, as in `web: {{path: web.jsonl, weight: 0.7}}`; "
             f"if it holds data: dataset_path={_as_glob(path)!r}"
         )
     seen: set[str] = set()
     for name_node, fields_node in root.value:
-        where = f"{path}:{name_node.start_mark.line + 1}"
+        where = f"{shown(path)}:{name_node.start_mark.line + 1}"
         name = name_node.value if isinstance(name_node, yaml.ScalarNode) else ""
         if not name or not name.isprintable():
             raise ConfigError(f"{where}: the name of a source must be one line of text")
@@ -159,35 +165,38 @@ def _file_items(path: str) -> Iterator[_Item]:
         fields = _fields(where, fields_node)
         settings = {key: fields[key] for key in SOURCE_KEYS if key in fields}
         _check_settings(where, settings)
-        wanted = ["weight"] if settings.get("dataset_type") == "python_stdlib" else ["path", "weight"]
-        for field in wanted:
-            if not fields.get(field):
-                works = {"path": "path: web.jsonl", "weight": "weight: 0.5"}[field]
+        has_no_path = settings.get("dataset_type") == "python_stdlib"
+        for field, works in (("path", "path: web.jsonl"), ("weight", "weight: 0.5")):
+            if not fields.get(field) and not (field == "path" and has_no_path):
                 raise ConfigError(f"{where}: has no {field}; works: {works}")
-        if "path" in fields and "path" not in wanted:
+        if "path" in fields and has_no_path:
             raise ConfigError(f"{where}: dataset_type=python_stdlib reads no path; leave out path")
         _refuse_mixture_file(where, fields.get("path", ""))
         yield _Item(where, name, _below(file.parent, fields.get("path", "")), fields["weight"], settings)
 
 
 def _parsed(path: str, file: Path) -> yaml.Node | None:
+    where = f"dataset_path={shown(repr(path))}"
+    check_path(where, path)
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{where}: the mixture file cannot be read: not a regular file")
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix.lower() == ".json":
-            text = text.replace("\t", " ")  # What else JSON allows, YAML does too.
-        # Texts only: no type is guessed, so that 0.7 is seven tenths.
+            text = text.replace("\t", " ")  # YAML allows everything else that JSON does.
+        # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(
-            f"dataset_path={path!r}: the mixture file cannot be read: {error.strerror or error} "
-            f"(seen from {os.getcwd()})"
+            f"{where}: the mixture file cannot be read: {error.strerror or error} (seen from {os.getcwd()})"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise ConfigError(
-            f"{path}{line}: is no valid mixture file ({problem}); if it holds data: dataset_path={_as_glob(path)!r}"
+            f"{shown(path)}{line}: is not a valid mixture file ({problem}); "
+            f"if it holds data: dataset_path={_as_glob(path)!r}"
         ) from None
 
 
@@ -221,7 +230,7 @@ def _check_settings(where: str, settings: dict[str, str]) -> None:
 
 
 def _below(folder: Path, paths: str) -> str:
-    """Returns paths as seen from here that are relative to a folder; `;` separates them."""
+    """Returns paths that are relative to a folder as seen from here; `;` separates them."""
     return ";".join(
         part if "://" in part or os.path.isabs(os.path.expanduser(part)) else str(folder / part)
         for part in (part.strip() for part in paths.split(";"))
@@ -242,10 +251,11 @@ def _weight(item: _Item) -> Fraction:
 def _refuse_same_paths(items: list[_Item]) -> None:
     first: dict[str, str] = {}
     for item in items:
+        check_path(item.where, item.path)
         for path in {part if "://" in part else _real(part) for part in item.path.split(";")}:
             if path in first:
                 raise ConfigError(
-                    f"{item.where}: {item.path or 'python_stdlib'} is in source {shown(first[path])} as well; "
+                    f"{item.where}: {shown(item.path) or 'python_stdlib'} is in source {shown(first[path])} as well; "
                     "works: once, with the sum of the weights"
                 )
             first[path] = item.name
@@ -261,6 +271,6 @@ def _source_config(config: ConfigDict, item: _Item) -> ConfigDict:
     for key, value in item.settings.items():
         source[key] = value
     if source.dataset_type != config.dataset_type:
-        # Held-out paths are of the config's own type: none of their files is among this source's.
+        # Held-out paths have the config's own type, so that none of their files is in this source.
         source.eval_dataset_path = ""
     return source

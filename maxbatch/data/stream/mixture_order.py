@@ -1,22 +1,23 @@
-"""Which source each sample of a mixture comes from: a closed form of its index, exact both ways.
+"""The order of the sources in a mixture: the source of each sample in closed form, exact in both directions.
 
-Samples come in blocks of W = 1000 slots. Source k of weight w_k has floor(W w_k) slots of its own, the same places
-in every block, spread evenly. The r slots that remain (r < K, the same places in every block too) go to the
-sources by systematic sampling (Madow and Madow 1944): the fractional parts f_k = W w_k - floor(W w_k), laid one
-after the other, cover a line of length r; extra slot j of block b goes to the source whose part holds u_b + j, where
-u_b = (b s mod q) / q, q is the common denominator of the parts, and s is coprime to q.
+Samples come in blocks of W = 1000 slots. Source k of weight w_k has floor(W w_k) slots of its own, at the same places
+in every block, spread evenly. The r slots that remain (r < K, at the same places in every block too) go to the sources
+by systematic sampling (Madow and Madow 1944): the fractional parts f_k = W w_k - floor(W w_k), end to end, cover a line
+of length r; extra slot j of block b goes to the source whose part contains u_b + j, where u_b = (b s mod q) / q, q is
+the common denominator of the parts, and s is coprime to q.
 
-Why every window of W consecutive samples holds floor(W w_k) or floor(W w_k) + 1 of source k: it is the end of a
-block b and the start of block b + 1, so it has each place once, and of the fixed slots exactly floor(W w_k). Its extra
-slots are u_b + m, ..., u_b + r - 1 and u_{b+1}, ..., u_{b+1} + m - 1 for some m: points at least 1 apart, but for the
-last of block b + 1 and the first of block b, which are 1 - s/q apart where u grows and 2 - s/q where it wraps around. A
-part of length f_k <= 1 - s/q (half open) never holds two of them; so s/q <= 1 - max f_k, which s = 1 always meets.
+Every window of W consecutive samples has floor(W w_k) or floor(W w_k) + 1 samples of source k. Proof: the window is
+the end of a block b and the start of block b + 1, so it has each place once, and floor(W w_k) fixed slots of source k.
+Its extra slots are u_b + m, ..., u_b + r - 1 and u_{b+1}, ..., u_{b+1} + m - 1 for some m. These points are at least 1
+apart, except for the last of block b + 1 and the first of block b, which are 1 - s/q apart if u grows and 2 - s/q apart
+if it wraps around. A part of length f_k <= 1 - s/q (half open) never contains two of them. So s must satisfy
+s/q <= 1 - max f_k, as s = 1 always does.
 
-Why the shares are exact: b s mod q runs through all of 0 .. q - 1 in q blocks, so a part of q f_k steps is hit
-exactly q f_k times. How often it is hit in the first b blocks is a sum of floors, known in O(log q) steps.
+The shares are exact: b s mod q takes each value 0 .. q - 1 once in q blocks, so that a part of q f_k steps is hit
+exactly q f_k times. The number of hits in the first b blocks is a sum of floors, computed in O(log q) steps.
 
-Of the allowed s one is taken whose multiples spread evenly in the short run too: the count of any first samples, not
-of windows alone, stays within about 5 + 1 / (1 - max f_k) of its share.
+The stride s is chosen so that its multiples spread evenly in the short run as well: the count of the first n samples
+stays within about 5 + 1 / (1 - max f_k) of its share for every n.
 
 Legend: K sources, W = 1000, n indices asked for.
 """
@@ -36,13 +37,13 @@ _GOLDEN = (5**0.5 - 1) / 2
 _CANDIDATES = 64
 
 
-class Drawn(NamedTuple):
-    """Where samples come from.
+class Origins(NamedTuple):
+    """The origins of n samples of a mixture.
 
     Attributes:
       source_n: int64, number of the source.
-      place_n: how many samples of that source come before; int64, or Python ints (dtype object) for indices that need
-        more than 64 bits.
+      place_n: samples of that source that come before; int64, or Python ints (dtype object) for indices that need more
+        than 64 bits.
     """
 
     source_n: np.ndarray
@@ -55,14 +56,14 @@ class _Block(NamedTuple):
     place_W: np.ndarray  # samples of that source before it in the block
 
 
-class Draw:
-    """The source of every sample, for weights that add up to 1."""
+class WeightedOrder:
+    """The source of every sample, by weight."""
 
     def __init__(self, weights: Sequence[Fraction]):
-        """Takes the exact weights of the sources, each above 0, together 1.
+        """Takes the exact weights of the sources.
 
         Raises:
-          ValueError: they are not.
+          ValueError: a weight is not above 0, or they do not add up to 1.
         """
         if sum(weights) != 1 or min(weights) <= 0:
             raise ValueError(f"weights {weights}: must be above 0 and add up to 1")
@@ -85,10 +86,10 @@ class Draw:
     def __setstate__(self, weights: tuple[Fraction, ...]) -> None:
         self.__init__(weights)  # type: ignore[misc]
 
-    def at(self, indices: Sequence[int] | np.ndarray) -> Drawn:
-        """Returns the sources of samples with these indices, each at least 0, and their places in them.
+    def at(self, indices: Sequence[int] | np.ndarray) -> Origins:
+        """Returns the origins of the samples with these indices, each at least 0.
 
-        Consecutive indices are cheapest: the work is per block of 1000, whatever the index.
+        The cost is per block of 1000 samples, the same for any index; consecutive indices share blocks.
         """
         try:
             index_n = np.asarray(indices, np.int64)
@@ -103,10 +104,10 @@ class Draw:
             slots = slot_n[here]
             source_n[here] = source_W[slots]
             place_n[here] = np.array(before_K, index_n.dtype)[source_W[slots]] + place_W[slots]
-        return Drawn(source_n, place_n)
+        return Origins(source_n, place_n)
 
     def counts(self, position: int) -> list[int]:
-        """Returns how many of samples 0 to position - 1 each source has, exact. O(K log) at any position."""
+        """Returns the number of samples of each source among samples 0 to position - 1. O(K log q) at any position."""
         number, slots = divmod(position, WINDOW)
         block = self._block(number)
         in_block_K = np.bincount(block.source_W[:slots], minlength=len(self.weights))
@@ -128,7 +129,7 @@ class Draw:
         return _Block(self._counts_of_blocks(block), source_W, place_W)
 
     def _counts_of_blocks(self, blocks: int) -> list[int]:
-        """Returns how many samples of the first `blocks` blocks each source has."""
+        """Returns the number of samples of each source in the first `blocks` blocks."""
         return [
             blocks * fixed + _hits(blocks, self._stride, self._steps, begin, width)
             for fixed, begin, width in zip(self._fixed, self._begins, self._widths, strict=True)
@@ -136,11 +137,11 @@ class Draw:
 
 
 def _stride(steps: int, widest: int) -> int:
-    """Returns s: coprime to q = `steps`, at most q - `widest`, and such that its multiples spread evenly mod q.
+    """Returns s: coprime to q = `steps`, at most q - `widest`, with multiples that spread evenly mod q.
 
-    How evenly b s mod q fills the circle is bounded through the partial quotients of s / q (Kuipers and Niederreiter
-    1974, "Uniform Distribution of Sequences", chapter 2, section 3). Powers of the golden ratio have small ones, so the
-    best of the numbers next below the largest allowed power is taken.
+    The partial quotients of s / q bound how evenly b s mod q fills the circle (Kuipers and Niederreiter 1974, "Uniform
+    Distribution of Sequences", chapter 2, section 3). Those of powers of the golden ratio are small, so s is the best
+    of the numbers just below the largest allowed power.
     """
     share, most = 1.0, Fraction(steps - widest, steps)
     while share > most:
@@ -151,7 +152,7 @@ def _stride(steps: int, widest: int) -> int:
 
 
 def _partial_quotients(a: int, b: int) -> list[int]:
-    """Returns the partial quotients of the continued fraction of a / b, those of at most 2 included."""
+    """Returns the partial quotients of the continued fraction of a / b."""
     quotients = []
     while a:
         quotient, rest = divmod(b, a)
@@ -161,16 +162,16 @@ def _partial_quotients(a: int, b: int) -> list[int]:
 
 
 def _pattern(counts: list[int]) -> np.ndarray:
-    """Returns int64[sum(counts)]: number k counts[k] times, spread evenly."""
+    """Returns int64[sum(counts)]: number k, counts[k] times, spread evenly."""
     numbers = np.repeat(np.arange(len(counts)), counts)
-    # Equal fractions are equal floats, and different ones of such small denominators differ.
+    # Denominators are small: floats are equal if and only if the fractions are.
     places = np.concatenate([(2 * np.arange(count) + 1) / (2 * max(count, 1)) for count in counts])
     return numbers[np.argsort(places, kind="stable")]
 
 
 def _hits(blocks: int, stride: int, steps: int, begin: int, width: int) -> int:
-    """Returns for how many b < `blocks` b stride mod steps lies among the `width` < steps residues from `begin` on."""
-    # x mod q < n exactly where floor(x / q) - floor((x - n) / q) is 1, else it is 0.
+    """Returns the number of b < `blocks` with (b stride - begin) mod steps < width, for `width` < `steps`."""
+    # floor(x / q) - floor((x - n) / q) is 1 if x mod q < n, else 0.
     return _floor_sum(blocks, steps, stride, -begin) - _floor_sum(blocks, steps, stride, -begin - width)
 
 
@@ -184,8 +185,8 @@ def _floor_sum(n: int, m: int, a: int, b: int) -> int:
         whole_a, a = divmod(a, m)
         whole_b, b = divmod(b, m)
         total += whole_a * (n * (n - 1) // 2) + whole_b * n
-        # Each floor is a column of points below a line of slope less than 1; they are counted as rows instead, from
-        # the top, below the line of slope m / a.
+        # Each floor counts a column of points below a line of slope less than 1. Count rows of points instead, from
+        # the top: they lie below a line of slope m / a.
         n, b = divmod(a * n + b, m)
         m, a = a, m
     return total

@@ -1,18 +1,18 @@
-"""Best-fit packing: documents laid into rows so that few are cut and few slots stay empty.
+"""Best-fit packing: documents packed into rows so that few are cut and few slots stay empty.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830): a document longer than a row
-is cut every L tokens, and only there; what is left of each document, the longest first, goes into the row whose
-free space it fills best, or opens a new one.
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830): a document longer than a row is cut
+every L tokens, and only there. The pieces, the longest first, go into the row with the least free space that holds
+them, or else open a new row.
 
-Which row that is depends on lengths alone, so equal pieces and equally free rows are handled as groups. A row
-with the least free space f >= l takes floor(f / l) pieces of length l before any other does, and then has less than l
-left. Each length therefore meets one free space that it has not met before, and all is done in O(L) group
-operations over arrays, whatever the number of documents.
+The choice depends on lengths alone, so pieces of one length and rows of one free space are handled as groups. The rows
+with the least free space f >= l take floor(f / l) pieces of length l each before any other row does, and then have less
+than l left. So each length meets each free space at most once, and packing takes O(L) group operations over arrays, for
+any number of documents.
 
-The order of rows and pieces follows the dataset, not the length: rows stand in the order of the pieces that
-opened them, and the pieces of a row in their own order. Placing goes from long to short; a stream without shuffle
-that followed it would train on long documents first and on leftovers last. Of equal pieces any may come first, so
-they are taken from all over the dataset: were they taken in its order, the last ones would open the last rows.
+The order of rows and pieces follows the dataset, not the length: rows are in the order of the pieces that opened them,
+and the pieces of a row in their own order. Otherwise a stream without shuffle would train on long documents first and
+on the shortest pieces last. Pieces of one length may be taken in any order. They are taken from all over the dataset:
+in its order, the last ones would open the last rows.
 
 Legend: L row length, P pieces, n rows asked for, S documents of the split, R rows.
 """
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.values import shown
 from maxbatch.data.store.token_store import cache_folder
 from maxbatch.data.stream.rows import Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
@@ -57,8 +58,13 @@ class Packing(NamedTuple):
 
 
 def best_fit(offsets: np.ndarray, documents_S: np.ndarray, row_length: int) -> Packing:
-    """Packs the documents with numbers `documents_S` (increasing) of a store with `offsets`
-    (int64[documents + 1]) into rows of `row_length` tokens."""
+    """Packs documents into rows.
+
+    Args:
+      offsets: int64[documents + 1], of the store.
+      documents_S: numbers of the documents to pack, increasing.
+      row_length: L.
+    """
     start_P, length_P = _cut(offsets[documents_S], offsets[documents_S + 1], row_length)
     row_P, opener_R = _fit(length_P, row_length)
     num_rows = len(opener_R)
@@ -80,63 +86,64 @@ def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.nd
 
 
 def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row of each piece, int64[P], rows numbered as they are opened, and the piece that opened each row,
-    int64[R]."""
+    """Returns the row of each piece (int64[P], in order of opening) and the piece that opened each row (int64[R])."""
     keys_P = np.arange(len(length_P), dtype=np.uint64) * _GOLDEN >> np.uint64(48)
     spread = _stable_order(keys_P, 1 << 16)
     by_length = spread[_stable_order(length_P[spread], row_length + 1)]
     end_of_length = np.cumsum(np.bincount(length_P, minlength=row_length + 1)).tolist()
-    row_P = np.empty(len(length_P), np.int64)
-    rows_of: dict[int, list[np.ndarray]] = {}  # by free space
-    usable: list[int] = []  # a heap of the free spaces that the present length fits into
-    openers: list[np.ndarray] = []
-    num_rows = 0
+    rows = _Rows(len(length_P), row_length)
     for length in range(row_length, 0, -1):
-        if length in rows_of:  # of no use to longer pieces
-            heappush(usable, length)
-        pieces = by_length[end_of_length[length - 1] : end_of_length[length]]
-        while len(pieces) and usable:
-            free = heappop(usable)
-            rows = np.concatenate(rows_of.pop(free))
-            used = _lay(pieces, rows, free, length, row_P, rows_of, usable)
-            pieces = pieces[free // length * used :]
-        if len(pieces):
-            openers.append(pieces[:: row_length // length])
-            rows = np.arange(num_rows, num_rows + len(openers[-1]))
-            _lay(pieces, rows, row_length, length, row_P, rows_of, usable)
-            num_rows += len(rows)
-    return row_P, np.concatenate([np.zeros(0, np.int64), *openers])
+        rows.place(by_length[end_of_length[length - 1] : end_of_length[length]], length)
+    return rows.row_P, np.concatenate([np.zeros(0, np.int64), *rows.openers])
 
 
-def _lay(
-    pieces: np.ndarray,
-    rows: np.ndarray,
-    free: int,
-    length: int,
-    row_P: np.ndarray,
-    rows_of: dict[int, list[np.ndarray]],
-    usable: list[int],
-) -> int:
-    """Lays pieces of one length into rows of one free space, filling row after row, until either runs out.
+class _Rows:
+    """Rows that are filled with pieces, from long to short.
 
-    Returns:
-      How many rows were reached; they and the others are in `rows_of`, by the free space they now have.
+    Attributes:
+      row_P: int64[P], the row of each piece that was placed.
+      openers: arrays of the pieces that opened the rows, in order.
     """
-    per_row = free // length
-    used = min(len(rows), -(-len(pieces) // per_row))
-    row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
-    row_P[pieces[: len(row_of_piece)]] = row_of_piece
-    full = len(row_of_piece) // per_row
-    for some, left in (
-        (rows[:full], free - per_row * length),
-        (rows[full:used], free - (len(row_of_piece) - full * per_row) * length),
-        (rows[used:], free),
-    ):
-        if len(some) and left:
-            if left >= length and left not in rows_of:
-                heappush(usable, left)
-            rows_of.setdefault(left, []).append(some)
-    return used
+
+    def __init__(self, num_pieces: int, row_length: int):
+        self.row_P = np.empty(num_pieces, np.int64)
+        self.openers: list[np.ndarray] = []
+        self._row_length = row_length
+        self._num_rows = 0
+        self._by_space: dict[int, list[np.ndarray]] = {}  # rows by their free space
+        self._usable: list[int] = []  # heap of the free spaces that hold a piece of the present length
+
+    def place(self, pieces: np.ndarray, length: int) -> None:
+        """Places all pieces of one length, which is less than any before."""
+        if length in self._by_space:
+            heappush(self._usable, length)
+        while len(pieces) and self._usable:
+            space = heappop(self._usable)
+            pieces = self._fill(np.concatenate(self._by_space.pop(space)), space, pieces, length)
+        if len(pieces):
+            opener = pieces[:: self._row_length // length]
+            rows = np.arange(self._num_rows, self._num_rows + len(opener))
+            self.openers.append(opener)
+            self._num_rows += len(rows)
+            self._fill(rows, self._row_length, pieces, length)
+
+    def _fill(self, rows: np.ndarray, space: int, pieces: np.ndarray, length: int) -> np.ndarray:
+        """Fills rows of one free space, one after the other, with pieces of one length; returns the pieces left."""
+        per_row = space // length
+        used = min(len(rows), -(-len(pieces) // per_row))
+        row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
+        self.row_P[pieces[: len(row_of_piece)]] = row_of_piece
+        full = len(row_of_piece) // per_row
+        for some, left in (
+            (rows[:full], space - per_row * length),
+            (rows[full:used], space - (len(row_of_piece) - full * per_row) * length),
+            (rows[used:], space),
+        ):
+            if len(some) and left:
+                if left >= length and left not in self._by_space:
+                    heappush(self._usable, left)
+                self._by_space.setdefault(left, []).append(some)
+        return pieces[len(row_of_piece) :]
 
 
 def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
@@ -149,20 +156,20 @@ def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
 
 
 class BestFitPlan:
-    """A `RowPlan` from a file of the cache; its arrays are mapped when they are first used, in each process.
+    """A `RowPlan` in a file of the cache; each process maps its arrays at the first use.
 
-    The file: a JSON header padded to 4096 bytes (`version`, `rows`, `pieces`, `tokens`, `row_length`, and the CRC-32 of
-    these and of what follows), then the arrays of `Packing`, little-endian, one after the other.
+    The file is a JSON header padded to 4096 bytes (`version`, `rows`, `pieces`, `tokens`, `row_length`, and the CRC-32
+    of these and of the rest of the file), then the arrays of `Packing`, little-endian, one after the other.
     """
 
     def __init__(self, path: Path):
-        """Opens a file that `open_best_fit` or `find_best_fit` found whole.
+        """Opens a file of the cache.
 
         Raises:
-          OSError, ValueError, KeyError, TypeError: the file is not there, or damaged.
+          OSError, ValueError, KeyError, TypeError: the file is missing or damaged.
         """
         with open(path, "rb") as file:
-            header = json.loads(file.read(_HEADER_BYTES))
+            header = dict(json.loads(file.read(_HEADER_BYTES)))
             checksum = header.pop("crc32")
             if header["version"] != _VERSION:
                 raise ValueError(f"{path} is of version {header['version']}, not {_VERSION}")
@@ -198,22 +205,22 @@ class BestFitPlan:
 
 
 def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | None:
-    """Returns the cached plan of `key`, or None where there is none that is whole. Computes nothing."""
+    """Returns the cached plan of `key`, or None if it is missing or damaged; computes nothing."""
     try:
         return BestFitPlan(_path(config, key))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def open_best_fit(
     config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], tuple[np.ndarray, np.ndarray]]
 ) -> BestFitPlan:
-    """Returns the plan of `key`, computed now where the cache has none or a damaged one.
+    """Returns the plan of `key`; computes it if the cache has none or a damaged one.
 
     Args:
-      config: says where the cache is, and L (`max_target_length`).
-      key: all that shapes the plan but L, JSON values.
-      documents: gives offsets and document numbers as `best_fit` takes them; called where there is no plan yet.
+      config: states the cache and L (`max_target_length`).
+      key: JSON values that, with L, fix the plan.
+      documents: returns the offsets and document numbers that `best_fit` takes; called if there is no plan yet.
 
     Raises:
       ConfigError: the cache cannot be written.
@@ -228,7 +235,7 @@ def open_best_fit(
         _write(path, best_fit(*documents(), config.max_target_length), config.max_target_length)
     except OSError as error:
         raise ConfigError(
-            f"data_cache_dir={config.data_cache_dir!r}: cannot write the packing to {path.parent}: "
+            f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write the packing to {path.parent}: "
             f"{error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
         ) from error
     return BestFitPlan(path)

@@ -1,4 +1,4 @@
-"""Samples of a stream in some order, read ahead by Grain."""
+"""Readers: samples of a stream in a given order, read ahead by Grain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import multiprocessing
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import grain
 import numpy as np
@@ -16,22 +16,21 @@ from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
-# Enough tokens that the cost per element of a Grain pipeline (30 us in threads, more between processes)
-# vanishes.
+# Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between processes) negligible.
 _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
-# The length of an order without end; places and indices below it fit into 64 bits.
+# The length of an endless order; places and indices below it fit into 64 bits.
 ENDLESS = 1 << 62
 
 
 class Order(Protocol):
-    """Which samples a reader hands out, and in which order; a place in it is counted from 0.
+    """The samples that a reader returns, in order; places in it are counted from 0.
 
-    It is pickled for worker processes, so it is small, and a function of its fields alone.
+    It is pickled for worker processes, and so must be small and depend on its fields alone.
     """
 
     def __len__(self) -> int:
-        """Returns the number of places; `ENDLESS` where there is no end."""
+        """Returns the number of places, or `ENDLESS`."""
         ...
 
     def indices(self, first: int, stop: int) -> np.ndarray:
@@ -41,7 +40,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The order of the stream itself: samples start to stop - 1 (None: without end).
+    """The order of the stream itself: samples start to stop - 1 (None: endless).
 
     Raises:
       IndexError: a start below 0, beyond `ENDLESS`, or after stop.
@@ -64,7 +63,7 @@ class Contiguous:
 
 
 class RowsByIndex(Protocol):
-    """Where samples come from, such as a stream; pickled for worker processes."""
+    """A source of samples, such as a stream; pickled for worker processes."""
 
     max_target_length: int
 
@@ -74,10 +73,10 @@ class RowsByIndex(Protocol):
 
 
 class RowBlocks:
-    """A Grain data source: element k is the samples at places k size to (k + 1) size - 1 of an order."""
+    """A Grain data source: element k is the samples at places k * size to (k + 1) * size - 1 of an order."""
 
     def __init__(self, stream: RowsByIndex, order: Order, size: int):
-        """Takes the samples of `order`, `size` rows an element, fewer in the last."""
+        """Takes the samples of `order`, `size` rows per element, fewer in the last."""
         self.stream = stream
         self.order = order
         self.size = size
@@ -90,36 +89,36 @@ class RowBlocks:
         return self.stream.batch(self.order.indices(first, min(first + self.size, len(self.order))))
 
 
-class Reader:
-    """Hands out samples of a stream in a given order, in portions of any size, reading ahead.
+class ReadAhead(NamedTuple):
+    """How a reader reads ahead; the samples do not depend on it."""
 
-    Threads or worker processes, many or few: the samples are the same, in the same order. Worker processes
-    end with this process, also where it is killed.
+    worker_count: int  # processes that read; 0 means threads of this one
+    rows: int  # read ahead, at least 1 (rounded up to whole blocks)
+
+
+class Reader:
+    """Returns samples of a stream in a given order, any number at a time, and reads ahead.
+
+    The samples are the same for any number of threads or worker processes. Worker processes end with this process, also
+    when it is killed.
 
     Attributes:
-      position: samples handed out so far: the place in the order of the next one.
+      position: samples returned so far, which is the place of the next one in the order.
     """
 
-    def __init__(self, stream: RowsByIndex, order: Order, *, worker_count: int, prefetch_rows: int):
-        """Starts nothing yet; the first `take` does.
-
-        Args:
-          stream: where samples come from.
-          order: which samples.
-          worker_count: processes that read; 0 means threads of this one.
-          prefetch_rows: rows read ahead, at least 1 (rounded up to whole blocks).
-        """
-        size = max(1, min(_BLOCK_TOKENS // stream.max_target_length, prefetch_rows // 4))
+    def __init__(self, stream: RowsByIndex, order: Order, ahead: ReadAhead):
+        """Takes the samples of `order`; the first `take` starts threads or processes."""
+        size = max(1, min(_BLOCK_TOKENS // stream.max_target_length, ahead.rows // 4))
         self._blocks = RowBlocks(stream, order, size)
-        self._worker_count = worker_count
-        self._prefetch_blocks = -(-prefetch_rows // size)
+        self._worker_count = ahead.worker_count
+        self._prefetch_blocks = -(-ahead.rows // size)
         self._iterator: grain.DatasetIterator[Rows] | None = None
         self._rest: Rows | None = None
         self._closed = False
         self.position = 0
 
     def take(self, count: int) -> Rows:
-        """Returns the next `count` samples as arrays [n, L]; n < count (0 at last) only where the order ends.
+        """Returns the next `count` samples as arrays [n, L]; n < count only at the end of the order.
 
         Raises:
           ValueError: the reader is closed.
@@ -127,7 +126,7 @@ class Reader:
         if self._closed:
             raise ValueError("the reader is closed")
         wanted = min(count, len(self._blocks.order) - self.position)
-        portions: list[Rows] = []
+        parts: list[Rows] = []
         missing = wanted
         while missing > 0:
             block = self._next_block()
@@ -135,21 +134,21 @@ class Reader:
             if have > missing:
                 self._rest = {name: array[missing:] for name, array in block.items()}
                 block = {name: array[:missing] for name, array in block.items()}
-            portions.append(block)
+            parts.append(block)
             missing -= min(have, missing)
         self.position += wanted
-        if len(portions) == 1:
-            return portions[0]
-        portions = portions or [self._blocks.stream.batch([])]
-        return {name: np.concatenate([portion[name] for portion in portions]) for name in portions[0]}
+        if len(parts) == 1:
+            return parts[0]
+        parts = parts or [self._blocks.stream.batch([])]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def blocks(self) -> Iterator[Rows]:
-        """Yields what is left in portions of the size that is cheapest, arrays [n, L]."""
+        """Yields the remaining samples as arrays [n, L], in blocks of the size that is cheapest."""
         while self.position < len(self._blocks.order):
             yield self.take(self._blocks.size)
 
     def close(self) -> None:
-        """Ends reading ahead, threads and processes included."""
+        """Ends the threads and processes that read ahead."""
         self._closed = True
         if self._iterator is not None:
             self._finalizer()
@@ -186,7 +185,7 @@ class Reader:
 
 
 def _start_worker(worker_index: int, worker_count: int) -> None:
-    """Lets a worker process live exactly as long as its parent, which may want rows for the step that it finishes."""
+    """Ends a worker process with its parent and not before: the parent may need rows to finish its step."""
     del worker_index, worker_count
     leave_signals_to_parent()
     parent = multiprocessing.parent_process()

@@ -1,8 +1,7 @@
-"""Documents cut into rows, as an index: which pieces of which documents make row r.
+"""Documents cut into rows, as an index: the pieces of documents that make row r.
 
-A piece is a run of consecutive tokens of one document; a row is pieces laid from its left end, then padding.
-Plans are computed once from the documents' lengths, know nothing of epochs, and find the pieces of any row by
-binary search.
+A piece is a run of consecutive tokens of one document; a row is pieces from its left end, then padding. A plan is
+computed once from the documents' lengths, does not depend on epochs, and finds the pieces of any row by binary search.
 
 Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split.
 """
@@ -35,8 +34,7 @@ class Pieces(NamedTuple):
 
 
 class RowPlan(Protocol):
-    """A way of cutting documents into rows of `row_length` slots; `num_rows` rows hold `num_tokens`
-    tokens."""
+    """A cut of documents into `num_rows` rows of `row_length` slots, which hold `num_tokens` tokens."""
 
     row_length: int
     num_rows: int
@@ -46,8 +44,7 @@ class RowPlan(Protocol):
 
 
 class ConcatenatePlan:
-    """The documents joined into one sequence and cut every L tokens; nothing is dropped, the last row is
-    padded."""
+    """The documents joined into one sequence and cut every L tokens; the last row is padded, nothing is dropped."""
 
     def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
         """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
@@ -75,7 +72,7 @@ class ConcatenatePlan:
 
 
 class DocumentPlan:
-    """One document a row; a document of n tokens fills ceil(n / L) rows, of which the last is padded."""
+    """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
 
     def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
         """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
@@ -102,7 +99,7 @@ def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int,
       pieces: as a RowPlan gives them.
       num_rows: n.
       row_length: L.
-      pad_id: token of the slots that no piece fills.
+      pad_id: token of empty slots.
 
     Returns:
       `tokens` int32[n, L]; `segments` int32[n, L], the number of the piece in its row from 1, 0 at padding;
@@ -139,8 +136,7 @@ def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int,
 
 
 class RowSource(Protocol):
-    """The rows of one split: what a stream draws from. `num_documents` and `num_tokens` count the whole
-    split."""
+    """The rows of one split of a dataset. `num_documents` and `num_tokens` count the whole split."""
 
     row_length: int
     num_rows: int
@@ -152,10 +148,10 @@ class RowSource(Protocol):
 
 
 class StoredRows:
-    """Rows of a token store by index: slices of a memory map, so opening costs no reading."""
+    """Rows of a token store by index: slices of a memory map, so that opening reads nothing."""
 
     def __init__(self, store: TokenStore, plan: RowPlan, num_documents: int, pad_id: int):
-        """Takes a plan of `num_documents` documents of the store; `pad_id` fills what it leaves free."""
+        """Takes a plan of `num_documents` documents of the store; `pad_id` fills empty slots."""
         self.row_length = plan.row_length
         self.num_rows = plan.num_rows
         self.num_tokens = plan.num_tokens
@@ -166,7 +162,6 @@ class StoredRows:
         self._pad_id = pad_id
 
     def batch(self, rows_n: Sequence[int]) -> Rows:
-        """Returns the rows with these numbers, each below `num_rows`: arrays [n, L] as `assemble` describes
-        them."""
+        """Returns the rows with these numbers, each below `num_rows`, as arrays [n, L] (see `assemble`)."""
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
         return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id)

@@ -1,4 +1,4 @@
-"""From the index of a sample to a row of a source: epochs, their permutations, and sources in a mixture.
+"""From the index of a sample to a row of a source: epochs, their permutations, and the sources of a mixture.
 
 Limits: a shuffled epoch has at most 2^32 rows (Grain's permutation is 32 bits wide).
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxbatch.data.stream.mixture_order import Drawn
+from maxbatch.data.stream.mixture_order import Origins
 from maxbatch.data.stream.rows import Rows, RowSource
 
 MAX_SHUFFLED_ROWS = 1 << 32
@@ -23,16 +23,15 @@ Indices = Sequence[int] | np.ndarray
 
 
 class Place(NamedTuple):
-    """Where a sample comes from: the number of its row in the split of its source, in the epoch of that source;
-    `source` is its name in a mixture, else None."""
+    """The origin of a sample."""
 
-    epoch: int
-    row: int
-    source: str | None = None
+    epoch: int  # of its source
+    row: int  # in the split of its source
+    source: str | None = None  # name in a mixture
 
 
 class Samples(Protocol):
-    """Samples by index, each at least 0 and below the end, if there is one."""
+    """Samples by index, from 0."""
 
     row_length: int
 
@@ -44,11 +43,10 @@ class Samples(Protocol):
 
 
 class Epochs:
-    """The rows of one source, epoch after epoch: sample i is row i mod n of epoch i // n, or where that row's slot
-    went in the epoch's permutation."""
+    """The rows of one source, epoch after epoch: of n rows, sample i is row i mod n of epoch i // n, permuted."""
 
     def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
-        """Takes the rows of a split, and the seed and the name that key the permutations (None: in order)."""
+        """Takes the rows of a split, and the seed and the name that key the permutations (None: no shuffle)."""
         self.rows = rows
         self.row_length = rows.row_length
         self._shuffle = shuffle
@@ -60,33 +58,33 @@ class Epochs:
         return self.rows.batch([self.place(index).row for index in indices])
 
     def stats(self) -> dict[str, Any]:
-        """Returns what an epoch holds, as `Stream.stats` describes it."""
+        """Returns the figures of an epoch, as `Stream.stats` describes them."""
         return _figures([self.rows])
 
 
 class SourceOrder(Protocol):
-    """Says which source each sample comes from: `Draw` by weights, `InTurn` one after the other."""
+    """The source of every sample of a mixture: by weight (`WeightedOrder`), or one after the other (`InTurn`)."""
 
-    def at(self, indices: Indices) -> Drawn: ...
+    def at(self, indices: Indices) -> Origins: ...
 
     def counts(self, position: int) -> list[int]: ...
 
 
 class InTurn:
-    """The samples of one source after those of another, each once."""
+    """The sources one after the other, each sample once."""
 
     def __init__(self, num_rows: Sequence[int]):
         """Takes the number of samples of each source."""
         self._ends = np.cumsum(num_rows)
         self._begins = self._ends - num_rows
 
-    def at(self, indices: Indices) -> Drawn:
+    def at(self, indices: Indices) -> Origins:
         index_n = np.asarray(indices, np.int64)
         source_n = np.searchsorted(self._ends, index_n, side="right")
-        return Drawn(source_n, index_n - self._begins[source_n])
+        return Origins(source_n, index_n - self._begins[source_n])
 
     def counts(self, position: int) -> list[int]:
-        """Returns how many of samples 0 to position - 1 each source has."""
+        """Returns the number of samples of each source among samples 0 to position - 1."""
         return (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
 
 
@@ -124,7 +122,7 @@ class Mixed:
         return rows
 
     def stats(self) -> dict[str, Any]:
-        """Returns what one epoch of each source holds together, and under `sources` what each one holds by name."""
+        """Returns the figures of one epoch of all sources together and, under `sources`, of each one by name."""
         return _figures([epochs.rows for epochs in self._epochs]) | {
             "sources": {name: epochs.stats() for name, epochs in self.sources.items()}
         }
@@ -145,8 +143,13 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
 
 
 def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> Place:
-    """Returns where sample `index` lies when n rows follow one another epoch after epoch, each epoch permuted anew
-    by a seed and a name (None: in order). O(1) in `index`."""
+    """Returns the place of sample `index` in an endless series of epochs, each of them permuted anew. O(1) in `index`.
+
+    Args:
+      index: of the sample.
+      num_rows: rows of an epoch.
+      shuffle: the seed and the name that key the permutations; None: rows in order.
+    """
     epoch, slot = divmod(operator.index(index), num_rows)
     if shuffle is None:
         return Place(epoch, slot)
@@ -158,8 +161,8 @@ def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) 
 def epoch_key(seed: int, source: str, epoch: int) -> int:
     """Returns the 32-bit key of one epoch's permutation.
 
-    A hash, because a key of seed + epoch makes seed 0's second epoch the first of seed 1, and two sources of
-    equal length and seed march in step.
+    The key is a hash: with seed + epoch, the second epoch of seed 0 would equal the first of seed 1, and two sources
+    of equal length would have equal permutations.
     """
     digest = hashlib.blake2b(f"{seed}\0{source}\0{epoch}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")

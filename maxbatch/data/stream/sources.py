@@ -1,4 +1,4 @@
-"""The rows that a config names: its dataset, opened, split and cut, and the settings that define them."""
+"""The rows that a config names: its dataset opened, split and cut into rows, and the settings that define them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
-from maxbatch.config.rules import check_data_paths
+from maxbatch.config.values import shown
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
@@ -26,8 +26,8 @@ class SourceRows(NamedTuple):
 
     Attributes:
       rows: by index.
-      identity: what defines them, by config key where there is one.
-      tokenizer: what made their tokens.
+      identity: the settings that define them, by config key if there is one.
+      tokenizer: made their tokens.
     """
 
     rows: RowSource
@@ -36,21 +36,20 @@ class SourceRows(NamedTuple):
 
     @property
     def shuffle_name(self) -> str:
-        """What keys the shuffle beside the seed: the content, wherever and however it is stored."""
+        """The name that keys the shuffle, with the seed: the hash of the content, however it is stored."""
         return str(self.identity.get("content", "synthetic"))
 
 
 def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
-    """Opens the training rows of a config, or the held-out ones; data seen for the first time are tokenised
-    now.
+    """Opens the training rows of a config, or the held-out ones; new data are tokenised now.
 
     Returns:
-      None for held-out rows where nothing is held out.
+      The rows; None for held-out rows if nothing is held out.
 
     Raises:
       ConfigError: settings or data that cannot be used, by key, value, and file.
     """
-    check_data_paths(config)
+    check_paths(config)
     tokenizer = make_tokenizer(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
@@ -61,7 +60,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     documents, rule = _split_documents(config, store, fraction, held_out)
     if held_out and rule == "none" and not own_path:
         return None
-    # How the text was stored (dataset_type, paths, fields) is no part of it: the content is.
+    # The content counts, and not how it was stored (dataset_type, paths, fields).
     identity: Identity = {
         "content": store.manifest["content"],
         "tokenizer": tokenizer.identity,
@@ -76,7 +75,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
         plan = _plan(config, store, documents)
     if not plan.num_rows:
         raise ConfigError(
-            f"dataset_type={config.dataset_type}: the tokenizer makes no token of any of the {len(documents)} "
+            f"dataset_type={config.dataset_type}: the tokenizer gives no token for any of the {len(documents)} "
             "documents; works: add_eos=true"
         )
     return SourceRows(StoredRows(store, plan, len(documents), tokenizer.pad_id), identity, tokenizer)
@@ -89,8 +88,8 @@ def order_identity(config: ConfigDict) -> Identity:
 
 
 def num_rows_if_cached(config: ConfigDict) -> int | None:
-    """Returns the number of training rows where it is known without reading data, else None."""
-    check_data_paths(config)
+    """Returns the number of training rows if it is known without reading data, else None."""
+    check_paths(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
         return fraction.count(config.synthetic_samples, held_out=False)
@@ -106,7 +105,7 @@ def num_rows_if_cached(config: ConfigDict) -> int | None:
 
 
 def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
-    """Returns what fixes the lengths of a split's documents, and so their packing into rows of a given length."""
+    """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
     return {
         **{name: manifest[name] for name in ("content", "tokenizer", "documents", "tokens")},
@@ -121,6 +120,21 @@ def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> RowPl
     return plan(store.offsets, documents, config.max_target_length)
 
 
+def check_paths(config: ConfigDict) -> None:
+    """Raises ConfigError for a path that the dataset type does not read, or held-out data that are stated twice."""
+    for key in ("dataset_path", "eval_dataset_path"):
+        if config[key] and config.dataset_type in ("python_stdlib", "synthetic", "arithmetic"):
+            raise ConfigError(
+                f"{key}={shown(repr(config[key]))}: dataset_type={config.dataset_type} reads no path; "
+                f"set dataset_type=text or dataset_type=jsonl"
+            )
+    if config.eval_dataset_path and config.eval_fraction:
+        raise ConfigError(
+            f"eval_fraction={config.eval_fraction}: eval_dataset_path={shown(repr(config.eval_dataset_path))} names "
+            "the held-out data already; works: eval_fraction=0"
+        )
+
+
 def _synthetic_rows(
     config: ConfigDict, tokenizer: Tokenizer, fraction: HeldOutFraction, held_out: bool
 ) -> SourceRows | None:
@@ -128,7 +142,7 @@ def _synthetic_rows(
     fraction.refuse_empty(samples, "samples")
     if held_out and not fraction.fraction:
         return None
-    # A model may have a smaller vocabulary than bytes need: the rows then use what there is.
+    # A model may have a vocabulary too small for bytes; the rows then use only its tokens.
     token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
     rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
     identity: Identity = {
@@ -157,6 +171,6 @@ def _split_documents(
     documents = np.flatnonzero(listed if held_out else ~listed)
     if not len(documents):
         raise ConfigError(
-            f"dataset_type={config.dataset_type!r}: all {total} documents are held out, none trains"
+            f"dataset_type={config.dataset_type!r}: all {total} documents are held out, and none is left to train on"
         )
     return documents, "list"

@@ -1,12 +1,12 @@
-"""Rows that need no file: text-like, learnable, made by index.
+"""Rows that need no file: text-like, learnable, computed from their index.
 
-A row is words of three letters and a space. Three words spell the row's number, so that rows differ and can
-be told by their tokens. The others come from a lexicon that the whole dataset shares, and follow each other
-by one of a few strides through it: a model learns the letters first, then the words, then which words can
-follow, and last to read the stride off the row. One word in 16 is drawn at random, so no model reaches zero.
+A row is words of three letters and a space. The first three words spell the row's number, so that every row differs
+and can be recognised. The others come from a lexicon that the whole dataset shares, and follow one another by one of a
+few strides through it: a model learns the letters first, then the words, then which words can follow, and last to infer
+the stride from the row. One word in 16 is random, so that no model reaches a loss of zero.
 
-The words of row i follow from a hash of the seed and i alone: row 10^9 costs what row 0 costs. A row is one
-document of exactly L tokens, so `packing`, `add_bos` and `add_eos` have nothing to act on.
+The words of row i depend on the seed and i alone: row 10^9 costs as much as row 0. A row is one document of exactly L
+tokens, so that `packing`, `add_bos` and `add_eos` change nothing.
 
 Legend: n rows asked for, L row length, K words of a row after its number, W words of the lexicon.
 """
@@ -43,15 +43,15 @@ class SyntheticRows:
         split: HeldOutFraction,
         held_out: bool,
     ):
-        """Describes the rows; makes none.
+        """Describes the rows; computes none.
 
         Args:
           samples: rows of both splits together.
           row_length: L, tokens.
-          seed: any integer; another seed is another lexicon and other rows.
+          seed: any integer; another seed gives another lexicon and other rows.
           token_range: every token is below it; from 128 on, tokens are ASCII.
-          split: which rows are held out.
-          held_out: these rows, or the others.
+          split: chooses the held-out rows.
+          held_out: whether these are the held-out rows, or the training rows.
         """
         self.row_length = row_length
         self.num_rows = self.num_documents = split.count(samples, held_out)
@@ -67,8 +67,7 @@ class SyntheticRows:
             self._lexicon_Wx4[:, place] = letters[draw_Wx3[:, place] % np.uint64(len(letters))]
 
     def batch(self, rows_n: Sequence[int]) -> Rows:
-        """Returns the rows with these numbers: arrays [n, L] as `rows.assemble` describes them, one segment
-        each."""
+        """Returns the rows with these numbers as arrays [n, L] (see `rows.assemble`), one segment each."""
         if self._split.fraction:
             rows_n = [self._split.record(int(row), self._held_out) for row in rows_n]
         number_n = np.asarray(rows_n, np.uint64)
@@ -100,7 +99,7 @@ class SyntheticRows:
 
 
 def _alphabet(token_range: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
-    """Returns the letters that a word's three places choose from, and the space; all below `token_range`."""
+    """Returns the letters for each of a word's three places, and the space; all below `token_range`."""
     if token_range >= 128:
         return (_CONSONANTS, _VOWELS, _CONSONANTS), ord(" ")
     letters = np.arange(min(1, token_range - 1), token_range, dtype=np.int32)
@@ -108,7 +107,7 @@ def _alphabet(token_range: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) on uint64 arrays."""
+    """Returns the finaliser of SplitMix64 (Steele, Lea and Flood, 2014) of a uint64 array."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -31,16 +31,16 @@ def make_feed(first_step: int = 0, *overrides: str, num_devices: int = 4) -> Fee
 def test_every_step_gets_exactly_its_samples_in_order() -> None:
     stream, position = open_stream(tiny_config()), 0
     with make_feed() as feed:
-        for feeding in feed:
-            wanted = stream.read(position, position + feeding.num_rows)
-            for name, array in zip(("tokens", "segments", "weights"), feeding.batch, strict=True):
+        for staged in feed:
+            wanted = stream.read(position, position + staged.num_rows)
+            for name, array in zip(("tokens", "segments", "weights"), staged.batch, strict=True):
                 rows = np.asarray(array).reshape(-1, LENGTH)
-                np.testing.assert_array_equal(rows[: feeding.num_rows], wanted[name])
-                assert name == "tokens" or not rows[feeding.num_rows :].any(), (
+                np.testing.assert_array_equal(rows[: staged.num_rows], wanted[name])
+                assert name == "tokens" or not rows[staged.num_rows :].any(), (
                     "padding has no segment, no weight"
                 )
-            assert feeding.first_sample == position
-            position += feeding.num_rows
+            assert staged.first_sample == position
+            position += staged.num_rows
     assert position == 150
 
 
@@ -65,8 +65,8 @@ def test_samples_lie_where_the_layout_draws_them() -> None:
     stream = open_stream(config)
     placement = Placement(batch_sharding(make_mesh(config, jax.devices()[:3])), LENGTH)
     with Feed(stream, plan.manager, lambda *_: BatchShape(9, 2), placement, 0, 1) as feed:
-        (feeding,) = feed
-    for device, shard in enumerate(feeding.batch.tokens_AxMxL.addressable_shards):
+        (staged,) = feed
+    for device, shard in enumerate(staged.batch.tokens_AxMxL.addressable_shards):
         for j, layout in enumerate(plan.layout()):
             first, end = layout[device]
             np.testing.assert_array_equal(shard.data[j], stream.read(first, end)["tokens"])

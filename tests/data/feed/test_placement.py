@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxbatch.data.feed.feed import HostOrder, Portion
+from maxbatch.data.feed.feed import BatchSeries, HostOrder
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
@@ -82,9 +82,9 @@ def test_a_share_reads_the_rows_of_its_slots_batch_after_batch() -> None:
     placement = placement_of()
     placement.local_rows = lambda shape: np.array([[[2, 3, 6, 7]], [[10, 11, 14, 15]]])  # type: ignore[method-assign]
     shape = BatchShape(8, 2)
-    share = HostOrder(placement, [Portion(100, 16, 2, shape), Portion(132, 5, 1, shape)])
+    order = HostOrder(placement, [BatchSeries(100, 16, 2, shape), BatchSeries(132, 5, 1, shape)])
     everything = [102, 103, 106, 107, 110, 111, 114, 115, 118, 119, 122, 123, 126, 127, 130, 131, 134, 135]
-    assert len(share) == len(everything)
+    assert len(order) == len(everything)
     for first in range(len(everything)):
         for stop in range(first, len(everything) + 1):
-            assert share.indices(first, stop).tolist() == everything[first:stop]
+            assert order.indices(first, stop).tolist() == everything[first:stop]

@@ -121,6 +121,23 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, kind: str, path: str
     assert str(raised.value).startswith("dataset_path=") and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "arrayrecord"])
+@pytest.mark.parametrize("path", ["fifo", "/dev/zero", "/dev/null", "fif[o]"])
+def test_what_is_no_regular_file_is_one_line(kind: str, path: str) -> None:
+    os.mkfifo("fifo")
+    with pytest.raises(
+        ConfigError, match=r"dataset_path='.*': (not a regular file|the glob matches no file)"
+    ):
+        source(kind, path)
+
+
+def test_a_long_path_is_not_repeated_in_full() -> None:
+    for path in ("x" * 5000, "y" * 5000 + "*", "z" * 5000 + ";;"):
+        with pytest.raises(ConfigError) as raised:
+            source("text", path)
+        assert len(str(raised.value).split("; works: ")[0]) < 250
+
+
 def test_a_file_gone_since_it_was_listed_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "x")
     listed = source("text", path)

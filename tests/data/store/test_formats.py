@@ -278,6 +278,15 @@ def test_several_paths_follow_one_another_as_written(tmp_path: Path) -> None:
         source("jsonl", "a;;b")
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_names_need_not_be_utf8(tmp_path: Path, name: str) -> None:
+    kind, file_name, write = WRITERS[name]
+    odd = tmp_path / "od\udcffd"
+    odd.mkdir()
+    os.rename(write(tmp_path / file_name, TEXTS), odd / file_name)
+    assert texts(source(kind, odd)) == TEXTS
+
+
 @pytest.fixture
 def memory(tmp_path: Path) -> fsspec.AbstractFileSystem:
     store = fsspec.filesystem("memory")

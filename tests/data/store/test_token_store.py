@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 import shutil
@@ -20,6 +21,8 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
+from maxbatch.data.stream.fingerprint import fingerprint
+from maxbatch.data.stream.stream import open_stream
 from tests.data.store.test_formats import write_parquet
 from tests.data.store.test_tokenizers import write_bpe
 from tests.helpers.corpus import jsonl_config, write_jsonl
@@ -141,6 +144,85 @@ def test_a_damaged_entry_is_noticed_and_built_again(config: ConfigDict, damage: 
     assert found(config) is None
     assert document(opened(config), 2) == before
     assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name], "no litter"
+
+
+MANIFESTS_OF_ANOTHER_KIND = [
+    "[]",
+    '"version"',
+    "3",
+    "null",
+    "{",
+    '{"version": 2}',
+    "[" * 100_000,
+    "1" * 5000,
+    "\xff",
+]
+
+
+@pytest.mark.parametrize("text", MANIFESTS_OF_ANOTHER_KIND)
+def test_a_manifest_of_another_kind_is_built_again(config: ConfigDict, text: str) -> None:
+    first = opened(config)
+    (first.folder / "manifest.json").write_text(text, encoding="latin-1")
+    assert found(config) is None
+    assert opened(config) == first
+
+
+def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: ConfigDict) -> None:
+    first = opened(config)
+    path = first.folder / "manifest.json"
+    wrong = [
+        None,
+        True,
+        -1,
+        1.5,
+        1e400,
+        10**30,
+        "3",
+        [],
+        [1, 300_000],
+        ["1"],
+        [10**30],
+        {},
+        {"tokens.bin": "1"},
+    ]
+    is_refused = {}
+    for name, right in first.manifest.items():
+        for value in wrong:
+            if type(value) is not type(right) or isinstance(value, int | list | dict):
+                path.write_text(json.dumps({**first.manifest, name: value}))
+                # Some are right for a list, as no document that is held out.
+                is_refused[name, str(value)] = found(config) is None or (
+                    value == [] and isinstance(right, list)
+                )
+        path.write_text(json.dumps({key: value for key, value in first.manifest.items() if key != name}))
+        is_refused[name, "missing"] = (found(config) is None) != (name == "vocab_size")
+    assert [case for case, refused in is_refused.items() if not refused] == []
+    assert opened(config) == first
+
+
+def test_a_manifest_that_is_a_fifo_is_built_again(config: ConfigDict) -> None:
+    first = opened(config)
+    (first.folder / "manifest.json").unlink()
+    os.mkfifo(first.folder / "manifest.json")
+    assert found(config) is None
+    assert opened(config) == first
+
+
+def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: ConfigDict) -> None:
+    store = opened(config)
+    assert store.manifest["content"] == "689e4d7f24b70fd777ca4e5e38697649"
+    before = {key: value for key, value in store.manifest.items() if key != "vocab_size"}
+    (store.folder / "manifest.json").write_text(json.dumps(before))
+    assert opened(config).manifest == before, "taken as it is"
+    stream = open_stream(config)
+    assert stream.identity["content"] == store.manifest["content"]
+    assert fingerprint([stream.read(0, 20)]) == "ffd1191b84bd6e02"
+
+
+@pytest.mark.parametrize("folder", ["a\0b", "a\ud800b"])
+def test_a_cache_that_no_path_names_is_refused(config: ConfigDict, folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"data_cache_dir: 'a\\.*b' contains .*give another path"):
+        opened(changed(config, data_cache_dir=folder))
 
 
 def test_those_who_want_the_same_new_entry_do_the_work_once(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -81,6 +82,17 @@ def write_bpe(folder: Path, *special: str, **settings: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder / "tokenizer.json"
+
+
+def write_without_unk_token(folder: Path) -> Path:
+    """A word-level `tokenizer.json` that knows "a" and "b", and names an unk_token that it lacks."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
@@ -203,6 +215,45 @@ def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, kind: str) -> Non
         tokenizer_of(kind, tmp_path / "empty")
     with pytest.raises(ConfigError, match=r"tokenizer_path=.*bad': not a"):
         tokenizer_of(kind, tmp_path / "bad").encode("x")
+
+
+def test_an_unk_token_outside_of_the_vocabulary_is_one_line_once_it_is_needed(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("huggingface", write_without_unk_token(tmp_path))
+    assert tokenizer.encode("a b").tolist() == [0, 1]
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_path=.*\[UNK\].*unk_token must be in its vocabulary"
+    ) as raised:
+        tokenizer.encode("a c")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["[]", '"bos_token"', "3", "{", "[" * 100_000])
+def test_a_tokenizer_config_of_another_kind_is_one_line(tmp_path: Path, text: str) -> None:
+    write_bpe(tmp_path, "<s>", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer_path=.*tokenizer_config\.json") as raised:
+        tokenizer_of("huggingface", tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
+@pytest.mark.parametrize("path", ["fifo", "folder", "/dev/zero", "a\0b", "a\ud800b"])
+def test_a_tokenizer_that_is_no_file_is_one_line(tmp_path: Path, kind: str, path: str) -> None:
+    os.mkfifo("fifo")
+    os.mkdir("folder")
+    os.mkfifo("folder/tokenizer.json")
+    os.mkfifo("folder/a.model")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer_path='.*': (no such file|must be a folder with a file)"
+    ):
+        tokenizer_of(kind, path)
+
+
+@pytest.mark.parametrize("kind", ["byte", "huggingface"])
+def test_a_text_with_half_of_a_surrogate_pair_is_one_line(tmp_path: Path, kind: str) -> None:
+    path = "" if kind == "byte" else write_bpe(tmp_path)
+    with pytest.raises(ConfigError, match=r"the text 'a\\udcff' cannot be encoded: character 1"):
+        tokenizer_of(kind, path).encode("a\udcff")
 
 
 @pytest.mark.parametrize(

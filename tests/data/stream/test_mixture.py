@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from fractions import Fraction
@@ -169,7 +170,7 @@ REFUSED_FILES = {
     "a path of no use": ("a: {path: x, weight: 1, dataset_type: python_stdlib}", "reads no path"),
     "the same path twice": ("a: {path: x, weight: 1}\nb: {path: y;x, weight: 1}", "is in source a as well"),
     "a mixture in a mixture": ("a: {path: b.yml, weight: 1}", "b.yml names a mixture file"),
-    "no YAML": ("a: {path", "mix.yml:1: is no valid mixture file"),
+    "no YAML": ("a: {path", "mix.yml:1: is not a valid mixture file"),
 }  # fmt: skip
 
 
@@ -186,6 +187,25 @@ def test_a_mixture_file_that_is_not_there_is_named() -> None:
         read_mixture(config_of("no/mix.yml"))
 
 
+@pytest.mark.parametrize("path", ["fifo.yml", "zero.yml"])
+def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
+    os.mkfifo("fifo.yml")
+    os.symlink("/dev/zero", "zero.yml")
+    with pytest.raises(ConfigError, match=rf"dataset_path='{path}': .*cannot be read: not a regular file"):
+        read_mixture(config_of(path))
+
+
+@pytest.mark.parametrize("odd", ["a\0b", "a\ud800b"])
+@pytest.mark.parametrize("pattern", ["{},1;c,1", "{}.yml", "mix.yml"])
+def test_paths_that_no_file_system_can_hold_are_one_line(odd: str, pattern: str) -> None:
+    Path("mix.yml").write_text(json.dumps({"a": {"path": odd, "weight": 1}}))
+    config = config_of("")
+    config.dataset_path = pattern.format(odd)
+    with pytest.raises(ConfigError, match=r"contains (the character NUL|half of a surrogate pair)") as raised:
+        read_mixture(config)
+    assert str(raised.value).isprintable()
+
+
 def test_data_whose_name_is_that_of_a_mixture_file_are_read_by_a_glob(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.json", [{"text": "abc"}, {"text": "def"}])
     with pytest.raises(ConfigError, match=r"if it holds data: dataset_path='data.jso\[n\]'"):
@@ -194,7 +214,7 @@ def test_data_whose_name_is_that_of_a_mixture_file_are_read_by_a_glob(tmp_path: 
 
 
 def test_a_mixture_with_made_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dataset_type=synthetic.*reads no path"):
+    with pytest.raises(ConfigError, match=r"dataset_type=synthetic.*no mixture"):
         open_stream(config_of(LINE, "dataset_type=synthetic"))
     assert open_stream(config_of("", "dataset_type=synthetic")) is not None
 

@@ -89,15 +89,15 @@ def test_the_work_does_not_grow_with_the_number_of_documents(monkeypatch: pytest
 
     def group_operations(documents: int) -> int:
         calls = 0
-        lay = module._lay
+        fill = module._Rows._fill
 
         def counted(*arguments):
             nonlocal calls
             calls += 1
-            return lay(*arguments)
+            return fill(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(module, "_lay", counted)
+            patch.setattr(module._Rows, "_fill", counted)
             packed(np.random.default_rng(0).integers(1, 3000, documents).tolist(), 512)
         return calls
 
@@ -175,6 +175,7 @@ def damaged(file: Path, how: str) -> None:
             "another file": b"x" * len(whole),
             "of another version": whole.replace(b'"version": 1', b'"version": 0'),
             "a list": b"[]".ljust(len(whole)),
+            "a text": b'"crc32"'.ljust(len(whole)),
             "a flipped bit": whole[:-1] + bytes([whole[-1] ^ 1]),
             "a flipped bit of the header": whole.replace(b'"rows": ', b'"rows": 1'),
             "zeros": whole[:4096] + bytes(len(whole) - 4096),
@@ -183,7 +184,7 @@ def damaged(file: Path, how: str) -> None:
 
 
 DAMAGES = [
-    "cut short", "empty", "another file", "of another version", "a list", "a flipped bit",
+    "cut short", "empty", "another file", "of another version", "a list", "a text", "a flipped bit",
     "a flipped bit of the header", "zeros",
 ]  # fmt: skip
 

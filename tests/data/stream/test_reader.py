@@ -39,7 +39,7 @@ def test_portions_of_any_size_are_the_stream(tmp_path: Path, prefetch: int) -> N
 
 
 @dataclass(frozen=True)
-class Share:
+class EveryNth:
     """Rows `first` to `first + width - 1` of every `period`: no contiguous range."""
 
     first: int
@@ -59,7 +59,7 @@ class Share:
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_any_order_of_samples_is_read(tmp_path: Path, start: int, workers: int) -> None:
     stream = make(tmp_path, f"grain_worker_count={workers}")
-    order = Share(start + 3, 2, 8, 41)
+    order = EveryNth(start + 3, 2, 8, 41)
     wanted = [start + 3 + 8 * (k // 2) + k % 2 for k in range(41)]
     with stream.reader_of(order) as reader:
         assert same(reader.take(5), stream.batch(wanted[:5]))

@@ -1,8 +1,8 @@
-"""Formats: what the files of a dataset look like, and how their documents are read piece by piece.
+"""The file formats of datasets, and how their documents are read piece by piece.
 
-A piece is a part of a file that can be read by itself, so that several processes share the work; the documents of
-a file are those of its pieces, in order. A document is UTF-8 text, held as bytes; a record that is left out is
-handed on as the empty document, so that whoever reads on can count it.
+A piece is a part of a file that can be read by itself, so that several processes can share the work; the documents of
+a file are those of its pieces, in order. A document is UTF-8 text, held as bytes; a record that is left out is yielded
+as an empty document, so that the reader can count it.
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from maxbatch.data.store.files import SourceFile
+from maxbatch.data.store.storage import SourceFile
 
-# Says what is wrong with a record: raises, or returns the empty document where bad records are left out.
+# Handles a bad record, given its problem: raises, or returns the empty document if bad records are left out.
 Bad = Callable[[str], bytes]
 
-# Pieces are about so large: enough to be worth a request to a worker, and few enough to share evenly.
+# The size of a piece, about: large enough to be worth a request to a worker, small enough to share evenly.
 PIECE_BYTES = 4 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file: from `begin` up to `end` in the unit of its format (bytes, row groups, records).
-
-    `size` is about how many bytes of the file that is.
-    """
+    """A part of a file."""
 
     file: SourceFile
-    begin: int
+    begin: int  # in the unit of the format: bytes, row groups or records
     end: int
-    size: int
+    size: int  # about how many bytes of the file it is
 
 
 class Format(Protocol):
@@ -51,17 +48,14 @@ FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
     "text": (re.compile(""), "regular"),
     "jsonl": (re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"), ".jsonl, .ndjson or .jsonl.gz"),
     "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
-    "arrayrecord": (
-        re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"),
-        ".array_record or .arrayrecord",
-    ),
+    "arrayrecord": (re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"), ".array_record or .arrayrecord"),
 }
 
 
 def make_format(dataset_type: str, record_format: str, text_field: str | None, bad: Bad) -> Format:
-    """Returns the reader of a `dataset_type` that names files.
+    """Returns the reader of a `dataset_type` of files.
 
-    Without a text_field (jsonl and parquet) its documents are whole records, each as `record_as_json` writes it.
+    If `text_field` is None (jsonl and parquet), its documents are whole records, each as `record_as_json` writes it.
 
     Raises:
       ConfigError: its package is not installed.
@@ -74,7 +68,7 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
         from maxbatch.data.store.formats.parquet import Parquet
 
         return Parquet(text_field, bad)
-    assert text_field is not None, "only jsonl and parquet give whole records"
+    assert text_field is not None, "only jsonl and parquet have whole records"
     if dataset_type == "arrayrecord":
         from maxbatch.data.store.formats.arrayrecord import ArrayRecords
 
@@ -85,25 +79,23 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
 
 
 def record_as_json(record: Mapping[str, Any]) -> bytes:
-    """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records, equal bytes.
+    """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records give equal bytes.
 
-    Values that JSON has no form for (bytes, dates, decimals of Parquet) become text.
+    Values that JSON cannot hold (bytes, dates, decimals of Parquet) become text.
 
     Raises:
-      UnicodeEncodeError: half of a surrogate pair, which is no text.
+      UnicodeEncodeError: a text contains half of a surrogate pair.
     """
-    text = json.dumps(
-        record, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_without_json_form
-    )
+    text = json.dumps(record, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text)
     return text.encode("utf-8")
 
 
-def _without_json_form(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def checked_utf8(utf8: bytes, place: str, bad: Bad) -> bytes:
-    """Returns the text, or what `bad` makes of bytes that are no UTF-8."""
+    """Returns the bytes if they are UTF-8, else what `bad` returns."""
     try:
         utf8.decode("utf-8")
     except UnicodeDecodeError as error:

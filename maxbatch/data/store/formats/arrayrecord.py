@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from maxbatch.data.store.files import SourceFile, is_remote, local_path
+from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
 from maxbatch.data.store.formats.example import ExampleError, example_field
+from maxbatch.data.store.storage import SourceFile, is_remote, reason
 from maxbatch.system.errors import ConfigError
 
 _BATCH_BYTES = 1 << 20
@@ -34,7 +35,7 @@ class ArrayRecords:
         self._bad = bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields ranges of records; a file that lies elsewhere is one piece, since each piece fetches it anew."""
+        """Yields ranges of records; a remote file is one piece, since it is copied for each piece."""
         with local_path(file) as path:
             records = self._opened(path).num_records()
         step = max(records, 1) if is_remote(file.path) else max(1, records * PIECE_BYTES // max(file.size, 1))
@@ -43,7 +44,7 @@ class ArrayRecords:
             yield Piece(file, begin, end, file.size * (end - begin) // max(records, 1))
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
-        """Yields the text of each record; those that the file's checksums call damaged are left out one by one."""
+        """Yields the text of each record; records whose checksums differ are left out one by one."""
         with local_path(piece.file) as path:
             reader = self._opened(path)
             if not reader.ok():
@@ -54,17 +55,16 @@ class ArrayRecords:
             for begin in range(piece.begin, piece.end, step):
                 numbers = range(begin, min(begin + step, piece.end))
                 for number, record in zip(numbers, _records(reader, numbers), strict=True):
-                    place = f"{piece.file.path} record {number}"
-                    if isinstance(record, bytes):
-                        yield self._text(record, place)
-                    else:
-                        yield self._bad(f"{place}: damaged ({' '.join(str(record).split())})")
+                    yield self._text(record, f"{piece.file.path} record {number}")
 
     def _opened(self, path: str) -> Any:
-        os.stat(path)  # The reader takes a file that is not there for an empty one.
-        return self._reader(path, options="readahead_buffer_size:0,max_parallelism:0")
+        os.stat(path)  # The reader takes a missing file for an empty one.
+        # As bytes: a name need not be UTF-8.
+        return self._reader(os.fsencode(path), options="readahead_buffer_size:0,max_parallelism:0")
 
-    def _text(self, record: bytes, place: str) -> bytes:
+    def _text(self, record: bytes | RuntimeError, place: str) -> bytes:
+        if isinstance(record, RuntimeError):
+            return self._bad(f"{place}: damaged ({reason(record)})")
         if self._feature is not None:
             try:
                 record = example_field(record, self._feature)
@@ -74,7 +74,7 @@ class ArrayRecords:
 
 
 def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
-    """Reads a range of records at once, and one by one where one of them is damaged."""
+    """Reads a range of records at once, or one by one if one of them is damaged."""
     try:
         return reader.read(numbers.start, numbers.stop)
     except RuntimeError as error:

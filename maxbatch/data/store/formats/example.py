@@ -1,7 +1,7 @@
-"""tf.train.Example without TensorFlow: the message, declared here, and the one field that is wanted of it.
+"""tf.train.Example without TensorFlow: the declaration of the message, and a reader of one field.
 
-The numbers of the fields are TensorFlow's (core/example/example.proto, feature.proto). Lists of numbers are not
-declared: protobuf skips what it does not know.
+Field numbers are TensorFlow's (core/example/example.proto, feature.proto). Lists of numbers are not declared: protobuf
+skips fields that it does not know.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from maxbatch.config.values import shown
+
 
 class ExampleError(ValueError):
-    """A record that is no Example, or has no such text."""
+    """A record that is not an Example, or lacks the text."""
 
 
 def example_field(record: bytes, name: str) -> bytes:
@@ -31,11 +33,14 @@ def example_field(record: bytes, name: str) -> bytes:
         ) from error
     features = example.features.feature
     if name not in features:
-        names = ", ".join(map(repr, sorted(features)[:8])) or "none (record_format=text reads plain text)"
-        raise ExampleError(f"no feature text_field={name!r}; its features: {names}")
+        names = shown(", ".join(map(repr, sorted(features)[:8])))
+        names = names or "none (record_format=text reads plain text)"
+        raise ExampleError(f"no feature text_field={shown(repr(name))}; its features: {names}")
     values = features[name].bytes_list.value
     if len(values) != 1:
-        raise ExampleError(f"feature text_field={name!r} holds {len(values)} byte strings, not one")
+        raise ExampleError(
+            f"feature text_field={shown(repr(name))} holds {len(values)} byte strings, not one"
+        )
     return values[0]
 
 
@@ -66,7 +71,7 @@ def _example_class() -> Any:
     of_map = ".maxbatch.Features.FeatureEntry"
     field(features, "feature", 1, field_type.TYPE_MESSAGE, of_map, repeated=True)
     field(message(file, "Example"), "features", 1, field_type.TYPE_MESSAGE, ".maxbatch.Features")
-    # A pool of its own: TensorFlow, where it is loaded too, keeps its declaration.
+    # In a pool of its own, so that it does not clash with TensorFlow's declaration if that is loaded too.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxbatch.Example"))

@@ -1,16 +1,18 @@
-"""`jsonl`: every line is a JSON object, one of its fields the document, or all of them; plain or gzip."""
+"""`jsonl`: every line is a JSON object, and one of its fields is the document, or all of them are; plain or gzip."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from maxbatch.data.store.files import SourceFile, open_file
+from maxbatch.config.values import shown
+from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
+from maxbatch.data.store.storage import SourceFile
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
@@ -18,13 +20,13 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class JsonLines:
-    """Lines of JSON; blank ones are nothing. Pieces are bytes: a line belongs to the piece that it begins in."""
+    """Lines of JSON; blank ones are skipped. Pieces are bytes: a line belongs to the piece that it begins in."""
 
     text_field: str | None  # None: the whole record, as JSON
     bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields blocks of bytes; a gzip file (known by its first bytes) is one piece."""
+        """Yields blocks of bytes; a gzip file (recognised by its first bytes) is one piece."""
         with open_file(file) as stream:
             step = max(file.size, 1) if stream.read(2) == _GZIP_MAGIC else PIECE_BYTES
         for begin in range(0, file.size, step):
@@ -34,44 +36,27 @@ class JsonLines:
     def documents(self, piece: Piece) -> Iterator[bytes]:
         """Yields the text of each line."""
         with open_file(piece.file) as stream:
-            if stream.read(2) == _GZIP_MAGIC:
-                stream.seek(0)
-                yield from self._unpacked(stream, piece)
-            else:
-                yield from self._lines(stream, piece)
+            is_gzip = stream.read(2) == _GZIP_MAGIC
+            stream.seek(0)
+            yield from self._texts(gzip.GzipFile(fileobj=stream) if is_gzip else _lines(stream, piece), piece)
 
-    def _lines(self, stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
-        position = max(piece.begin - 1, 0)
-        stream.seek(position)
-        if piece.begin:
-            position += len(stream.readline())  # The end of a line that began before.
-        number = 0
-        while position < piece.end and (line := stream.readline()):
-            number += 1
-            begin, position = position, position + len(line)
-            if begin == 0:
-                line = line.removeprefix(_BOM)
-            if line.strip():
-                text, problem = self._text(line)
-                if problem:
-                    text = self.bad(f"{piece.file.path} line {_lines_before(piece) + number}: {problem}")
-                yield text
-
-    def _unpacked(self, stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
+    def _texts(self, lines: Iterable[bytes], piece: Piece) -> Iterator[bytes]:
         number = 0
         try:
-            with gzip.GzipFile(fileobj=stream) as lines:
-                for number, line in enumerate(lines, 1):
-                    line = line.removeprefix(_BOM) if number == 1 else line
-                    if line.strip():
-                        text, problem = self._text(line)
-                        yield self.bad(f"{piece.file.path} line {number}: {problem}") if problem else text
+            for number, line in enumerate(lines, 1):
+                line = line.removeprefix(_BOM) if number == 1 and piece.begin == 0 else line
+                if line.strip():
+                    text, problem = self._text(line)
+                    yield self._bad_line(piece, number, problem) if problem else text
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            # How many records are lost cannot be known: the rest of the file counts as one.
-            yield self.bad(f"{piece.file.path} line {number + 1}: cut short or damaged ({error})")
+            # Nobody can tell how many records are lost: the rest of the file counts as one.
+            yield self._bad_line(piece, number + 1, f"cut short or damaged ({error})")
+
+    def _bad_line(self, piece: Piece, number: int, problem: str) -> bytes:
+        return self.bad(f"{piece.file.path} line {_lines_before(piece) + number}: {problem}")
 
     def _text(self, line: bytes) -> tuple[bytes, str]:
-        """Returns the text of a line, or nothing and what is wrong with it."""
+        """Returns the text of a line and "", or b"" and the problem with the line."""
         try:
             record = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -80,19 +65,30 @@ class JsonLines:
             return b"", f"not JSON ({error})"
         if self.text_field is None:
             return _whole(record)
-        field = f"field text_field={self.text_field!r}"
+        name = shown(repr(self.text_field))
         if not isinstance(record, dict):
-            return b"", f"a {type(record).__name__}, not an object with a field {self.text_field!r}"
+            return b"", f"a {type(record).__name__}, not an object with a field {name}"
         if self.text_field not in record:
-            fields = ", ".join(map(repr, list(record)[:8])) or "none"
-            return b"", f"no {field}; its fields: {fields}"
+            fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
+            return b"", f"no field text_field={name}; its fields: {fields}"
         text = record[self.text_field]
         if not isinstance(text, str):
-            return b"", f"{field} is a {type(text).__name__}, not a string"
+            return b"", f"field text_field={name} is a {type(text).__name__}, not a string"
         try:
             return text.encode("utf-8"), ""
         except UnicodeEncodeError:
-            return b"", f"{field} has half of a surrogate pair: no text"
+            return b"", f"field text_field={name} contains half of a surrogate pair"
+
+
+def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
+    """Yields the lines of a plain file that begin in a piece."""
+    position = max(piece.begin - 1, 0)
+    stream.seek(position)
+    if piece.begin:
+        position += len(stream.readline())  # the end of a line that began before the piece
+    while position < piece.end and (line := stream.readline()):
+        position += len(line)
+        yield line
 
 
 def _whole(record: Any) -> tuple[bytes, str]:
@@ -101,11 +97,11 @@ def _whole(record: Any) -> tuple[bytes, str]:
     try:
         return record_as_json(record), ""
     except UnicodeEncodeError:
-        return b"", "a field has half of a surrogate pair: no text"
+        return b"", "a field contains half of a surrogate pair"
 
 
 def _lines_before(piece: Piece) -> int:
-    """Counts the lines that begin before a piece; read again, since only messages want to know."""
+    """Counts the lines that begin before a piece, by reading the file again: only messages need the number."""
     lines = 0
     with open_file(piece.file) as stream:
         left = piece.begin - 1

@@ -1,5 +1,4 @@
-"""`parquet`: every row is a document, the column `text_field` its text, or all columns. Needs pyarrow (extra
-`parquet`)."""
+"""`parquet`: every row is a document, its text one column or all of them. Needs pyarrow (extra `parquet`)."""
 
 from __future__ import annotations
 
@@ -7,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from maxbatch.data.store.files import SourceFile, open_file
+from maxbatch.config.values import shown
+from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, record_as_json
+from maxbatch.data.store.storage import SourceFile, reason
 from maxbatch.system.errors import ConfigError
 
 _BATCH_ROWS = 512
@@ -16,11 +17,10 @@ _READ_AHEAD_BYTES = 1 << 20
 
 
 class Parquet:
-    """Rows of Parquet files. Pieces are row groups; of one only the text column is read (without one, all), a few
-    rows at a time."""
+    """Rows of Parquet files. Pieces are runs of row groups; only the text column is read, a few rows at a time."""
 
     def __init__(self, text_field: str | None, bad: Bad):
-        """Makes a reader of the column `text_field`; None: of whole rows, as JSON.
+        """Makes a reader of the column `text_field`, or of whole rows as JSON if it is None.
 
         Raises:
           ConfigError: pyarrow is not installed.
@@ -37,7 +37,7 @@ class Parquet:
         self._bad = bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields runs of row groups; one piece without any where the file is no Parquet file."""
+        """Yields runs of row groups; a single empty one if the file is not a Parquet file."""
         try:
             with self._opened(file) as parquet:
                 metadata = parquet.metadata
@@ -45,10 +45,10 @@ class Parquet:
                     metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
                 ]
         except (self._arrow.ArrowException, OSError) as error:
-            _raise_if_of_the_system(error)
+            _raise_system_error(error)
             yield Piece(file, 0, 0, file.size)
             return
-        # Bytes of the file, of which progress is counted, follow the sizes of the groups.
+        # The groups' sizes are those of unpacked data; progress is counted in bytes of the file.
         share = file.size / max(sum(sizes), 1)
         begin = 0
         for group in range(len(sizes)):
@@ -58,22 +58,22 @@ class Parquet:
                 begin = group + 1
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
-        """Yields the text of each row. Of a damaged row group the rows from the damage on are left out."""
+        """Yields the text of each row. In a damaged row group the rows from the damage on are left out."""
         path = piece.file.path
         try:
             with self._opened(piece.file) as parquet:
                 names = parquet.schema_arrow.names
                 if self._text_field is not None and self._text_field not in names:
-                    columns = ", ".join(map(repr, names[:12]))
+                    columns = shown(", ".join(map(repr, names[:12])))
                     raise ConfigError(
-                        f"text_field={self._text_field!r}: {path} has no such column; its columns: {columns}; "
-                        f"works: text_field={_likely_text(parquet.schema_arrow)}"
+                        f"text_field={shown(repr(self._text_field))}: {path} has no such column; its columns: "
+                        f"{columns}; works: text_field={_likely_text(parquet.schema_arrow)}"
                     )
                 for group in range(piece.begin, piece.end):
                     yield from self._rows(parquet, group, f"{path} row group {group}")
         except (self._arrow.ArrowException, OSError) as error:
-            _raise_if_of_the_system(error)
-            yield self._bad(f"{path}: not a whole Parquet file ({_in_one_line(error)})")
+            _raise_system_error(error)
+            yield self._bad(f"{path}: not a whole Parquet file ({reason(error)})")
 
     @contextlib.contextmanager
     def _opened(self, file: SourceFile) -> Iterator[Any]:
@@ -91,16 +91,17 @@ class Parquet:
         try:
             for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self._columns):
                 for value in self._texts(batch, place):
-                    if value is None:
-                        problem = f"{self._text_field} is null" if self._text_field else "not UTF-8"
-                        yield self._bad(f"{place} row {number}: {problem}")
-                    else:
-                        yield checked_utf8(value, f"{place} row {number}", self._bad)
+                    yield self._checked(value, f"{place} row {number}")
                     number += 1
         except (self._arrow.ArrowException, OSError) as error:
-            _raise_if_of_the_system(error)
+            _raise_system_error(error)
             for lost in range(number, rows):
-                yield self._bad(f"{place} row {lost}: damaged ({_in_one_line(error)})")
+                yield self._bad(f"{place} row {lost}: damaged ({reason(error)})")
+
+    def _checked(self, value: bytes | None, place: str) -> bytes:
+        if value is not None:
+            return checked_utf8(value, place, self._bad)
+        return self._bad(f"{place}: {f'{self._text_field} is null' if self._text_field else 'not UTF-8'}")
 
     def _texts(self, batch: Any, place: str) -> list[bytes | None]:
         if self._text_field is None:
@@ -114,8 +115,8 @@ class Parquet:
                             types.is_binary, types.is_large_binary)
         ):  # fmt: skip
             raise ConfigError(
-                f"text_field={self._text_field!r}: the column is of type {kind} at {place}, not a string; "
-                "name a column of strings"
+                f"text_field={shown(repr(self._text_field))}: the column is of type {shown(str(kind))} at {place}, "
+                "not a string; name a column of strings"
             )
         return column.cast(self._arrow.large_binary()).to_pylist()
 
@@ -132,11 +133,7 @@ def _likely_text(schema: Any) -> str:
     return repr(strings[0]) if strings else "another file: this one has no column of strings"
 
 
-def _raise_if_of_the_system(error: Exception) -> None:
-    """Raises what the system said (no such file, no permission); pyarrow's own OSErrors have no number."""
+def _raise_system_error(error: Exception) -> None:
+    """Raises an error of the system (no such file, no permission); pyarrow's own OSErrors have no number."""
     if getattr(error, "errno", None):
         raise error
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

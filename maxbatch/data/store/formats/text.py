@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxbatch.data.store.files import SourceFile, open_file
+from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import Bad, Piece, checked_utf8
+from maxbatch.data.store.storage import SourceFile
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class TextFiles:
     bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields the file whole."""
+        """Yields the whole file."""
         yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece) -> Iterator[bytes]:

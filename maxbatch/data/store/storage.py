@@ -1,0 +1,225 @@
+"""Files on this machine and in remote stores, behind one interface.
+
+A path with a scheme (gs://, s3://, ...) is read through fsspec, which needs the scheme's own package. A path without a
+scheme is read without fsspec: importing it takes as long as importing numpy, and its local file system neither gives
+times in nanoseconds nor follows symbolic links to folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from datetime import datetime
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from maxbatch.config.values import shown
+from maxbatch.system.errors import ConfigError
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# The package that fsspec needs for a scheme; for any other scheme fsspec's own message names it.
+_PACKAGES = {
+    "gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub",
+}  # fmt: skip
+# Fields in which stores give the version of an object, the most reliable first.
+_STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+
+Matches = Callable[[str], Any]  # whether the bare name of a file or folder counts
+
+
+class SourceFile(NamedTuple):
+    """One file of a dataset.
+
+    Attributes:
+      path: absolute path, or URL.
+      name: its path below the dataset.
+      size: bytes.
+      stamp: changes with the content: mtime in ns, or what a store gives as the version of the object.
+    """
+
+    path: str
+    name: str
+    size: int
+    stamp: int | str
+
+
+class Storage(Protocol):
+    """A place for files."""
+
+    def is_folder(self, path: str) -> bool: ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def file(self, path: str, name: str) -> SourceFile | None:
+        """Returns what `path` is now, or None if it is not a regular file.
+
+        Raises:
+          OSError: there is nothing at `path`.
+        """
+        ...
+
+    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
+        """Returns the regular files below a folder in order of their names: `wanted` files of `enter`ed folders."""
+        ...
+
+    def glob(self, pattern: str) -> list[SourceFile]:
+        """Returns the regular files that match a pattern, in order of their paths."""
+        ...
+
+    def open(self, path: str) -> BinaryIO:
+        """Opens a file for reading; a remote one is fetched block by block as it is read."""
+        ...
+
+    def local_copy(self, path: str) -> AbstractContextManager[str]:
+        """Returns a context with the path of the file on this machine; a remote file is copied for that long."""
+        ...
+
+
+def storage_of(path: str, where: str = "") -> tuple[Storage, str]:
+    """Returns the storage that a path or URL is in, and the path there.
+
+    Args:
+      where: `key=value` for messages; by default the path.
+
+    Raises:
+      ConfigError: the storage needs a package that is not installed, or cannot be reached.
+    """
+    path = path.strip()
+    if not is_remote(path):
+        return LocalDisk(), os.path.expanduser(path)
+    return _remote(path, where or shown(path))
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path has a scheme and is read through fsspec."""
+    return _SCHEME.match(path.strip()) is not None
+
+
+def check_path(where: str, path: str) -> None:
+    """Raises ConfigError if no file system can hold the path; `where` is `key=value` for the message."""
+    try:
+        if b"\0" not in os.fsencode(path):
+            return
+        problem = "the character NUL"
+    except UnicodeEncodeError:
+        problem = "half of a surrogate pair"
+    raise ConfigError(
+        f"{where}: {shown(ascii(path))} contains {problem}, which no path can; give another path"
+    )
+
+
+class LocalDisk:
+    """The file systems of this machine."""
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(path)
+
+    def file(self, path: str, name: str) -> SourceFile | None:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        return SourceFile(os.path.abspath(path), name, status.st_size, status.st_mtime_ns)
+
+    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
+        entries = sorted(
+            (name, path) for name, path in _entries(folder, "", enter) if wanted(os.path.basename(path))
+        )
+        return [file for name, path in entries if (file := self.file(path, name))]
+
+    def glob(self, pattern: str) -> list[SourceFile]:
+        paths = sorted(glob.glob(pattern, recursive=True))
+        return [file for path in paths if (file := self.file(path, path))]
+
+    def open(self, path: str) -> BinaryIO:
+        return open(path, "rb")
+
+    def local_copy(self, path: str) -> AbstractContextManager[str]:
+        return contextlib.nullcontext(path)
+
+
+def _entries(folder: str, prefix: str, enter: Matches) -> Iterator[tuple[str, str]]:
+    """Yields name and path of what is below a folder, without the folders themselves."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_dir():
+                yield prefix + entry.name, entry.path
+            elif enter(entry.name):
+                yield from _entries(entry.path, f"{prefix}{entry.name}/", enter)
+
+
+class _Remote:
+    """A store that fsspec reaches."""
+
+    def __init__(self, file_system: Any):
+        self._file_system = file_system
+
+    def is_folder(self, path: str) -> bool:
+        self._file_system.invalidate_cache()
+        return self._file_system.isdir(path)
+
+    def exists(self, path: str) -> bool:
+        return self._file_system.exists(path)
+
+    def file(self, path: str, name: str) -> SourceFile | None:
+        self._file_system.invalidate_cache()
+        return self._file(path, name, self._file_system.info(path))
+
+    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
+        root = folder.rstrip("/") + "/"
+        files = []
+        for path, info in sorted(self._file_system.find(folder, detail=True).items()):
+            *folders, name = path.removeprefix(root).split("/")
+            if wanted(name) and all(map(enter, folders)):
+                files.append(self._file(path, path.removeprefix(root), info))
+        return [file for file in files if file]
+
+    def glob(self, pattern: str) -> list[SourceFile]:
+        infos = sorted(self._file_system.glob(pattern, detail=True).items())
+        return [file for path, info in infos if (file := self._file(path, path, info))]
+
+    def open(self, path: str) -> BinaryIO:
+        return self._file_system.open(path, "rb")
+
+    @contextlib.contextmanager
+    def local_copy(self, path: str) -> Iterator[str]:
+        with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
+            copy = os.path.join(folder, "copy")
+            self._file_system.get_file(path, copy)
+            yield copy
+
+    def _file(self, path: str, name: str, info: dict[str, Any]) -> SourceFile | None:
+        if info["type"] != "file":
+            return None
+        stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
+        # A listing and the answer for a single object give the same moment in different types.
+        stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
+        return SourceFile(self._file_system.unstrip_protocol(path), name, info["size"], stamp)
+
+
+def _remote(url: str, where: str) -> tuple[_Remote, str]:
+    scheme = _SCHEME.match(url)
+    package = _PACKAGES.get(scheme[1] if scheme else "")
+    try:
+        from fsspec.core import url_to_fs
+
+        file_system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        needs = f"needs a package that is not installed: pip install {package}" if package else reason(error)
+        raise ConfigError(f"{where}: {needs}; a copy on a local disk needs none") from error
+    except Exception as error:  # e.g. no credentials: each store has exceptions of its own
+        raise ConfigError(f"{where}: cannot be reached: {reason(error)}") from error
+    return _Remote(file_system), path
+
+
+def reason(error: Exception) -> str:
+    """Returns what an exception says, in one line."""
+    text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return " ".join(text.split())
