@@ -18,7 +18,8 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
-from maxbatch.rl.rewards import Pending, Question, Rewards
+from maxbatch.rl.reward_functions import Question
+from maxbatch.rl.rewards import Pending, Rewards
 from maxbatch.sampling.sampler import Responses, Sampler
 from maxbatch.training.state import abstract_model
 

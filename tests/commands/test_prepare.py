@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,11 @@ from maxbatch.data.store.token_store import TokenStore, open_folder
 from maxbatch.data.store.tokenizers import ByteTokenizer, check_vocab_size, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.errors import TrainingError
+from maxbatch.system.worker_pool import WorkerPool
 from tests.data.store.test_tokenizers import write_bpe, write_without_unk_token
 from tests.helpers.command import maxbatch
 from tests.helpers.corpus import some_texts, write_jsonl
+from tests.helpers.processes import alive, pids_of, wait_for
 
 Output = pytest.CaptureFixture[str]
 
@@ -102,15 +105,22 @@ def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
 def test_a_worker_that_is_killed_ends_the_work_with_a_message(
     data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = tokenise._Workers._ask
+    submit = WorkerPool.submit
 
-    def killing(pool: tokenise._Workers, *arguments: object) -> object:
-        for process in pool._processes:
-            process.kill()
-        return ask(pool, *arguments)  # type: ignore[arg-type]
+    def killing(pool: WorkerPool, items: list[object]) -> list[Future[object]]:
+        pool.wait_for_setup()
+        for pid in pids_of(pool):
+            os.kill(pid, signal.SIGSTOP)
+        futures = submit(pool, items)
+        time.sleep(0.2)
+        for pid in pids_of(pool):
+            os.kill(pid, signal.SIGKILL)
+        return futures
 
-    monkeypatch.setattr(tokenise._Workers, "_ask", killing)
-    with pytest.raises(TrainingError, match=r"a worker that tokenised .*a\.jsonl ended with exit code -9"):
+    monkeypatch.setattr(WorkerPool, "submit", killing)
+    with pytest.raises(
+        TrainingError, match=r"a\.jsonl: cannot be tokenised: the process ended with signal SIGKILL"
+    ):
         run(data, "--output", "out", "--workers", "2")
     assert not Path("out").exists()
 
@@ -120,9 +130,9 @@ def test_a_worker_that_is_killed_ends_the_work_with_a_message(
 def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, busy: bool) -> None:
     os.mkfifo(tmp_path / "endless")
     (tmp_path / "part").touch()
-    ask = "pool._threads.submit(pool._ask, job, Path('part')); time.sleep(1)"
+    ask = "pool.submit([(job, Path('part'))]); time.sleep(1)"
     script = (
-        "import sys, time\n"
+        "import functools, time\n"
         "from pathlib import Path\n"
         "from maxbatch import load_config\n"
         "from maxbatch.data.store import tokenise\n"
@@ -131,39 +141,22 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "from maxbatch.data.store.formats import Piece\n"
         "from maxbatch.data.store.token_store import Stored\n"
         "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
+        "from maxbatch.system.worker_pool import WorkerPool\n"
         "config = load_config()\n"
         "source = DocumentSource.from_config(config)\n"
         "how = tokenise.Tokeniser(source, ByteTokenizer(), Stored.by(ByteTokenizer(), config))\n"
-        "pool = tokenise._Workers(how, 2)\n"
+        "pool = WorkerPool(functools.partial(tokenise._part_writer, how), 2)\n"
+        "pool.wait_for_setup()\n"
         "job = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, 0),)\n"
         f"{ask if busy else ''}\n"
-        "print(*(process.pid for process in pool._processes), flush=True)\n"
+        "print(*(worker._process.pid for worker in pool._workers), flush=True)\n"
         "time.sleep(100)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         parent.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 60
-    while any(_runs(pid) for pid in workers):
-        assert time.monotonic() < end, "a worker outlives its parent"
-        time.sleep(0.05)
-
-
-def test_a_worker_whose_parent_was_killed_before_it_looked_ends(tmp_path: Path) -> None:
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
-    worker = [sys.executable, "-m", "maxbatch.data.store.tokenise", gone.stdout.strip()]
-    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.wait(timeout=60) == 1, "its standard input is open and silent"
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_for(lambda: not any(map(alive, workers)), seconds=60)
 
 
 def test_the_same_command_again_reads_nothing(
@@ -369,7 +362,7 @@ def test_text_files_as_bytes_are_copied_by_one_process(
     tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(tokenise, "_Workers", lambda *_: pytest.fail("started workers"))
+    monkeypatch.setattr(tokenise, "WorkerPool", lambda *_: pytest.fail("started workers"))
     run("dataset_type=text", "dataset_path=a.txt", "--output", "out", "--workers", "2")
     assert prepared("out").tokens.tolist() == [256, *b"text", 257]
 

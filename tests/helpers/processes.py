@@ -6,6 +6,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from maxbatch.system.worker_pool import WorkerPool
+
+
+def pids_of(pool: WorkerPool) -> list[int]:
+    """Returns the process ids of the workers that have been started."""
+    return [worker._process.pid for worker in pool._workers if worker._process is not None]
+
 
 def alive(pid: int) -> bool:
     """Whether a process runs; a child that has ended and is not waited for does not."""

@@ -9,13 +9,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.rl.rewards import Question, Rewards, Scores, parse_rewards
+from maxbatch.rl.reward_functions import Question
+from maxbatch.rl.rewards import Rewards, Scores, parse_rewards
+from tests.helpers.processes import alive, pids_of, wait_for
 
 # What the response says is what the function does.
 FUNCTIONS = """
@@ -237,23 +238,24 @@ def test_a_function_that_vanished_fails_responses_and_ends_nothing(functions: Pa
 
 def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
     scorer = rewards("functions:obeys", "reward_worker_count=2")
-    pids = [process._process.pid for process in scorer._processes if process._process is not None]
+    pids = pids_of(scorer._pool)
     assert len(pids) == 2 and all(map(alive, pids))
     pending = [scorer.submit(questions(["sleeps"] * 4)), scorer.submit(questions(["a"]))]
     scorer.close()
     assert not any(map(alive, pids))
     for each in pending:
-        with pytest.raises(RuntimeError, match="given up"):
+        with pytest.raises(RuntimeError, match="the rewards were closed"):
             each.result()
 
 
 COMMAND = """
     import sys, time
     from maxbatch import load_config
-    from maxbatch.rl.rewards import Question, Rewards
+    from maxbatch.rl.reward_functions import Question
+    from maxbatch.rl.rewards import Rewards
 
     scorer = Rewards(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"]))
-    pids = [process._process.pid for process in scorer._processes]
+    pids = [worker._process.pid for worker in scorer._pool._workers]
     pending = scorer.submit([Question("p", "spins", {"log": sys.argv[1]})])
     print(*pids, flush=True)
     time.sleep(60)
@@ -280,25 +282,7 @@ def test_processes_end_with_a_parent_that_is_killed(functions: Path, tmp_path: P
 
 def test_ctrl_c_is_left_to_the_parent(functions: Path) -> None:
     with rewards("functions:obeys") as scorer:
-        process = scorer._processes[0]._process
-        assert process is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(process.pid, number)
+            os.kill(pids_of(scorer._pool)[0], number)
         scores = scorer.submit(questions(["a"])).result()
     assert scores.rewards.tolist() == [1]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a child that has ended and is not waited for does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def wait_for(condition: Any, seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)

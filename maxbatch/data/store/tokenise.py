@@ -1,29 +1,16 @@
-"""Documents to tokens, job by job: in this process, or in worker processes that share the jobs.
-
-What comes out depends on the jobs and their order alone, never on who did them. A worker is
-`python -m maxbatch.data.store.tokenise`: it reads requests from its standard input, writes tokens to a file and the
-rest of its answer to its standard output, and ends with its parent, also when that is killed.
-"""
+"""Documents to tokens, job by job, in this process or in several workers: the result is the same."""
 
 from __future__ import annotations
 
 import array
-import contextlib
+import functools
 import io
-import os
-import pickle
-import queue
-import signal
-import subprocess
-import sys
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -31,24 +18,24 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece
 from maxbatch.data.store.token_store import Stored
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import TrainingError
+from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 # Enough for a call of the library to be worth it; few enough to stay in the processor's cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
 _BUFFER_TOKENS = 1 << 18
 _COPY_BYTES = 1 << 20
-_PARENT_CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """How documents become tokens.
+    """What turns documents into tokens.
 
     Attributes:
-      source: whose jobs they are.
-      tokenizer: makes ids of text.
-      stored: how they are stored.
+      source: where the jobs' documents are.
+      tokenizer: what turns text into token ids.
+      stored: how the token ids are stored.
     """
 
     source: DocumentSource
@@ -91,15 +78,15 @@ class Tokeniser:
 
 @dataclass
 class Tokenised:
-    """What is known of a job's documents beside their tokens.
+    """What is known of a job's documents besides their tokens.
 
     Attributes:
       source_bytes: about how much of the files was read.
       lengths: int64, tokens of each document with its bos and eos.
-      digests: of the documents, one after the other.
+      digests: hashes of the documents, one after the other.
       held_out: numbers, within the job, of documents that the source keeps for evaluation.
       skipped: records left out.
-      text_bytes: of all documents.
+      text_bytes: bytes of all documents.
     """
 
     source_bytes: int
@@ -149,27 +136,72 @@ def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
 def tokenise_all(
     tokeniser: Tokeniser, jobs: Iterable[Sequence[Piece]], file: BinaryIO, folder: Path, workers: int
 ) -> Iterator[Tokenised]:
-    """Appends the tokens of all jobs to a file, in order, and yields the rest of what is known of each.
+    """Appends the tokens of all jobs to a file, in order, and yields what else is known of each.
 
     Args:
       folder: where workers leave their tokens until they are appended.
       workers: processes; 1 means this one.
 
     Raises:
-      ConfigError: a file or record that cannot be read; of several the first.
-      TrainingError: a worker was killed.
+      ConfigError: a file or record that cannot be read; the first of several.
+      TrainingError: a worker crashed or was killed.
     """
     if workers == 1:
         for job in jobs:
             yield tokeniser.tokenise(job, file)
         return
-    with _Workers(tokeniser, workers) as pool:
-        for done, part in pool.tokenise(jobs, folder):
+    # The pieces of a job bring their files; a list of all files may be long.
+    setup = functools.partial(_part_writer, replace(tokeniser, source=replace(tokeniser.source, files=())))
+    # Each worker has one core: threads of the tokenizer library's own would only be in each other's way.
+    variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    with WorkerPool(setup, workers, variables=variables) as pool:
+        for done, part in _in_order(pool, workers, jobs, folder):
             with open(part, "rb", buffering=0) as tokens:
                 _copy(tokens, file, sum(done.lengths) * np.dtype(tokeniser.stored.dtype).itemsize)
             yield done
     for part in folder.glob("part-*"):
         part.unlink()
+
+
+def _part_writer(tokeniser: Tokeniser) -> Callable[[tuple[Sequence[Piece], Path]], Tokenised]:
+    def write_part(job_and_part: tuple[Sequence[Piece], Path]) -> Tokenised:
+        job, part = job_and_part
+        with open(part, "r+b") as file:
+            return tokeniser.tokenise(job, file)
+
+    return write_part
+
+
+def _in_order(
+    pool: WorkerPool, workers: int, jobs: Iterable[Sequence[Piece]], folder: Path
+) -> Iterator[tuple[Tokenised, Path]]:
+    """Yields, in the order of the jobs, what is known of each and the file that holds its tokens."""
+    waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]] = deque()
+    # So many jobs ahead that no worker waits for the order. Their files are overwritten again and again: new ones
+    # would cost as much as the tokens themselves.
+    parts = deque(folder / f"part-{number}" for number in range(4 * workers))
+    for job in jobs:
+        if not parts:
+            done, part = _next(waiting)
+            yield done, part
+            parts.append(part)
+        part = parts.popleft()
+        part.touch()
+        [future] = pool.submit([(job, part)])
+        waiting.append((job, part, future))
+    while waiting:
+        yield _next(waiting)
+
+
+def _next(waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]]) -> tuple[Tokenised, Path]:
+    job, part, future = waiting.popleft()
+    try:
+        return future.result(), part
+    except WorkerEnded as end:
+        raise TrainingError(
+            f"{job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch prepare` "
+            "needs the least"
+        ) from end
 
 
 def _copy(source: io.FileIO, target: BinaryIO, size: int) -> None:
@@ -180,119 +212,3 @@ def _copy(source: io.FileIO, target: BinaryIO, size: int) -> None:
             raise OSError(f"tokens of a worker are cut short: {size} bytes are missing")
         target.write(block[:filled])
         size -= filled
-
-
-class _Workers:
-    """Processes that tokenise, each served by a thread of this one."""
-
-    def __init__(self, tokeniser: Tokeniser, number: int):
-        # Each worker has one core: threads of the tokenizer library's own would only be in each other's way.
-        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-            )
-            for _ in range(number)
-        ]
-        self._free: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        for process in self._processes:
-            self._free.put(process)
-        # The files of a job come with it; a list of all of them may be long.
-        self._hello = pickle.dumps(replace(tokeniser, source=replace(tokeniser.source, files=())))
-        self._greeted: set[int] = set()
-        self._threads = ThreadPoolExecutor(number)
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Killed first: threads that wait for an answer then get none and end.
-        for process in self._processes:
-            process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.communicate()
-
-    def tokenise(self, jobs: Iterable[Sequence[Piece]], folder: Path) -> Iterator[tuple[Tokenised, Path]]:
-        """Yields, in the order of the jobs, what is known of each and the file that holds its tokens."""
-        waiting: deque[tuple[Future[Tokenised], Path]] = deque()
-        # So many jobs ahead that no worker waits for the order. Their files are written over and over: new ones
-        # would cost as much as the tokens themselves.
-        parts = deque(folder / f"part-{number}" for number in range(4 * len(self._processes)))
-        for job in jobs:
-            if not parts:
-                future, part = waiting.popleft()
-                yield future.result(), part
-                parts.append(part)
-            part = parts.popleft()
-            part.touch()
-            waiting.append((self._threads.submit(self._ask, tuple(job), part), part))
-        for future, part in waiting:
-            yield future.result(), part
-
-    def _ask(self, job: tuple[Piece, ...], part: Path) -> Tokenised:
-        process = self._free.get()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            if process.pid not in self._greeted:
-                self._greeted.add(process.pid)
-                process.stdin.write(self._hello)
-            pickle.dump((job, str(part)), process.stdin)
-            process.stdin.flush()
-            answer = pickle.load(process.stdout)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as error:
-            code = process.wait()
-            raise TrainingError(
-                f"a worker that tokenised {job[0].file.path} ended with exit code {code}; where memory ran out, "
-                "--workers 1 of `maxbatch prepare` needs the least"
-            ) from error
-        finally:
-            self._free.put(process)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def work(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers requests: a Tokeniser first, then jobs and the files for their tokens.
-
-    Raises:
-      EOFError, BrokenPipeError: nobody asks any more.
-    """
-    tokeniser: Tokeniser = pickle.load(requests)
-    while True:
-        job, part = pickle.load(requests)
-        answer: Any
-        try:
-            with open(part, "r+b") as file:
-                answer = tokeniser.tokenise(job, file)
-        except (ConfigError, OSError) as error:
-            answer = error
-        pickle.dump(answer, answers)
-        answers.flush()
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process soon after its parent has gone, also in the midst of a job."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_CHECK_SECONDS)
-    os._exit(1)
-
-
-def main() -> None:
-    """Runs a worker on standard input and output; the argument is the parent's process id, since a parent that was
-    killed at once could not be asked for any more."""
-    # Ctrl-C is the parent's to answer; what libraries print must not end up among the answers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        work(sys.stdin.buffer, answers)
-
-
-if __name__ == "__main__":
-    main()

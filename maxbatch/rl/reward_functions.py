@@ -1,0 +1,111 @@
+"""The user's reward functions, in the worker processes that call them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from maxbatch.config.values import nearest_name
+
+_LONGEST_PROBLEM = 400
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+
+
+class Question(NamedTuple):
+    """One response to score.
+
+    Attributes:
+      prompt, response: texts, without special tokens.
+      record: the fields of the prompt's record.
+    """
+
+    prompt: str
+    response: str
+    record: dict[str, Any]
+
+
+class RewardError(Exception):
+    """A function failed on a response; one line that says how."""
+
+
+def scorer(specs: Sequence[str]) -> Callable[[Question], tuple[float, ...]]:
+    """Returns what scores a question by the functions that `specs` name (see `import_function`)."""
+    return functools.partial(score, [import_function(spec) for spec in specs])
+
+
+def score(functions: Sequence[RewardFunction], question: Question) -> tuple[float, ...]:
+    """Calls the functions one after the other, each with its own copy of the record, and returns their numbers.
+
+    Raises:
+      RewardError: a function raised, also SystemExit, or returned no number. Numbers need not be finite.
+    """
+    values = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            value = function(question.prompt, question.response, copy.deepcopy(question.record))
+            if hasattr(value, "__float__"):
+                values.append(float(value))
+                continue
+            problem = f"{name} returned {value!r:.80}, which is no number"
+        except BaseException as error:
+            problem = f"{name} raised {type(error).__name__}: {error}"
+        raise RewardError(_in_one_line(problem))
+    return tuple(values)
+
+
+def import_function(spec: str) -> RewardFunction:
+    """Returns the function that "module:function" or "path/FILE.py:function" names.
+
+    Raises:
+      ImportError: there is no such function; the message says why, in one line.
+    """
+    place, _, name = spec.rpartition(":")
+    try:
+        module = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
+    except BaseException as error:
+        raise ImportError(_in_one_line(f"cannot import {place} ({type(error).__name__}: {error})")) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        problem = f"{name} is no function" if hasattr(module, name) else f"{place} has no {name}"
+        names = [known for known, value in vars(module).items() if inspect.isfunction(value)]
+        nearest = nearest_name(name, names)
+        raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))
+    try:
+        inspect.signature(function).bind("prompt", "response", {})
+    except TypeError as error:
+        raise ImportError(f"{name} must take (prompt, response, record) ({error})") from error
+    except ValueError:  # a function written in C may not say what it takes
+        return function
+    return function
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST_PROBLEM]
+
+
+def _file_module(path: str) -> ModuleType:
+    """Imports a file as `python FILE` would see it: modules beside it can be imported."""
+    path = os.path.abspath(os.path.expanduser(path))
+    folder, file = os.path.split(path)
+    name = f"maxbatch_reward_{file.removesuffix('.py')}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == path:
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "files that end in .py have a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec.loader.exec_module(module)
+    return module
