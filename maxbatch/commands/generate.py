@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from maxbatch.data.store.tokenizers import make_tokenizer
     from maxbatch.sampling.text import generate_text
-    from maxbatch.training.checkpoints import load_parameters
     from maxbatch.training.compile.cache import use_persistent_cache
+    from maxbatch.training.parameters import load_parameters
 
     _check_ranges(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     config, _, params = load_parameters(args.run_dir)

@@ -26,7 +26,8 @@ from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.run import PolicyRun
 from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import warm_up
-from maxbatch.runs.run_folder import MetricsLog, RunFolder
+from maxbatch.runs.metrics import MetricsLog, StepLog
+from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -78,7 +79,8 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         board = Board(folder, step)
         transcripts = stack.enter_context(closing(Transcripts(folder, board, step)))
         progression = Progression(console, run.total_steps, step, 1, config.log_period)
-        outputs: list[Output] = [MetricsLog(folder, step), board, progression]
+        metrics = MetricsLog(folder, step, run.position.samples_seen, warn)
+        outputs: list[Output] = [metrics, board, progression]
         recorder = Recorder(config, run.position, compiles, devices, None, outputs)
         profiler = Profiler(config.profile_steps, folder.path / "profile")
         with closing(recorder), Timeline() as timeline, profiler:
@@ -97,7 +99,7 @@ class Transcripts:
     """Samples of the evals: a line of `transcripts.jsonl` each, and a text in TensorBoard."""
 
     def __init__(self, folder: RunFolder, board: Board, step: int) -> None:
-        self._log, self._board = MetricsLog(folder, step, "transcripts.jsonl"), board
+        self._log, self._board = StepLog(folder, "transcripts.jsonl", step), board
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Adds those of an eval."""

@@ -1,44 +1,195 @@
-"""The metrics that a run left on disk, read without JAX."""
+"""`metrics.jsonl`: one line per update, appended while a run trains, checked when it resumes, read by the commands."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maxbatch.system.errors import ConfigError
+from maxbatch.runs.metrics_schema import Metric, find_metric
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import ConfigError, cannot_write
+
+_NAME = "metrics.jsonl"
+# The Python types of the schema's kinds; a real that was not finite is null.
+_NULL, _NUMBER = type(None), (int, float)
+_TYPES = {
+    "whole": _NUMBER, "real": (*_NUMBER, _NULL), "text": (str,), "bool": (bool,), "map": (dict,),
+    "unknown": (*_NUMBER, _NULL, str, bool, dict, list),
+}  # fmt: skip
+# What readers take from every line.
+_REQUIRED = (
+    Metric.STEP, Metric.SAMPLES_SEEN, Metric.TOKENS_SEEN, Metric.GLOBAL_BATCH_SIZE, Metric.STAGE, Metric.LOSS,
+    Metric.LEARNING_RATE,
+)  # fmt: skip
+
+
+class StepLog:
+    """A file of JSON lines that each belong to an update.
+
+    Lines of updates that will be redone are dropped at the start, and so are those that cannot be read.
+
+    Args:
+      folder: the run's folder.
+      name: the file in it.
+      step: updates done at the start.
+    """
+
+    def __init__(self, folder: RunFolder, name: str, step: int) -> None:
+        self._path = folder.path / name
+        old = _lines(self._path)
+        kept = self._kept(old, step)
+        if kept != old:
+            folder.write(name, b"".join(kept))
+        try:
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+    def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
+        return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds a line; a number that is not finite becomes null.
+
+        Raises:
+          TrainingError: the disk is full; nothing of the line is left in the file.
+        """
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        end = self._file.tell()
+        try:
+            written = self._file.write(line)
+            while written < len(line):  # the disk is nearly full: the rest fits, or raises
+                written += self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(end)
+            raise cannot_write(self._path, error) from None
+
+    def sync(self) -> None:
+        """Returns once every line so far is on disk."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricsLog(StepLog):
+    """`metrics.jsonl` of a run: the steps of its lines are 1, 2, 3, ..., and never two are the same.
+
+    Args:
+      folder: the run's folder.
+      step: updates done at the start.
+      samples_seen: the position then, which the lines must not contradict.
+      warn: told, once, which lines are missing, unreadable, doubled or in contradiction to others.
+    """
+
+    def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
+        self._samples_seen, self._warn, self._is_branch = samples_seen, warn, folder.is_branch
+        super().__init__(folder, _NAME, step)
+
+    def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
+        found: dict[int, list[tuple[bytes, dict[str, Any]]]] = defaultdict(list)
+        for line in lines:
+            record = _parse(line)
+            if record and not _wrong_field(record):
+                found[record["step"]].append((line, record))
+        kept, holes, before = [], [], {"step": 0, "samples_seen": 0}
+        start = min(found, default=step + 1) if self._is_branch else 1
+        for number in range(start, step + 1):
+            sound = [one for one in found[number] if self._agrees(one[1], before, step)]
+            if len(sound) != 1 or len(found[number]) != 1:
+                holes.append(number)
+            if sound:
+                line, before = sound[0]
+                kept.append(line)
+        if holes:
+            steps = ", ".join(map(str, holes[:5])) + (f" and {len(holes) - 5} more" if len(holes) > 5 else "")
+            self._warn(
+                f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
+                "the run goes on without them"
+            )
+        return kept
+
+    def _agrees(self, record: dict[str, Any], before: dict[str, Any], last: int) -> bool:
+        """Whether a line fits the one before it and the position of the run."""
+        seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
+        if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
+            return False
+        # An update consumes its batch or, in reinforcement learning, the prompts of its pairs, or nothing.
+        is_next = record["step"] == before["step"] + 1
+        return not (is_next and growth and record["global_batch_size"] % growth)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the lines of `metrics.jsonl`, one per update; none where there is no file yet.
+    """Returns the lines of `metrics.jsonl`, one per update; none if there is no file yet.
 
     A torn last line is left out: the run was killed while it wrote it, or is writing it now.
 
     Raises:
       ConfigError: the file cannot be read, or another line is no record of an update.
     """
-    path = run_dir / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    records = []
+    path, records = run_dir / _NAME, []
+    lines = _lines(path)
     for number, line in enumerate(lines, start=1):
-        record = _record(line)
-        if record is not None:
+        record = _parse(line)
+        wrong = "must be a JSON object with a whole `step`" if record is None else _wrong_field(record)
+        if record is not None and not wrong:
             records.append(record)
         elif number < len(lines):
-            raise ConfigError(f"{path}:{number}: must be a JSON object with a whole `step`")
+            raise ConfigError(f"{path}:{number}: {wrong}")
     return records
 
 
-def _record(line: str) -> dict[str, Any] | None:
-    if not line.endswith("\n"):
-        return None
+def samples_seen_at(run_dir: Path, step: int) -> list[int]:
+    """Returns what the lines of `metrics.jsonl` say of the position after a step; usually there is one."""
+    records = filter(None, map(_parse, _lines(run_dir / _NAME)))
+    return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
+
+
+def cannot_read(path: Path, error: OSError) -> ConfigError:
+    """Returns what to raise if the system refuses to read a file, which says nothing about its content."""
+    return ConfigError(f"{path}: cannot be read ({error.strerror})")
+
+
+def _lines(path: Path) -> list[bytes]:
     try:
-        record = json.loads(line)
-    except ValueError:
+        if os.path.lexists(path) and not path.is_file():
+            raise ConfigError(f"{path}: must be a file")
+        return path.read_bytes().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise cannot_read(path, error) from None
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Returns the record of an update; None for a torn or garbled line."""
+    try:
+        record = json.loads(line.decode()) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    has_step = isinstance(record, dict) and type(record.get("step")) is int and record["step"] > 0
+    return record if has_step else None
+
+
+def _wrong_field(record: dict[str, Any]) -> str | None:
+    """Returns the rule that a record breaks; None for a sound one."""
+    missing = [name for name in _REQUIRED if name not in record]
+    wrong = [name for name, value in record.items() if type(value) not in _types(name)]
+    return f"must have a sound `{(missing + wrong)[0]}`" if missing or wrong else None
+
+
+@functools.cache
+def _types(name: str) -> tuple[type, ...]:
+    metric = find_metric(name)
+    kind, _, null = metric.kind.partition(" or ") if metric else ("unknown", "", "")
+    return (*_TYPES[kind], _NULL) if null else _TYPES[kind]

@@ -1,17 +1,18 @@
-"""The folder of a run: who may write to it, and the metrics in it."""
+"""The folder of a run: who may write to it."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
 from maxbatch.system.locks import take_lock
+
+_FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
+_FOLDERS = ("checkpoints", "checkpoints-damaged")
 
 
 class RunFolder:
@@ -24,7 +25,7 @@ class RunFolder:
       writes: whether this host writes to it, the one that holds the lock.
 
     Raises:
-      ConfigError: the folder cannot be made, or another process trains in it.
+      ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
     """
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
@@ -34,6 +35,7 @@ class RunFolder:
     def _taken_lock(self, run_dir: str) -> BinaryIO:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._check_kinds(run_dir)
             lock = take_lock(self.path / ".lock")
         except OSError as error:
             raise ConfigError(
@@ -45,9 +47,20 @@ class RunFolder:
             )
         return lock
 
-    def write(self, name: str, text: str) -> None:
+    def _check_kinds(self, run_dir: str) -> None:
+        for name in (*_FILES, *_FOLDERS):
+            path, kind = self.path / name, "file" if name in _FILES else "folder"
+            if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
+                raise ConfigError(f"run_dir={run_dir}: {name} in it must be a {kind}; move it away")
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether the run began at another run's checkpoint, as those of critical-batch do."""
+        return (self.path / "branch.json").exists()
+
+    def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""
-        write_atomically(self.path / name, text)
+        write_atomically(self.path / name, content)
 
     def __enter__(self) -> RunFolder:
         if self._lock:
@@ -59,43 +72,3 @@ class RunFolder:
             if isinstance(error, DivergedError):
                 write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
             self._lock.close()
-
-
-class MetricsLog:
-    """`metrics.jsonl`: one line per update, and never two for one step; or another file that is kept like it.
-
-    Args:
-      folder: the run's folder.
-      step: updates done at the start. Later lines, of updates that will be redone, are dropped, and so is a torn
-        last line.
-    """
-
-    def __init__(self, folder: RunFolder, step: int, name: str = "metrics.jsonl") -> None:
-        path = folder.path / name
-        old = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in old if 0 < _step_of(line) <= step]
-        if kept != old:
-            folder.write(name, "".join(kept))
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115  closed by close()
-
-    def append(self, record: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-
-    def sync(self) -> None:
-        """Returns once every line so far is on disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _step_of(line: str) -> int:
-    """The step of a line of metrics, 0 for a torn one."""
-    if not line.endswith("\n"):
-        return 0
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0

@@ -1,14 +1,15 @@
 """Checkpoints: asynchronous, keyed by completed updates, each with its position and the stream it belongs to.
 
 A checkpoint is three items: `params`, `opt_state` (both sharded arrays) and `position` (JSON: where training
-stands, the identity of the stream and of the model, and a checksum of the arrays). It commits whole or not at all.
-One that cannot be read, or whose arrays do not match the checksum, is set aside and the one before is taken.
+stands, the identity of the stream and of the model, a checksum of the arrays and one over itself). It commits whole
+or not at all. One that is damaged is set aside and the one before is taken; one that the system does not let be read
+ends the run.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -17,60 +18,49 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
-from maxbatch.config.loading import load_config
 from maxbatch.parallel.hosts import broadcast, gather
-from maxbatch.system.errors import ConfigError
+from maxbatch.runs.metrics import cannot_read
+from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, read_record
+from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.training.array_files import (
+    arrays_handler,
+    os_error,
+    plain_path,
+    reason,
+    restore_as,
+    silence_tracebacks,
+)  # fmt: skip
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
-from maxbatch.training.noise_scale import NoiseScale
-from maxbatch.training.state import TrainState, abstract_model
+from maxbatch.training.state import TrainState
 
 CHECKSUM = "checksum"  # name of the compiled program
-
-# What reading a damaged JSON file raises.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
-
-class Position(NamedTuple):
-    """Where a run stands: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
-
-    step: int = 0  # completed updates
-    samples_seen: int = 0  # rows of the stream that were trained on
-    skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
-    consecutive_skips: int = 0  # of those, the ones in a row at the end
-    noise_scale: NoiseScale = NoiseScale()  # what was measured of the gradients' noise so far
+_OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 
 
 class Restored(NamedTuple):
+    """A checkpoint, its arrays on their devices."""
+
     state: TrainState
     position: Position
 
 
 class Newest(NamedTuple):
-    """What the newest checkpoint says before its arrays are read."""
+    """The newest checkpoint, before its arrays are read."""
 
     position: Position
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
 
 
-class _Saved(NamedTuple):
-    """The JSON of a checkpoint."""
-
-    position: Position
-    checksum: int
-    hosts: tuple[int, int]
-
-
 def model_identity(config: ConfigDict) -> dict[str, Any]:
-    """The keys that fix the shape and the start of the parameters, and the optimizer's state."""
+    """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state."""
     return {key: config[key] for key in names_fixing(Fixes.MODEL)}
 
 
 def state_checksum(state: TrainState) -> jax.Array:
-    """A uint32 sum of the bits of every array: the same for any sharding, another for any damage of one word."""
+    """Returns a uint32 sum of the bits of every array: the same for any sharding, another if one word differs."""
 
     def bits(x: jax.Array) -> jax.Array:
         words = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
@@ -82,14 +72,14 @@ def state_checksum(state: TrainState) -> jax.Array:
 class Checkpoints:
     """The checkpoints of one run.
 
+    All hosts call its methods alike. The first host looks at the folder, and the others follow it.
+
     Args:
       run_dir: the run's folder; checkpoints lie in `run_dir/checkpoints/STEP`.
       keep: newest checkpoints kept, None for all.
       identity: what a checkpoint must agree with to be resumed: `{"data": {...}, "model": {...}}`.
-      warn: told of every checkpoint that is passed over.
+      warn: told of every checkpoint that is set aside.
       num_loading_hosts: hosts that load data, written down for the next run.
-
-    Its methods are called by all hosts alike. The first one looks at the folder, and the others follow it.
     """
 
     def __init__(
@@ -100,14 +90,14 @@ class Checkpoints:
         warn: Callable[[str], None],
         num_loading_hosts: int = 1,
     ) -> None:
-        self._warn = warn
+        self._run_dir = run_dir.absolute()
+        self._folder = self._run_dir / "checkpoints"
+        self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts = (jax.process_count(), num_loading_hosts)
-        self._folder = run_dir.absolute() / "checkpoints"
-        self._identity = identity
         self._checksum = jax.jit(state_checksum)
         self._compiled_checksum: Future[Any] | None = None
-        self._keep = keep
         self._opened: ocp.CheckpointManager | None = None
+        self._stack = contextlib.ExitStack()
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
@@ -115,21 +105,20 @@ class Checkpoints:
         self._opened = self._opened or self._open()
         return self._opened
 
-    def _steps(self) -> list[int]:
-        """The committed checkpoints, newest first; a half-written one has another name."""
-        names = (path.name for path in self._folder.glob("*") if path.is_dir())
-        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
-
     def _open(self) -> ocp.CheckpointManager:
+        silence_tracebacks()
+        self._folder.mkdir(exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
         handlers = {
-            "params": _arrays_handler(),
-            "opt_state": _arrays_handler(),
+            "params": arrays_handler(),
+            "opt_state": arrays_handler(),
             "position": ocp.JsonCheckpointHandler(),
         }
-        return ocp.CheckpointManager(self._folder, options=options, item_handlers=handlers)
+        path = self._stack.enter_context(plain_path(self._folder))
+        manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
+        return self._stack.enter_context(contextlib.closing(manager))
 
     def compile(
         self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here
@@ -140,66 +129,77 @@ class Checkpoints:
             self._compiled_checksum = background.start(partial(make, CHECKSUM, lower))
 
     def newest(self) -> Newest | None:
-        """The newest readable checkpoint, by its JSON alone; None where there is none."""
+        """Returns the newest checkpoint whose JSON is sound; None if there is none.
 
-        def look() -> list[Any] | None:
-            for step in self._steps():
-                try:
-                    saved = self._read(step)
-                except _UNREADABLE:
-                    continue
-                return [saved.position._asdict(), saved.hosts]
+        Raises:
+          ConfigError: the checkpoint is of another dataset, seed, tokenizer or model, or cannot be read.
+        """
+
+        def look() -> dict[str, Any] | None:
+            for step in committed_steps(self._run_dir):
+                with contextlib.suppress(DamagedError):
+                    return self._read(step).to_json()
             return None
 
         found = broadcast(look)
-        return Newest(_position(found[0]), tuple(found[1])) if found else None
+        record = CheckpointRecord.from_json(found) if found else None
+        return Newest(record.position, record.hosts) if record else None
 
-    def _read(self, step: int) -> _Saved:
-        saved = json.loads((self._folder / str(step) / "position" / "metadata").read_text())
+    def _read(self, step: int) -> CheckpointRecord:
+        record = read_record(self._run_dir, step)
         for part, mine in self._identity.items():
-            theirs = saved["identity"][part]
+            theirs = record.identity[part]
             differing = [k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)]
             if differing:
                 changes = ", ".join(
                     f"{k}: {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in sorted(differing)
                 )
                 raise ConfigError(
-                    f"run_dir={self._folder.parent}: its checkpoint of step {step} belongs to another run ({changes}); "
+                    f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run ({changes}); "
                     "give another run_dir, or start from its parameters with load_parameters_path"
                 )
-        return _Saved(_position(saved["position"]), saved["checksum"], tuple(saved["hosts"]))
+        return record
 
     def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
-        """The newest checkpoint that is whole, placed as `abstract` says; None where there is none.
+        """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
 
         Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program that sums the arrays.
 
         Raises:
-          ConfigError: the checkpoint is of another dataset, seed, tokenizer or model.
+          ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
         """
 
         def look(step: int) -> list[Any]:
             try:
-                saved = self._read(step)
-            except _UNREADABLE as error:
-                return [_reason(error), None, None]
-            return [None, saved.position._asdict(), saved.checksum]
+                return [None, self._read(step).to_json()]
+            except DamagedError as error:
+                return [str(error), None]
 
-        for step in broadcast(self._steps):
-            damage, position, checksum = broadcast(partial(look, step))
+        restored, damages = None, {}
+        for step in broadcast(partial(committed_steps, self._run_dir)):
+            damage, saved = broadcast(partial(look, step))
             if not damage:
+                record = CheckpointRecord.from_json(saved)
                 state, own_damage = self._restore_arrays(step, abstract)
-                damages = [d for d in gather(own_damage) if d]
-                damage = damages[0] if damages else self._wrong_sum(state, checksum, abstract, make)
+                damage = next(filter(None, gather(own_damage)), None)
+                damage = damage or self._wrong_sum(state, record.checksum, abstract, make)
             if not damage:
-                return Restored(state, _position(position))
-            self._set_aside(step, damage)
-        return None
+                restored = Restored(state, record.position)
+                break
+            damages[step] = damage
+        if not restored and any(_OTHER_ARRAYS in damage for damage in damages.values()):
+            raise ConfigError(
+                f"run_dir={self._run_dir}: no checkpoint has the arrays of this optimizer; set its keys to those of "
+                "config.yml there, give another run_dir, or start from the parameters with load_parameters_path"
+            )
+        for step, damage in damages.items():
+            self._set_aside(step, damage, restored.position.step if restored else 0)
+        return restored
 
     def _restore_arrays(self, step: int, abstract: TrainState) -> tuple[Any, str | None]:
-        """The state, and why this host could not read it."""
+        """Returns the state, and how it is damaged for this host."""
         arguments = ocp.args.Composite(
-            params=_restore_as(abstract.params), opt_state=_restore_as(abstract.opt_state)
+            params=restore_as(abstract.params), opt_state=restore_as(abstract.opt_state)
         )
         try:
             items = self._manager.restore(step, args=arguments)
@@ -207,7 +207,9 @@ class Checkpoints:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # whatever a damaged file makes of the reader
-            return None, _reason(error)
+            if failure := os_error(error):
+                raise cannot_read(self._folder / str(step), failure) from None
+            return None, reason(error)
 
     def _wrong_sum(
         self, state: TrainState, checksum: int, abstract: TrainState, make: MakeExecutable
@@ -218,114 +220,57 @@ class Checkpoints:
         right = int(self._compiled_checksum.result()(state)) == checksum
         return None if right else "its arrays do not match their checksum"
 
-    def _set_aside(self, step: int, damage: str) -> None:
+    def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         self.close()
 
         def move() -> str:
-            target = self._folder.parent / "checkpoints-damaged" / str(step)
+            target = self._run_dir / "checkpoints-damaged" / str(step)
             while target.exists():
                 target = target.with_name(target.name + "+")
-            target.parent.mkdir(exist_ok=True)
-            (self._folder / str(step)).rename(target)
+            with self._writing():
+                target.parent.mkdir(exist_ok=True)
+                (self._folder / str(step)).rename(target)
             return str(target)
 
-        target = broadcast(move)
-        self._warn(f"checkpoint {step} cannot be read ({damage}); moved to {target}, the one before is taken")
+        self._warn(
+            f"checkpoint {step} cannot be read ({damage}); moved to {broadcast(move)}, "
+            f"training goes on from step {resumed}"
+        )
 
     def save(self, state: TrainState, position: Position) -> None:
-        """Starts saving; returns once the arrays may be overwritten, the files follow in the background."""
+        """Starts saving; returns once the arrays may be overwritten, the files follow in the background.
+
+        Raises:
+          TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
+          ConfigError: the folder cannot be written.
+        """
         checksum = self._compiled_checksum.result() if self._compiled_checksum else self._checksum
-        record = {
-            "position": position._asdict(),
-            "identity": self._identity,
-            "checksum": int(checksum(state)),
-            "hosts": self._hosts,
-        }
-        self._manager.save(
-            position.step,
-            args=ocp.args.Composite(
-                params=ocp.args.PyTreeSave(state.params),
-                opt_state=ocp.args.PyTreeSave(state.opt_state),
-                position=ocp.args.JsonSave(record),
-            ),
-        )
+        record = CheckpointRecord(position, self._identity, int(checksum(state)), self._hosts)
+        with self._writing():
+            self._manager.save(
+                position.step,
+                args=ocp.args.Composite(
+                    params=ocp.args.PyTreeSave(state.params),
+                    opt_state=ocp.args.PyTreeSave(state.opt_state),
+                    position=ocp.args.JsonSave(record.to_json()),
+                ),
+            )
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of this step is saved or being saved."""
-        return step in (self._opened.all_steps() if self._opened else self._steps())
+        return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
 
     def close(self) -> None:
-        """Waits for the last save to commit."""
-        if self._opened:
-            self._opened.close()
-            self._opened = None
+        """Waits for the last save to commit; raises what `save` does."""
+        self._opened = None
+        with self._writing():
+            self._stack.close()
 
-
-def _position(saved: dict[str, Any]) -> Position:
-    return Position(**saved | {"noise_scale": NoiseScale(*saved["noise_scale"])})
-
-
-def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def _arrays_handler() -> ocp.PyTreeCheckpointHandler:
-    """Writes each shard from one of its replicas: slicing it over all of them would compile during training."""
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
-    )
-    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-
-
-def _restore_as(abstract: Any) -> ocp.args.PyTreeRestore:
-    return ocp.args.PyTreeRestore(
-        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
-    )
-
-
-def load_parameters(path: str | Path) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
-    """The parameters of a run's newest checkpoint, or of one checkpoint, on the first device.
-
-    Args:
-      path: a run folder, or one of its `checkpoints/STEP`.
-
-    Returns:
-      The run's config, the model's graph and the parameters.
-
-    Raises:
-      ConfigError: there is no such run or checkpoint.
-    """
-    checkpoint = _find_checkpoint(Path(path).expanduser().absolute())
-    config = load_config(checkpoint.parent.parent / "config.yml")
-    graphdef, params = abstract_model(config)
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), params)
-    return config, graphdef, restore_parameters(checkpoint, params)
-
-
-def restore_parameters(path: str | Path, abstract_params: nnx.State) -> nnx.State:
-    """The parameters of a run folder or checkpoint, placed as `abstract_params` says.
-
-    Raises:
-      ConfigError: there is no such checkpoint, or its model has another shape.
-    """
-    checkpoint = _find_checkpoint(Path(path).expanduser().absolute())
-    with ocp.Checkpointer(_arrays_handler()) as checkpointer:
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            return checkpointer.restore(checkpoint / "params", args=_restore_as(abstract_params))
-        except (ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0][:200]
-            raise ConfigError(
-                f"load_parameters_path={path}: its parameters do not fit this model ({reason})"
-            ) from error
-
-
-def _find_checkpoint(path: Path) -> Path:
-    if (path / "params").is_dir():
-        return path
-    steps = [p for p in (path / "checkpoints").glob("*") if p.name.isdigit() and (p / "params").is_dir()]
-    if not steps:
-        raise ConfigError(
-            f"{path}: no checkpoint here; give a run folder with checkpoints/, or one of checkpoints/STEP"
-        )
-    return max(steps, key=lambda p: int(p.name))
+            yield
+        except Exception as error:
+            if failure := os_error(error):
+                raise cannot_write(self._folder, failure) from error
+            raise

@@ -19,7 +19,8 @@ from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.view import WIDTH, equation, ramp_table
-from maxbatch.runs.run_folder import MetricsLog, RunFolder
+from maxbatch.runs.metrics import MetricsLog
+from maxbatch.runs.run_folder import RunFolder
 from maxbatch.sampling.text import generate_text
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.checkpoints import Position
@@ -29,7 +30,7 @@ from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.progress import Progression, end_of_run, nothing_left
 from maxbatch.training.recorder import Board, Dispatched, Output, Recorder
-from maxbatch.training.run import Run
+from maxbatch.training.run import Run, warn
 from maxbatch.training.signals import StopRequest
 
 
@@ -99,7 +100,8 @@ def open_outputs(run: Run, folder: RunFolder, console: Console) -> list[Output]:
     """Where the run's records go: its metrics file, TensorBoard, and whoever looks on."""
     step, num_stages = run.position.step, len(run.plan.manager.stages)
     progression = Progression(console, run.total_steps, step, num_stages, run.config.log_period)
-    return [MetricsLog(folder, step), Board(folder, step), progression]
+    metrics = MetricsLog(folder, step, run.position.samples_seen, warn)
+    return [metrics, Board(folder, step), progression]
 
 
 def train_to_the_end(

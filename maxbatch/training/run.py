@@ -18,11 +18,12 @@ from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, expansion_factor
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity, restore_parameters
+from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity
 from maxbatch.training.compile.ladder import Background, StepExecutables, compile_here
 from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
+from maxbatch.training.parameters import restore_parameters
 from maxbatch.training.state import TrainState, init_opt_state, num_parameters
 
 

@@ -45,8 +45,11 @@ def wait_until_free(trial: Any) -> None:
 
 def write_evals(trial: Trial, *losses: float) -> None:
     """Write what a trial would have recorded: an eval every second update."""
-    lines: list[dict[str, Any]] = []
+    fixed = {"global_batch_size": 2, "stage": 0, "loss": 1.0, "learning_rate": 1e-3}
+    lines: list[dict[str, Any]] = [
+        {"step": step, "samples_seen": 2 * step, "tokens_seen": 64 * step, **fixed}
+        for step in range(1, 2 * len(losses) + 1)
+    ]
     for number, loss in enumerate(losses, start=1):
-        lines.append({"step": 2 * number - 1, "tokens_seen": 128 * number - 64, "loss": 1.0})
-        lines.append({"step": 2 * number, "tokens_seen": 128 * number, "loss": 1.0, "eval_loss": loss})
+        lines[2 * number - 1]["eval_loss"] = loss
     (trial.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.position import DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 
 
@@ -126,15 +126,13 @@ class MeasuredRun:
 
 def _checkpoints(path: Path) -> dict[int, Saved]:
     found = {}
-    for position in path.glob("checkpoints/*/position/metadata"):
-        step = position.parent.parent.name
-        if not step.isdecimal():
-            continue
+    for step in reversed(committed_steps(path)):
         try:
-            saved = json.loads(position.read_text())
-            found[int(step)] = Saved(saved["position"]["samples_seen"], saved["checksum"])
-        except FileNotFoundError:  # the run that still trains has just removed it
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{position}: cannot be read ({error}); is the checkpoint damaged?") from None
-    return dict(sorted(found.items()))
+            record = read_record(path, step)
+        except DamagedError as error:
+            folder = path / "checkpoints" / str(step)
+            if not folder.exists():  # the run that still trains has just removed it
+                continue
+            raise ConfigError(f"{folder}: cannot be forked ({error}); move it away") from None
+        found[step] = Saved(record.position.samples_seen, record.checksum)
+    return found

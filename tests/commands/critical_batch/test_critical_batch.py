@@ -29,6 +29,7 @@ from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import check_plan, make_plan
 from maxbatch.config.loading import configs_dir, dump_config
 from maxbatch.plan.stages import parse_schedule
+from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.system.errors import TrainingError
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.tiny import TINY_RUN, read_metrics
@@ -125,17 +126,22 @@ def fake_run(
     config = load_config(overrides=[*TINY_RUN, f"global_batch_size={batch}", f"steps={updates}", *overrides])
     path.mkdir(parents=True)
     (path / "config.yml").write_text(dump_config(config))
+    fixed = {"global_batch_size": batch, "stage": 0, "loss": 1.0, "learning_rate": 1e-3}
     lines = [
-        {"step": k, "samples_seen": k * batch, "global_batch_size": batch, "stage": 0, "learning_rate": 1e-3}
+        {"step": k, "samples_seen": k * batch, "tokens_seen": 32 * k * batch, **fixed}
         for k in range(1, updates + 1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(first, updates + 1, every):
-        folder = path / "checkpoints" / str(step) / "position"
-        folder.mkdir(parents=True)
-        saved = {"position": {"step": step, "samples_seen": step * batch}, "checksum": step}
-        (folder / "metadata").write_text(json.dumps(saved))
+        write_position(path, Position(step, step * batch), checksum=step)
     return path
+
+
+def write_position(path: Path, position: Position, checksum: int) -> None:
+    folder = path / "checkpoints" / str(position.step) / "position"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = CheckpointRecord(position, {"data": {}, "model": {}}, checksum, (1, 1))
+    (folder / "metadata").write_text(json.dumps(record.to_json()))
 
 
 def planned(path: Path, devices: int = 1, **stated):
@@ -292,9 +298,7 @@ def test_a_run_that_was_trained_anew_is_planned_anew_and_its_old_branches_are_re
     assert check_plan(run, plan)
     with locked(path / "critical-batch") as lock:
         Branches(run, plan, path / "critical-batch", lock, []).fork()
-        (path / "checkpoints" / "80" / "position" / "metadata").write_text(
-            json.dumps({"position": {"samples_seen": 1280}, "checksum": 7})
-        )
+        write_position(path, Position(80, 1280), checksum=7)
         again = MeasuredRun.read(path, 1)
         assert not check_plan(again, plan)
         other = make_plan(again, [80], factors("1,2"), None, "sqrt")

@@ -1,0 +1,138 @@
+"""The JSON of a checkpoint: where the run stands, what it belongs to, and a checksum over itself; no JAX."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxbatch.runs.metrics import cannot_read, samples_seen_at
+from maxbatch.runs.noise_scale import NoiseScale
+
+_OWN_CHECKSUM = "json_checksum"
+
+
+class Position(NamedTuple):
+    """Where a run stands: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
+
+    step: int = 0  # completed updates
+    samples_seen: int = 0  # rows of the stream that were trained on
+    skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
+    consecutive_skips: int = 0  # of those, the ones in a row at the end
+    noise_scale: NoiseScale = NoiseScale()  # what was measured of the gradients' noise so far
+
+
+class CheckpointRecord(NamedTuple):
+    """What the JSON of a checkpoint says.
+
+    Attributes:
+      position: where the run stood.
+      identity: what a run must agree with to resume it: `{"data": {...}, "model": {...}}`.
+      checksum: of the arrays, 32 bits.
+      hosts: hosts of the run that wrote it, and those of them that loaded data.
+    """
+
+    position: Position
+    identity: dict[str, dict[str, Any]]
+    checksum: int
+    hosts: tuple[int, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the JSON object, which carries a checksum over itself."""
+        saved = self._asdict() | {"position": self.position._asdict()}
+        return saved | {_OWN_CHECKSUM: _checksum(saved)}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> CheckpointRecord:
+        """Returns the record that a JSON object holds; fields that a later version added are ignored.
+
+        Raises:
+          AttributeError, KeyError, TypeError, ValueError: it is no such object, or a value is out of its range.
+        """
+        step, samples_seen, skipped, in_a_row = (
+            _whole(saved["position"][name]) for name in Position._fields[:4]
+        )
+        trace, square, mass = map(_finite, saved["position"]["noise_scale"])
+        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass))
+        num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
+        if not (
+            in_a_row <= skipped <= step
+            and 1 <= num_loading_hosts <= num_hosts
+            and _whole(saved["checksum"]) < 2**32
+            and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
+        ):
+            raise ValueError("out of range")
+        return cls(position, saved["identity"], saved["checksum"], (num_hosts, num_loading_hosts))
+
+
+class DamagedError(Exception):
+    """A checkpoint that cannot be trusted; the message is the reason."""
+
+
+def read_record(run_dir: Path, step: int) -> CheckpointRecord:
+    """Returns what the JSON of a checkpoint says, once nothing contradicts it.
+
+    A checkpoint whose checksum over its JSON holds is believed. One of an older version has none; it must agree with
+    the metrics of its step, if there are any.
+
+    Raises:
+      DamagedError: the JSON is missing, or cannot be trusted.
+      ConfigError: the system does not let it be read.
+    """
+    path = run_dir / "checkpoints" / str(step) / "position" / "metadata"
+    try:
+        saved: Any = json.loads(path.read_bytes().decode()) if path.is_file() else None
+        own = saved.pop(_OWN_CHECKSUM, None)
+        if _checksum(saved) != own and not (own is None and saved.keys() == set(CheckpointRecord._fields)):
+            raise DamagedError("its JSON does not match its checksum")
+        record = CheckpointRecord.from_json(saved)
+    except OSError as error:
+        raise cannot_read(path, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedError("its JSON is not that of a checkpoint") from None
+    if record.position.step != step:
+        raise DamagedError(f"it says that it is of step {record.position.step}")
+    if own is None:
+        recorded = samples_seen_at(run_dir, step)
+        if recorded and record.position.samples_seen not in recorded:
+            raise DamagedError(
+                f"metrics.jsonl says samples_seen {recorded[0]}, it says {record.position.samples_seen}"
+            )
+    return record
+
+
+def committed_steps(run_dir: Path) -> list[int]:
+    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number.
+
+    Raises:
+      ConfigError: the folder cannot be read.
+    """
+    folder = run_dir / "checkpoints"
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise cannot_read(folder, error) from None
+    return sorted((int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)), reverse=True)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("not a whole number")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError("not a finite number")
+    return value
+
+
+def _checksum(saved: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
