@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from maxbatch.commands.arguments import local_path
 from maxbatch.system.errors import ConfigError
 
 
@@ -23,7 +24,9 @@ def _check_ranges(max_new_tokens: int, temperature: float, top_k: int, top_p: fl
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `maxbatch generate` takes."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="a run folder, or one of its checkpoints")
+    parser.add_argument(
+        "run_dir", type=local_path, metavar="RUN_DIR", help="a run folder, or one of its checkpoints"
+    )
     parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
     parser.add_argument(
         "--max-new-tokens",

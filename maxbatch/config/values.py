@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 
 from maxbatch.system.errors import ConfigError
@@ -23,6 +23,7 @@ TEXTS = ("text", "path", "paths")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +56,25 @@ class Bounds:
 
     def __str__(self) -> str:
         """Returns the whole rule, for people."""
-        ends = (("at least", self.at_least), ("greater than", self.above),
-                ("at most", self.at_most), ("less than", self.below))  # fmt: skip
-        said = [f"{rule} {end:.12g}" for rule, end in ends if end is not None]
+        said = [f"{rule} {end}" for rule, _, end in self._ends()]
         return " and ".join(said) + ("" if self.also is None else f", or {self.also:g}")
+
+    def short(self) -> str:
+        """Returns the whole rule as a sign and a number for each end."""
+        said = [f"{sign} {end}" for _, sign, end in self._ends()]
+        return " and ".join(said) + ("" if self.also is None else f" | {self.also:g}")
+
+    def _ends(self) -> Iterator[tuple[str, str, str]]:
+        """Yields each end, in words, as a sign, and its number."""
+        for rule, sign, end in (
+            ("at least", ">=", self.at_least),
+            ("greater than", ">", self.above),
+            ("at most", "<=", self.at_most),
+            ("less than", "<", self.below),
+        ):
+            if end is not None:
+                power = int(end).bit_length() - 1
+                yield rule, sign, f"2^{power}" if power > 20 and end == 2**power else f"{end:.12g}"
 
     def _say(self, rule: str, end: float) -> str:
         return f"{rule} {end:g}" + ("" if self.also is None else f" (or {self.also:g})")
@@ -100,6 +116,8 @@ class Scalar:
         Raises:
           ConfigError: the text has another type, or breaks the rule.
         """
+        if _NO_TEXT.search(text):
+            raise ConfigError(f"{self.name}={shown(text)}: must be UTF-8 text without NUL characters")
         if self.kind not in TEXTS:
             text = text.strip()
         is_null = plain and text.strip().lower() in NULLS
@@ -185,7 +203,11 @@ def _quantity(text: str) -> _Parsed:
     if value is not None and value.denominator == 1 and abs(value) <= _LARGEST:
         return int(value), None
     trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
-    return None, value if trillions is None else f"{plain_number(trillions * 1000)}B"
+    if trillions is None:
+        return None, value
+    value = trillions * 10**12
+    is_allowed = value.denominator == 1 and abs(value) <= _LARGEST
+    return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
 
 
 def _exact(text: str) -> _Parsed:
@@ -239,3 +261,9 @@ def shown(text: str, most: int = 80) -> str:
     """Returns user input on one line and of at most so many characters, for a message."""
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shown_path(path: object, most: int = 80) -> str:
+    """Returns a path on one line and of at most so many characters, of which the last ones tell most."""
+    text = str(path) if str(path).isprintable() else repr(str(path))
+    return text if len(text) <= most else f"...{text[3 - most :]}"

@@ -21,7 +21,7 @@ from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, check_vocab_size, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
-from maxbatch.data.stream.sources import Identity, check_paths, order_identity
+from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.rl import arithmetic
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
@@ -276,8 +276,7 @@ def _check_dataset(config: ConfigDict) -> None:
             f"dataset_type={config.dataset_type}: prompts come from records with fields: one of arithmetic, jsonl, "
             f"parquet; works: dataset_type={nearest}"
         )
-    check_paths(config)
-    if config.dataset_type != "arithmetic" and read_mixture(config) is not None:
+    if read_mixture(config) is not None:
         raise ConfigError(
             f"dataset_path={config.dataset_path!r}: prompts are no mixture with weights; files joined by ';' follow "
             f"one another"
