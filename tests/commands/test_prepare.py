@@ -245,7 +245,9 @@ def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> N
 def test_a_store_without_a_token_is_verified(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ByteTokenizer, "encode_utf8", lambda *_: np.zeros(0, np.uint8))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts]
+    )
     run(data, "add_bos=false", "add_eos=false", "--output", "out", "--workers", "1")
     run("--verify", "out")
 
