@@ -51,9 +51,9 @@ class SourceFile(NamedTuple):
 class Storage(Protocol):
     """A place for files.
 
-    `file` describes a regular file (None for anything else; OSError if nothing is there). `find` lists the regular files
-    below a folder in order of their names: `wanted` files of `enter`ed folders. `glob` lists those of a pattern. `open`
-    fetches a remote file block by block as it is read; `local_copy` copies it for as long as the context lasts.
+    `file` describes a regular file (None for anything else; OSError if nothing is there). `find` lists the regular
+    files below a folder in order of their names: `wanted` files of `enter`ed folders. `glob` lists those of a pattern.
+    `open` fetches a remote file block by block as it is read; `local_copy` copies it for as long as the context lasts.
     """
 
     def is_folder(self, path: str) -> bool: ...
