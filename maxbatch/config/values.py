@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 
 from maxbatch.system.errors import ConfigError
@@ -24,6 +25,14 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+_ENDS = (
+    ("at_least", "at least", ">=", operator.ge),
+    ("above", "greater than", ">", operator.gt),
+    ("at_most", "at most", "<=", operator.le),
+    ("below", "less than", "<", operator.lt),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,47 +51,28 @@ class Bounds:
 
     def broken(self, value: Number) -> tuple[str, float] | None:
         """Returns the rule that value breaks and the nearest value that does not, or None."""
-        if value == self.also:
-            return None
-        if self.at_least is not None and value < self.at_least:
-            return self._say("at least", self.at_least), self.at_least
-        if self.at_most is not None and value > self.at_most:
-            return self._say("at most", self.at_most), self.at_most
-        if self.above is not None and value <= self.above:
-            return self._say("greater than", self.above), self._inside(self.above, 1)
-        if self.below is not None and value >= self.below:
-            return self._say("less than", self.below), self._inside(self.below, -1)
+        for name, words, _, holds in _ENDS:
+            end = getattr(self, name)
+            if end is not None and value != self.also and not holds(value, end):
+                nearest = {"above": self._inside(end, 1), "below": self._inside(end, -1)}.get(name, end)
+                return f"{words} {end:g}" + ("" if self.also is None else f" (or {self.also:g})"), nearest
         return None
 
     def __str__(self) -> str:
-        """Returns the whole rule, for people."""
-        said = [f"{rule} {end}" for rule, _, end in self._ends()]
-        return " and ".join(said) + ("" if self.also is None else f", or {self.also:g}")
-
-    def short(self) -> str:
-        """Returns the whole rule as a sign and a number for each end."""
-        said = [f"{sign} {end}" for _, sign, end in self._ends()]
+        """Returns the whole rule, such as `>= 1 | -1`."""
+        ends = [(sign, getattr(self, name)) for name, _, sign, _ in _ENDS]
+        said = [f"{sign} {_short(end)}" for sign, end in ends if end is not None]
         return " and ".join(said) + ("" if self.also is None else f" | {self.also:g}")
-
-    def _ends(self) -> Iterator[tuple[str, str, str]]:
-        """Yields each end, in words, as a sign, and its number."""
-        for rule, sign, end in (
-            ("at least", ">=", self.at_least),
-            ("greater than", ">", self.above),
-            ("at most", "<=", self.at_most),
-            ("less than", "<", self.below),
-        ):
-            if end is not None:
-                power = int(end).bit_length() - 1
-                yield rule, sign, f"2^{power}" if power > 20 and end == 2**power else f"{end:.12g}"
-
-    def _say(self, rule: str, end: float) -> str:
-        return f"{rule} {end:g}" + ("" if self.also is None else f" (or {self.also:g})")
 
     def _inside(self, end: float, direction: int) -> float:
         other = self.below if direction > 0 else self.above
         other = self.at_least if other is None and direction < 0 else other
         return end + direction if other is None or abs(other - end) > 1 else (end + other) / 2
+
+
+def _short(end: float) -> str:
+    power = int(end).bit_length() - 1
+    return f"2^{power}" if power > 20 and end == 2**power else f"{end:.12g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +118,7 @@ class Scalar:
             return text if not is_null or text.strip().lower() == "none" else ""
         if self.kind == "choice":
             return self._choice(text)
-        if self.kind == "bool":
-            return self._bool(text)
-        value = self._number(text)
-        self._check_bounds(text, value)
-        return value
+        return self._bool(text) if self.kind == "bool" else self._number(text)
 
     def write(self, value: Value) -> str:
         """Returns the text that `read` turns into value again."""
@@ -162,6 +148,7 @@ class Scalar:
         value, near = parse(text)
         if value is None:
             raise self.fault(text, self._or_null(rule), near if isinstance(near, str) else self._near(near))
+        self._check_bounds(text, value)
         return value
 
     def _or_null(self, rule: str) -> str:
@@ -219,8 +206,8 @@ def _exact(text: str) -> _Parsed:
 
 
 def _real(text: str) -> _Parsed:
-    is_number = _decimal(text) is not None and math.isfinite(float(text.replace("_", "")))
-    return (float(text.replace("_", "")) if is_number else None), None
+    number = math.nan if _decimal(text) is None else float(text.replace("_", ""))
+    return (number if math.isfinite(number) else None), None
 
 
 NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {

@@ -62,7 +62,7 @@ def entries(path: Path) -> Iterator[Entry]:
 def _compose(path: Path) -> yaml.Node | None:
     where = f"config file {shown_path(path)}"
     try:
-        return yaml.compose(_read(path), Loader=yaml.SafeLoader)
+        return yaml.compose(file_text(path), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{where}: {_reason(error)}") from None
     except yaml.YAMLError as error:
@@ -71,19 +71,25 @@ def _compose(path: Path) -> yaml.Node | None:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
         raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({problem})") from None
     except (ValueError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else "not UTF-8 text"
+        known = {RecursionError: "nested too deeply", UnicodeDecodeError: "not UTF-8 text"}
+        problem = known.get(type(error), str(error))
         raise ConfigError(f"{where}: cannot be read ({problem})") from None
 
 
-def _read(path: Path) -> str:
-    """Returns the text of a file; a pipe or a device, which may never end, is not opened."""
+def file_text(path: Path) -> str:
+    """Returns the text of a YAML file; a pipe or a device, which may never end, is not opened.
+
+    Raises:
+      OSError: it cannot be read, or is not a regular file.
+      ValueError: it is larger than 1 MB, or not UTF-8 text.
+    """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(0, "not a regular file")
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
-        raise OSError(0, f"more than {_MOST_BYTES // 2**20} MB")
+        raise ValueError(f"more than {_MOST_BYTES // 2**20} MB")
     return content.decode("utf-8")
 
 

@@ -67,8 +67,8 @@ def test_a_value_that_an_alternative_displaced_says_by_which_and_where(
 def test_one_key_prints_all_that_its_row_and_base_yml_say(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(printed(capsys, "num_epochs", "num_epochs=3").split())
     for said in (
-        "num_epochs: 3", "passes over the training split", "from an override", "default null", "such as 1/3",
-        "greater than 0", "unit passes", "null allowed", "MaxText num_epoch ", "steps, train_samples",
+        "num_epochs: 3", "passes over the training split", "from override", "default null", "such as 1/3",
+        "rule > 0", "unit passes", "null allowed", "MaxText num_epoch ", "steps, train_samples",
     ):  # fmt: skip
         assert said in text
     assert "fixes    the stream, the compiled programs" in printed(capsys, "max_target_length")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
+from maxbatch.config.yaml_file import file_text
 from tests.helpers.configs import error_of, write
 
 
@@ -78,6 +79,8 @@ def test_a_pipe_or_a_device_is_refused_and_not_read(tmp_path: Path, device: str)
     message = error_of(tmp_path / device)
     assert message.startswith("config file ") and "not a regular file" in message
     assert "not a regular file" in error_of(write(tmp_path / "run.yml", f"base_config: {device}\n"))
+    with pytest.raises(OSError, match="not a regular file"):  # as sweep files and mixture files are read
+        file_text(tmp_path / device)
 
 
 def test_a_file_of_more_than_a_megabyte_is_refused_and_not_parsed(tmp_path: Path) -> None:

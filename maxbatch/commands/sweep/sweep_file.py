@@ -14,6 +14,7 @@ from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.paths import local_fault
 from maxbatch.config.values import nearest_name, shown
+from maxbatch.config.yaml_file import file_text
 from maxbatch.runs.sweep_folder import METRICS
 from maxbatch.system.errors import ConfigError
 
@@ -149,11 +150,11 @@ def _find(name: str) -> Path:
 
 def _compose(path: Path) -> yaml.Node:
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = yaml.compose(file_text(path), Loader=yaml.SafeLoader)
     except FileNotFoundError:
         ready = ", ".join(sorted(file.stem for file in (configs_dir() / "sweeps").glob("*.yml")))
         raise ConfigError(f"sweep file {path}: does not exist; a ready one: {ready}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"sweep file {path}: cannot be read ({error})") from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)

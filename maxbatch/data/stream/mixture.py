@@ -30,6 +30,7 @@ from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Scalar, exact, nearest_name, shown
+from maxbatch.config.yaml_file import file_text
 from maxbatch.data.store.storage import check_path
 from maxbatch.system.errors import ConfigError
 
@@ -171,10 +172,8 @@ def _file_items(path: str) -> Iterator[_Item]:
 def _parsed(path: str, file: Path) -> yaml.Node | None:
     where = f"dataset_path={shown(repr(path))}"
     check_path(where, path)
-    if file.exists() and not file.is_file():
-        raise ConfigError(f"{where}: the mixture file cannot be read: not a regular file")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file_text(file)
         if file.suffix.lower() == ".json":
             text = text.replace("\t", " ")  # YAML allows everything else that JSON does.
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
