@@ -1,7 +1,7 @@
-"""Grouped-query attention with rotary positions: causal, and blind across the documents of a packed row.
+"""Grouped-query attention with rotary positions: causal, and within the documents of a packed row.
 
-Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; where a model is sampled
-from, B rows and T tokens that come in, G = H / K.
+Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; while sampling, B rows,
+T new tokens, G = H / K.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ Implementation = Literal["dot_product", "cudnn", "splash"]
 
 
 def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
-    """Return the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1.
+    """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1.
 
-    Positions count from the start of the row, not of the document: a rotated query and key meet only in their
-    difference, so the documents of a packed row need no restart. The tables are constants of the program, made
-    in float64: in float32 the angles of late positions are off by thousandths, and XLA would make them anew in
-    every layer.
+    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
+    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
+    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
 
     Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
     """
@@ -40,11 +39,11 @@ def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
 
 
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
-    """Rotate each pair (i, i + h/2) of a head by its position's angle, in float32; returned in x's dtype.
+    """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
 
     Args:
       x_MxLxHxh: the heads.
-      rope: the tables of their positions, [L, h/2], or [M, L, h/2] where every row has positions of its own.
+      rope: the tables of their positions, [L, h/2], or [M, L, h/2] if every row has its own positions.
     """
     cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
     first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
@@ -53,18 +52,18 @@ def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
 
 
 def same_segment_mask(segments_MxL: jax.Array) -> jax.Array:
-    """Return bool[M, 1, L, L]: true where query and key belong to one document (or both to the padding)."""
+    """Returns bool[M, 1, L, L]: true where query and key belong to one document (or both to the padding)."""
     return (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
 
 
 def choose_implementation(config: ConfigDict, constrain: Constrain) -> Implementation:
-    """Return what computes the attention of a model on the devices of a mesh.
+    """Returns the implementation of attention for the devices of a mesh.
 
-    Without a mesh (a look at a model, a sample from it) it is dot_product, whatever the run was trained with.
+    Without a mesh (to inspect a model or sample from it) it is dot_product, whatever the run was trained with.
 
     Args:
       config: `attention`, `dtype`, `max_target_length`, `head_dim`.
-      constrain: the devices, which may be those of a machine that is not here.
+      constrain: the devices, here or not.
 
     Raises:
       ConfigError: the platform or the shapes do not allow what `attention` states.
@@ -75,15 +74,15 @@ def choose_implementation(config: ConfigDict, constrain: Constrain) -> Implement
 
 
 def implementation_on(config: ConfigDict, platform: str, context: int) -> Implementation:
-    """Return what computes the attention on devices of a platform, before there is a mesh or a model.
+    """Returns the implementation of attention for a platform, before there is a mesh or a model.
 
     Args:
-      config: as above.
+      config: `attention`, `dtype`, `max_target_length`, `head_dim`.
       platform: "cpu", "gpu" or "tpu".
       context: size of the context axis.
 
     Raises:
-      ConfigError: as above.
+      ConfigError: the platform or the shapes do not allow what `attention` states.
     """
     wanted = config.attention
     if wanted == "dot_product":
@@ -111,7 +110,7 @@ def _why_not_splash(config: ConfigDict, platform: str, context: int) -> str | No
 
 
 def _why_not_cudnn(config: ConfigDict, platform: str, context: int) -> str | None:
-    """What every cuDNN from 9 on has: a masked kernel, backward too, for these dtypes and shapes."""
+    # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
     if platform != "gpu":
         return f"must run on NVIDIA GPUs, and the devices are {platform}"
     if config.dtype != "bfloat16":
@@ -133,21 +132,21 @@ def attend(
     implementation: Implementation = "dot_product",
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
-    """Causal attention within segments, with softmax in float32. Returns [M, L, H, h] in q's dtype.
+    """Returns causal attention within segments, [M, L, H, h] in q's dtype, with softmax in float32.
 
     Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
 
     Args:
       q_MxLxHxh: queries, rotated; likewise keys and values.
       segments_MxL: int32; a token sees the tokens before it of its own segment, and only those.
-      implementation: of `choose_implementation`.
-      constrain: where the arrays lie.
+      implementation: from `choose_implementation`.
+      constrain: places the arrays.
     """
     if implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain)
     mask = same_segment_mask(segments_MxL)
     if implementation == "cudnn":
-        # Repeated over the heads because the batching rule of JAX 0.10 takes no other mask under `jax.vmap`.
+        # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
     return jax.nn.dot_product_attention(
         q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True,
@@ -158,7 +157,7 @@ def attend(
 def attend_to_cache(
     q_BxTxHxh: jax.Array, k_BxKxLxh: jax.Array, v_BxKxLxh: jax.Array, positions_BxT: jax.Array
 ) -> jax.Array:
-    """Attention of each token to the slots up to its own; what `attend` computes. Returns [B, T, H, h] in q's dtype."""
+    """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype."""
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
     kv_heads, length = k_BxKxLxh.shape[1:3]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
@@ -185,30 +184,30 @@ class Attention(nnx.Module):
         self.implementation = choose_implementation(config, constrain)
 
     def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
-        """Return the attention output, [M, L, D], in x's dtype."""
+        """Returns the attention output, [M, L, D], in x's dtype."""
         q, k, v = self._queries_keys_values(x_MxLxD, rope)
         return self._joined(attend(q, k, v, segments_MxL, self.implementation, self.constrain))
 
     def with_cache(
         self, x_BxTxD: jax.Array, positions_BxT: jax.Array, rope: Rope, cache: Cache, layer: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Return the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
+        """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
 
-        The plain path, whatever the model was trained with.
+        It is the plain implementation, whatever the model was trained with.
 
         Args:
           x_BxTxD: the tokens.
           positions_BxT: int32, their places in their rows, which are their slots.
-          rope: of these positions, each [B, T, h/2].
-          cache: of all layers.
-          layer: which of them this is.
+          rope: tables of these positions, each [B, T, h/2].
+          cache: the cache of all layers.
+          layer: the index of this layer.
         """
         q, k, v = self._queries_keys_values(x_BxTxD, rope)
         cache = cache.write(layer, positions_BxT, k, v)
         return self._joined(attend_to_cache(q, *cache.of_layer(layer), positions_BxT)), cache
 
     def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """[M, L, H, h] and twice [M, L, K, h], queries and keys rotated."""
+        """Returns queries, keys and values: [M, L, H, h] and twice [M, L, K, h], the first two rotated."""
 
         def heads(weight: nnx.Param, name: str) -> jax.Array:
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
@@ -219,5 +218,5 @@ class Attention(nnx.Module):
         return q_MxLxHxh, k_MxLxKxh, heads(self.value, "kv_heads")
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
-        """The heads' outputs as one, [M, L, D]."""
+        """Returns the projection of the heads' outputs, [M, L, D]."""
         return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))

@@ -1,8 +1,8 @@
-"""The key-value cache: what the tokens that come later need of those that are there.
+"""The key-value cache: the keys and values of past tokens, for those that follow.
 
 Reference: Shazeer 2019, Fast Transformer Decoding (https://arxiv.org/abs/1911.02150), section 2.4, "incremental".
 
-Shapes: N layers, B rows, L slots of a row, T tokens that come in, K key and value heads, h head_dim.
+Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads, h head_dim.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Indexed as `cache.at[layer, rows, :, positions]`, but so that each device sees its own rows only: for the latter the
-# compiler sends all new keys and values to all devices.
+# As `cache.at[layer, rows, :, positions]`, but each device writes its own rows only. With the plain form the compiler
+# sends all new keys and values to all devices.
 _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
     update_window_dims=(2, 3),
     inserted_window_dims=(0, 3),
@@ -24,13 +24,13 @@ _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
 
 
 class Cache(NamedTuple):
-    """Keys, rotated, and values of every layer. A token at position i of its row lies in slot i.
+    """The rotated keys and the values of every layer. A token at position i of its row has slot i.
 
-    Heads come before slots, as the products read them: the other way round every token would transpose the cache (a
-    step of attention, 32 rows of 512 slots on a CPU: half the time).
+    Heads come before slots, in the order in which the products read them. The other order would transpose the cache for
+    every token (half the time of attention with 32 rows of 512 slots on a CPU).
 
-    A slot beyond a row's last token may hold anything: no token sees a slot after its own, and a token writes its own
-    slot before it looks.
+    Slots after a row's last token may hold anything: no token sees a slot after its own, and a token writes its slot
+    before it reads.
     """
 
     keys_NxBxKxLxh: jax.Array
@@ -38,22 +38,21 @@ class Cache(NamedTuple):
 
     @property
     def length(self) -> int:
-        """L: tokens that a row has room for."""
+        """The number of slots of a row, L."""
         return self.keys_NxBxKxLxh.shape[3]
 
     def with_room_for(self, length: int) -> Cache:
-        """Return the cache with more slots behind."""
+        """Returns the cache with slots added at the end."""
         more = [(0, 0), (0, 0), (0, 0), (0, length - self.length), (0, 0)]
         return Cache(jnp.pad(self.keys_NxBxKxLxh, more), jnp.pad(self.values_NxBxKxLxh, more))
 
     def write(
         self, layer: jax.Array | int, positions_BxT: jax.Array, k_BxTxKxh: jax.Array, v_BxTxKxh: jax.Array
     ) -> Cache:
-        """Return the cache with the keys and values of T neighbouring tokens of each row, in one layer.
+        """Returns the cache with the keys and values of T neighbouring tokens of each row in one layer.
 
-        As many tokens as there are slots are those of all slots.
+        L tokens fill all slots.
         """
-
         whole = positions_BxT.shape[1] == self.length
         slots_BxTx2 = jnp.stack([jnp.full_like(positions_BxT, layer), positions_BxT], axis=-1)
 
@@ -67,5 +66,5 @@ class Cache(NamedTuple):
         return Cache(written(self.keys_NxBxKxLxh, k_BxTxKxh), written(self.values_NxBxKxLxh, v_BxTxKxh))
 
     def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Return a layer's keys and values, [B, K, L, h]."""
+        """Returns a layer's keys and values, [B, K, L, h]."""
         return self.keys_NxBxKxLxh[layer], self.values_NxBxKxLxh[layer]

@@ -1,10 +1,9 @@
-"""The decoder: a causal transformer of today's standard form, in flax NNX.
+"""The decoder: a causal transformer in the standard form of LLaMA, in flax NNX.
 
 Pre-normalised residual blocks (RMSNorm), rotary grouped-query attention, a gated SiLU MLP, tied or untied
 embeddings: LLaMA (Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
 
-Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; where it is sampled from, B rows and T tokens that come
-in.
+Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B rows and T new tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class LayerRunner(Protocol):
 
     @property
     def constrain(self) -> Constrain:
-        """Places activations inside of the layers."""
+        """The constraint on activations inside of the layers."""
 
     def __call__(
         self,
@@ -48,7 +47,7 @@ class LayerRunner(Protocol):
         segments_MxL: jax.Array,
         /,
     ) -> jax.Array:
-        """Return x after all layers; `layers(x, segments, parameters)` runs as many as are stacked."""
+        """Returns x after all layers; `layers(x, segments, parameters)` runs as many as are stacked."""
 
 
 class RMSNorm(nnx.Module):
@@ -59,7 +58,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = config.normalization_layer_epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Return x normalised over D, in x's dtype."""
+        """Returns x normalised over D, in x's dtype."""
         x = x_MxLxD.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         return (x * inverse_rms * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x_MxLxD.dtype)
@@ -76,10 +75,10 @@ class GatedMLP(nnx.Module):
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Return the MLP's output, [M, L, D], in x's dtype."""
+        """Returns the MLP's output, [M, L, D], in x's dtype."""
         dtype = x_MxLxD.dtype
-        # One product in place of two: a tenth of the layers' time on a CPU. Stacked, not joined, so that a mesh
-        # splits F; cut by a split, whose gradient is one concatenation.
+        # One product in place of two saves a tenth of the layers' time on a CPU. They are stacked, not joined, so that
+        # a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
         gate_up_Dx2xF = jnp.stack([self.gate[...], self.up[...]], axis=1).astype(dtype)
         gate_up_MxLx2xF = jnp.einsum("mld,dgf->mlgf", x_MxLxD, gate_up_Dx2xF)
         gate_MxLx1xF, up_MxLx1xF = jnp.split(gate_up_MxLx2xF, 2, axis=2)
@@ -99,20 +98,20 @@ class DecoderLayer(nnx.Module):
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
-        """Return the residual stream after this layer, [M, L, D], in x's dtype."""
+        """Returns the residual stream after this layer, [M, L, D], in x's dtype."""
         return self._add(x_MxLxD, self.attention(self.attention_norm(x_MxLxD), segments_MxL, rope))
 
     def with_cache(
         self, x_BxTxD: jax.Array, positions_BxT: jax.Array, rope: Rope, cache: Cache, layer: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """Return the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
+        """Returns the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
         attended_BxTxD, cache = self.attention.with_cache(
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer
         )
         return self._add(x_BxTxD, attended_BxTxD), cache
 
     def _add(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
-        """The stream with the attention's output, then with the MLP's."""
+        """Returns the stream plus the attention's output, then plus the MLP's."""
         stream = ("batch", "length", "embed")
         x = self.constrain(x_MxLxD + attended_MxLxD, stream)
         return self.constrain(x + self.mlp(self.mlp_norm(x)), stream)
@@ -128,9 +127,8 @@ class Decoder(nnx.Module):
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
       rngs: the stream `params` seeds the values; the same seed gives the same values under any sharding.
-      constrain: called with an activation and its logical axes ("batch", "length", "embed", "heads",
-        "kv_heads", "head_dim", "mlp", "vocab"), returns it with a sharding. Under `jax.vmap` it sees the array
-        without the mapped axis. Its "embed" is that of activations, which the mesh does not split.
+      constrain: places activations by their logical axes: "batch", "length", "embed" (that of activations, which the
+        mesh does not split), "heads", "kv_heads", "head_dim", "mlp", "vocab".
       layer_runner: runs the layers in place of a plain loop over them; it sees to their rematerialisation.
     """
 
@@ -143,8 +141,8 @@ class Decoder(nnx.Module):
         layer_runner: LayerRunner | None = None,
     ):
         d, v = config.base_emb_dim, config.vocab_size
-        # Logits of a tied model start at a variance of about 1, so its loss near ln V and half a nat above at most;
-        # smaller tables start nearer and learn slower (after 100 updates of the default model 0.1 to 0.35 nats).
+        # The logits of a tied model start at a variance of about 1, so its loss starts at most half a nat above ln V.
+        # Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats after 100 updates of the default model).
         self.embedding = normal_parameter(config, rngs, (v, d), ("vocab", "embed"), d**-0.5)
 
         @nnx.split_rngs(splits=config.base_num_decoder_layers)
@@ -169,7 +167,7 @@ class Decoder(nnx.Module):
         self.layer_runner = layer_runner
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Return the stream after the final norm, [M, L, D] in `dtype`.
+        """Returns the stream after the final norm, [M, L, D] in `dtype`.
 
         Args:
           tokens_MxL: int32 in [0, V).
@@ -192,7 +190,7 @@ class Decoder(nnx.Module):
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, stacked))
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:
-        """Return a cache in the compute dtype with room for `length` tokens in each of B rows."""
+        """Returns a cache in the compute dtype with room for `length` tokens in each of B rows."""
         num_layers, _, kv_heads, head_dim = self.layers.attention.key.shape
         zeros = jnp.zeros((num_layers, num_rows, kv_heads, length, head_dim), self.dtype)
         zeros = self.constrain(zeros, (None, "batch", "kv_heads", None, "head_dim"))
@@ -201,14 +199,14 @@ class Decoder(nnx.Module):
     def hidden_with_cache(
         self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """Return `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
+        """Returns `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
 
         A token sees those before it in its row, which is one document from its start. The layers run in a
         plain loop.
 
         Args:
           tokens_BxT: int32 in [0, V).
-          positions_BxT: int32 in [0, L): their places in their rows, one after the other.
+          positions_BxT: int32 in [0, L): their neighbouring places in their rows.
           cache: holds the tokens before them.
         """
         x_BxTxD = self._embedded(tokens_BxT)
@@ -234,12 +232,12 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BxTxD), cache
 
     def _embedded(self, tokens_MxL: jax.Array) -> jax.Array:
-        # Whole in D for the lookup: rows are then placed by the batch, not by what the parameter is split over.
+        # Whole in D for the lookup, so that the batch places the rows, and not the split of the parameter.
         table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
         return self.constrain(table_VxD[tokens_MxL], ("batch", "length", "embed"))
 
     def output_projection(self) -> jax.Array:
-        """Return the matrix from the stream to the logits, [D, V], in `weight_dtype`."""
+        """Returns the matrix from the stream to the logits, [D, V], in `weight_dtype`."""
         if hasattr(self, "output"):
             return self.output[...]
         return self.embedding[...].T
@@ -248,7 +246,7 @@ class Decoder(nnx.Module):
 def _run_layers(
     layer: Layer, scanned: bool, x_MxLxD: jax.Array, segments_MxL: jax.Array, stacked: nnx.State
 ) -> jax.Array:
-    """Return x after as many layers as are stacked: in a loop, or one by one."""
+    """Returns x after all stacked layers, which run in a loop or one by one."""
     if scanned and jax.tree.leaves(stacked)[0].shape[0] > 1:
         return jax.lax.scan(lambda x, one: (layer(x, segments_MxL, one), None), x_MxLxD, stacked)[0]
     for parameters in _unstack(stacked):
@@ -257,7 +255,7 @@ def _run_layers(
 
 
 def _unstack(stacked: nnx.State) -> list[nnx.State]:
-    """Return each layer's parameters; by one split per array, whose gradient is one concatenation."""
+    """Returns the parameters of each layer, by one split per array, whose gradient is one concatenation."""
     arrays, treedef = jax.tree.flatten(stacked)
     num_layers = arrays[0].shape[0]
     split = [[part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)] for array in arrays]
@@ -265,10 +263,10 @@ def _unstack(stacked: nnx.State) -> list[nnx.State]:
 
 
 def model_flops_per_token(config: ConfigDict) -> int:
-    """Return the floating-point operations of training per token, forward and backward.
+    """Returns the floating-point operations of training per token, forward and backward, without recomputation.
 
-    6 per parameter that multiplies (2 forward, 4 backward; the embedding lookup multiplies nothing) and
-    6 * N * L * H * h for attention, causal, so half of the full square's 12. Recomputation does not count.
+    They are 6 per parameter that multiplies (2 forward, 4 backward; the embedding lookup multiplies nothing), and
+    6 * N * L * H * h for attention, half of the full square's 12, because it is causal.
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
     """

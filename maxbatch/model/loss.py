@@ -1,8 +1,8 @@
-"""The loss: the last projection fused with the cross-entropy, its gradient made in the forward pass.
+"""The loss: the last projection fused with the cross-entropy, and its gradient computed in the forward pass.
 
-Logits are the largest array of a small model. Made, turned at once into the gradients of their input and weight
-and dropped, they are computed once and never kept for the backward pass; where they would be large, only one
-piece of the length exists at a time.
+Logits are the largest array of a small model. Here they are turned at once into the gradients of their input and
+weight, so they are computed once and never kept for the backward pass. If they are large, only one piece of the length
+exists at a time.
 
 Shapes: M micro-batch, L length, D model, V vocabulary; S batch shards, C pieces of the length, T tokens of one
 piece of one shard (M / S * L / C).
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from maxbatch.model.decoder import Decoder
 from maxbatch.parallel.sharding import Constrain, unconstrained
 
-# Logits of one shard that are made at once, in float32: 512 MiB, but 16 MiB on a CPU, where fresh pages cost more
-# than short products (a step of 21M parameters, 512 tokens a shard: 0.86 of the time). For a v5e, with 4,096 tokens
-# of a 7B model a shard, half as many would save 0.26 of 1.6 GB and pass over w's gradient twice.
+# Most float32 logits of one shard at a time: 512 MiB, but 16 MiB on a CPU, where fresh pages cost more than short
+# products (0.86 of the time of a step with 21M parameters and 512 tokens a shard). On a v5e, with 4,096 tokens of a 7B
+# model a shard, half as many would save 0.26 of 1.6 GB and pass over w's gradient twice.
 MAX_LOGITS = {"tpu": 2**27, "gpu": 2**27, "cpu": 2**22}
 
 
@@ -34,7 +34,7 @@ def token_losses(
     max_logits: int | None = None,
     constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of cross-entropies of softmax(x @ w), and the sum of the weights.
+    """Returns the weighted sum of cross-entropies of softmax(x @ w), and the sum of the weights.
 
     Products take x's dtype and accumulate in float32; softmax statistics, losses and sums are float32.
     Differentiable once, in x, w and weights; an evaluation that asks for no gradient computes none.
@@ -74,9 +74,9 @@ def loss_sums(
     *,
     batch_shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
+    """Returns the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
 
-    `weights_MxL[:, t]` belongs to token t as it is predicted from those before it, so `weights_MxL[:, 0]` is 0.
+    `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0.
 
     Args:
       decoder: the model.
@@ -109,9 +109,9 @@ def token_logprobs(
     *,
     batch_shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the log-probability of each token given those before it, and the entropy of what it was drawn from.
+    """Returns the log-probability of each token given those before it, and the entropy of its distribution.
 
-    Logits exist for one piece of the length at a time, and again in the backward pass. Softmax is float32.
+    Logits exist for one piece of the length at a time and are recomputed in the backward pass. Softmax is float32.
 
     Args:
       decoder: the model.
@@ -120,7 +120,7 @@ def token_logprobs(
       batch_shards: see `token_losses`.
 
     Returns:
-      (logprobs_MxL, entropies_MxL), float32, in nats; at the first token of a row both are 0.
+      (logprobs_MxL, entropies_MxL), float32, in nats; 0 at the first token of a row.
     """
     x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
@@ -151,7 +151,7 @@ def token_logprobs(
 
 
 def _num_pieces(length: int, logits_per_position: int, max_logits: int) -> int:
-    """Return the smallest divisor of the length that keeps a piece's logits within the limit, or the length."""
+    """Returns the smallest divisor of the length that keeps a piece's logits within the limit, or the length."""
     fits = (
         c for c in range(1, length) if length % c == 0 and length // c * logits_per_position <= max_logits
     )
@@ -159,7 +159,7 @@ def _num_pieces(length: int, logits_per_position: int, max_logits: int) -> int:
 
 
 def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
-    """Reshape [M, L, ...] to [C, S, T, ...]."""
+    """Reshapes [M, L, ...] to [C, S, T, ...]."""
     rows, length, *rest = array_MxL.shape
     cut = array_MxL.reshape(shards, rows // shards, pieces, length // pieces, *rest)
     return jnp.moveaxis(cut, 2, 0).reshape(pieces, shards, -1, *rest)
@@ -168,7 +168,7 @@ def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
 def _cross_entropy(
     x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the losses [T], exp(logits - max) [T, V] and its sums over V [T, 1], in float32."""
+    """Returns the losses [T], exp(logits - max) [T, V] and its sums over V [T, 1], in float32."""
     logits_TxV = jnp.einsum("td,dv->tv", x_TxD, w_DxV, preferred_element_type=jnp.float32)
     peak_Tx1 = jnp.max(logits_TxV, axis=1, keepdims=True)
     exp_TxV = jnp.exp(logits_TxV - peak_Tx1)
@@ -180,10 +180,10 @@ def _cross_entropy(
 def _losses_and_gradients(
     x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the losses [T], and the weighted sum's gradients in x [T, D] and, in float32, in w [D, V]."""
+    """Returns the losses [T], and the weighted sum's gradients in x [T, D] and, in float32, in w [D, V]."""
     losses_T, exp_TxV, exp_sum_Tx1 = _cross_entropy(x_TxD, w_DxV, targets_T)
-    # In the logits the gradient is weight * (exp / sum - 1 at the target) = scale * (exp - sum at the target). The
-    # scale goes on the small factors of the two products, which spares the large one a pass.
+    # The gradient of the logits is weight * (exp / sum - 1 at the target) = scale * (exp - sum at the target). The
+    # scale multiplies the small factors of the two products, which saves a pass over the large one.
     scale_Tx1 = weights_T[:, None] / exp_sum_Tx1
     is_target_TxV = jax.lax.broadcasted_iota(jnp.int32, exp_TxV.shape, 1) == targets_T[:, None]
     unscaled_TxV = (exp_TxV - jnp.where(is_target_TxV, exp_sum_Tx1, 0.0)).astype(x_TxD.dtype)
@@ -201,7 +201,7 @@ def _loss_sum(
     weights_CxSxT: jax.Array,
     constrain: Constrain,
 ) -> jax.Array:
-    # Gathered once, before the loop over the pieces, not in each turn.
+    # Gathered once, before the loop over the pieces.
     w_DxV = constrain(w_DxV, ("embed", "vocab"))
     losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T)[0])
     _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(*piece)), None, (x_CxSxTxD, targets_CxSxT))

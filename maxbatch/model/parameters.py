@@ -1,4 +1,4 @@
-"""How parameters are born: their names for the mesh, their dtype and their first values."""
+"""The creation of parameters: their logical axes, dtype and first values."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 from ml_collections import ConfigDict
 
-# Standard deviation of a unit normal cut off at two; dividing by it restores the one that is asked for.
+# Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 def normal_parameter(
     config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], stddev: float
 ) -> nnx.Param:
-    """A parameter in `weight_dtype` from a normal of that standard deviation, truncated at two of them.
+    """Returns a parameter in `weight_dtype`, from a normal truncated at two standard deviations.
 
-    Drawn in float32 whatever the dtype, so that one seed means one model.
+    Values are drawn in float32 for every dtype, so that one seed gives one model.
     """
     unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     value = (unit * (stddev / _TRUNCATED_STDDEV)).astype(config.weight_dtype)
@@ -28,7 +28,7 @@ def normal_parameter(
 def matrix(
     config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, fan_in: int
 ) -> nnx.Param:
-    """A weight whose product keeps the variance of its input: standard deviation 1 / sqrt(fan_in).
+    """Returns a weight whose product keeps the variance of its input: standard deviation 1 / sqrt(fan_in).
 
     Reference: LeCun et al. 1998, Efficient BackProp, section 4.6.
     """
@@ -38,9 +38,9 @@ def matrix(
 def residual_matrix(
     config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, fan_in: int
 ) -> nnx.Param:
-    """A weight that writes to the residual stream: smaller by the root of how many do, two a layer.
+    """Returns a weight that adds to the residual stream, divided by the root of their number, two per layer.
 
-    So the stream's variance does not grow with depth. Reference: Radford et al. 2019 (GPT-2), section 2.3.
+    So the variance of the stream does not grow with depth. Reference: Radford et al. 2019 (GPT-2), section 2.3.
     """
     writers = 2 * config.base_num_decoder_layers
     return normal_parameter(config, rngs, shape, logical_axes, 1 / math.sqrt(fan_in * writers))

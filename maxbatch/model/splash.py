@@ -1,14 +1,14 @@
-"""Attention on a TPU: JAX's Pallas splash kernels, which never make the square of scores.
+"""Attention on a TPU: JAX's Pallas splash kernels, which never hold the square of scores.
 
-The step of a 7B model for a v5e:4x4 (2 rows of 2,048 tokens per device, full remat) takes 7.2 GB of temporaries with
-them and 10.1 GB with the plain path, as the TPU compiler says.
+By the TPU compiler, the step of a 7B model on a v5e:4x4 (2 rows of 2,048 tokens per device, full remat) takes 7.2 GB of
+temporaries with them and 10.1 GB with the plain implementation.
 
 Shapes: M micro-batch, L length, H query heads, K key and value heads, h head_dim.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ _LARGEST_BLOCK = 512  # queries by keys: scores of 1 MiB in float32, a small par
 
 
 def block_size(length: int) -> int:
-    """Return the largest multiple of 128 up to 512 that divides a length, itself a multiple of 128."""
+    """Returns the largest multiple of 128 up to 512 that divides a length, itself a multiple of 128."""
     return next(block for block in range(_LARGEST_BLOCK, 0, -LANES) if length % block == 0)
 
 
@@ -35,22 +35,21 @@ def splash_attend(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention within segments. Returns [M, L, H, h] in q's dtype.
+    """Returns causal attention within segments, [M, L, H, h] in q's dtype.
 
-    Every device runs the kernel on its own rows, heads and queries, since the compiler cannot cut it. Where the
-    context axis splits the length, keys and values are gathered over it; where it splits the query heads and cannot
+    Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split it. If the context
+    axis splits the length, keys and values are gathered over it. If the tensor axis splits the query heads and cannot
     split the key heads, these are repeated.
 
     Args:
-      q_MxLxHxh: queries, at their positions; query head i reads key head i // (H / K).
+      q_MxLxHxh: queries, rotated; query head i reads key head i // (H / K).
       k_MxLxKxh: keys.
       v_MxLxKxh: values.
       segments_MxL: int32; a token sees the tokens before it of its own segment.
-      constrain: with a mesh; splits L into multiples of 128.
+      constrain: with a mesh, whose context axis splits L into multiples of 128.
       interpret: run the kernel on a CPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     mesh = constrain.mesh
     assert mesh is not None, "the kernel is placed by hand"
@@ -59,34 +58,15 @@ def splash_attend(
     if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
         repeats = heads // k_MxLxKxh.shape[2]
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
-    query_shards, head_shards = _size(mesh, context), _size(mesh, tensor)
-    block_q, block_kv = block_size(length // query_shards), block_size(length)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((length, length), shard_count=query_shards)] * heads),
-        head_shards=head_shards,
-        q_seq_shards=query_shards,
-        block_sizes=kernels.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
-            block_q_dkv=block_q, block_kv_dkv=block_kv,
-        ),
-        interpret=interpret,
-    )  # fmt: skip
+    kernel = _kernel(length, heads, _size(mesh, context), _size(mesh, tensor), interpret)
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
 
-    def attend_here(
-        kernel: kernels.SplashAttentionKernel,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        q_segments: jax.Array,
-        kv_segments: jax.Array,
-    ) -> jax.Array:
-        # Scaled in float32: rounding the scale itself to bfloat16 would shift every score alike.
+    def attend_here(kernel: Any, q: Any, k: Any, v: Any, q_segments: Any, kv_segments: Any) -> jax.Array:
+        # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
         q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
-        segments = kernels.SegmentIds(q_segments, kv_segments)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
-        attended = cast(jax.Array, jax.vmap(kernel)(q, k, v, segments))  # without its residuals
-        return attended.transpose(0, 2, 1, 3)
+        segments = kernels.SegmentIds(q_segments, kv_segments)
+        return jax.vmap(kernel)(q, k, v, segments).transpose(0, 2, 1, 3)
 
     q_spec, kv_spec = P(batch, context, tensor, None), P(batch, None, tensor, None)
     everywhere = jax.shard_map(
@@ -97,6 +77,24 @@ def splash_attend(
         check_vma=False,  # kernels do not say over which axes their results vary
     )
     return everywhere(kernel, q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL)
+
+
+def _kernel(length: int, heads: int, query_shards: int, head_shards: int, interpret: bool) -> Any:
+    """Returns the causal kernel of all heads, to be split over the shards."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    block_q, block_kv = block_size(length // query_shards), block_size(length)
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((length, length), shard_count=query_shards)] * heads),
+        head_shards=head_shards,
+        q_seq_shards=query_shards,
+        block_sizes=kernels.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
+            block_q_dkv=block_q, block_kv_dkv=block_kv,
+        ),
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def _size(mesh: Mesh, axis: str | None) -> int:

@@ -1,1 +1,1 @@
-"""Where arrays live: the mesh, the rules that place arrays on it, the pipeline over its stages, the hosts."""
+"""The devices of a run: their mesh, the sharding of arrays, the pipeline over stages, the hosts."""

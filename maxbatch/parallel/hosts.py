@@ -1,8 +1,8 @@
-"""The hosts of a run: processes that hold one mesh together, usually one per machine.
+"""The hosts of a run: processes that share one mesh, usually one per machine.
 
-What they tell each other here (facts, failures) is small and goes through the key-value store of JAX's
-coordination service, not through the devices: no program runs, nothing compiles, and no timeout of a collective
-applies while a host tokenises its data.
+Their messages here (facts, failures) are small. They go through the key-value store of JAX's coordination service and
+not through the devices: no program runs, nothing compiles, and no timeout of a collective applies while a host
+tokenises its data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maxbatch.system.errors import ConfigError
 
 T = TypeVar("T")
 
-HEARTBEAT_TIMEOUT_S = 30  # after which a silent host is taken for dead
+HEARTBEAT_TIMEOUT_S = 30  # a host that is silent for longer counts as dead
 _FAILURE_KEY = "maxbatch/failure"
 _POLL_S = 0.5
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
@@ -32,13 +32,13 @@ _sequence = count()
 
 
 def join() -> None:
-    """Joins the other hosts of the run, where there are any; must come before any device is touched.
+    """Joins the other hosts of the run, if there are any; must come before any device is touched.
 
-    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them; without these JAX looks for a
-    TPU pod, SLURM, Open MPI or Kubernetes. None of it: the run has this one process.
+    `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them. Without these, JAX looks for a TPU
+    pod, SLURM, Open MPI or Kubernetes. If none of these is present, the run has a single process.
 
     Raises:
-      ConfigError: the three variables are incomplete or make no sense.
+      ConfigError: the three variables are incomplete, or one cannot be used.
     """
     if jax.distributed.is_initialized():
         return
@@ -57,7 +57,7 @@ def join() -> None:
                     f"{_ADDRESS}={given[_ADDRESS]}: needs {_COUNT} and {_INDEX} as well where no cluster is found "
                     f"({error}); works: {_COUNT}=1 {_INDEX}=0"
                 ) from error
-            # Nothing names other hosts, or a program has used its devices already: it is alone.
+            # Nothing names other hosts, or a program has used its devices already: there is one process.
             if not ("coordinator_address" in str(error) or "must be called before" in str(error)):
                 raise
 
@@ -86,14 +86,14 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def together(report: Callable[[BaseException], int]) -> Iterator[None]:
-    """Joins the hosts for the length of a run, which all of them end together.
+    """Joins the hosts for the length of a run, which they end together.
 
-    A host on which the run fails tells the others, which print its message and end as well, within seconds;
-    one that dies without a word is missed after `HEARTBEAT_TIMEOUT_S`.
+    If the run fails on one host, the others print its message and end as well, within seconds. A host that dies
+    silently is noticed after `HEARTBEAT_TIMEOUT_S`.
 
     Args:
-      report: prints what failed and returns the exit code; called where there are several hosts, since the usual
-        way out of the process would wait for hosts that wait for this one.
+      report: prints what failed and returns the exit code. It is called if there are several hosts, because the usual
+        exit of the process would wait for hosts that wait for this one.
     """
     join()
     if jax.process_count() == 1:
@@ -104,9 +104,7 @@ def together(report: Callable[[BaseException], int]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(
-            error, jax.errors.JaxRuntimeError
-        ):  # perhaps only the echo of what happened on another host
+        if isinstance(error, jax.errors.JaxRuntimeError):  # perhaps a consequence of a failure elsewhere
             watch.wait_for_failure()
         code = report(error)
         _tell_failure(error, code)
@@ -115,12 +113,15 @@ def together(report: Callable[[BaseException], int]) -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """Whether this is the host that writes the run's files and speaks to its user."""
+    """Returns whether this is the host that writes the run's files and prints for its user."""
     return jax.process_index() == 0
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """What `make` returns on the first host, on all of them; JSON. Called by all hosts in the same order."""
+    """Returns on every host what `make` returns on the first one.
+
+    All hosts call it in the same order; the value is sent as JSON.
+    """
     if jax.process_count() == 1:
         return make()
     key = f"maxbatch/{next(_sequence)}"
@@ -132,7 +133,10 @@ def broadcast(make: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """The values of all hosts, by their index; JSON. Called by all hosts in the same order."""
+    """Returns the values of all hosts, by their index.
+
+    All hosts call it in the same order; the values are sent as JSON.
+    """
     if jax.process_count() == 1:
         return [value]
     key = f"maxbatch/{next(_sequence)}"
@@ -151,7 +155,7 @@ def _store() -> Any:
 
 
 def _keep_the_output_to_python() -> None:
-    """Gloo, which joins hosts without accelerators, greets every peer on standard output."""
+    """Keeps native code off standard output: gloo, which joins hosts without accelerators, prints every peer there."""
     sys.stdout.flush()
     own = os.dup(1)
     with open(os.devnull, "w") as nowhere:
@@ -162,14 +166,12 @@ def _keep_the_output_to_python() -> None:
 def _tell_failure(error: BaseException, code: int) -> None:
     message = " ".join(str(error).split())[:2000] or type(error).__name__
     failure = {"host": jax.process_index(), "message": message, "code": code}
-    with contextlib.suppress(
-        jax.errors.JaxRuntimeError
-    ):  # another host failed first, or the first one is gone
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
         _store().key_value_set(_FAILURE_KEY, json.dumps(failure))
 
 
 def _leave(code: int) -> None:
-    """Ends the process without the usual way out; the first host, which keeps the store, last."""
+    """Ends the process at once; the first host, which keeps the store, ends last."""
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
@@ -178,7 +180,7 @@ def _leave(code: int) -> None:
 
 
 class _Watch:
-    """A thread that ends this process where another host says that it failed."""
+    """A thread that ends this process when another host reports a failure."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
@@ -190,7 +192,7 @@ class _Watch:
         self._thread.join()
 
     def wait_for_failure(self) -> None:
-        """Gives another host the time to say that it failed, which ends this process."""
+        """Waits a moment for another host to report a failure, which ends this process."""
         self._thread.join(6 * _POLL_S)
 
     def _look(self) -> None:
@@ -198,7 +200,7 @@ class _Watch:
         while not self._closed.wait(_POLL_S):
             try:
                 failure = json.loads(store.key_value_try_get(_FAILURE_KEY))
-            except jax.errors.JaxRuntimeError:  # nobody failed
+            except jax.errors.JaxRuntimeError:  # no host failed
                 continue
             if failure["host"] != jax.process_index():
                 print(f"maxbatch: error: host {failure['host']}: {failure['message']}", file=sys.stderr)

@@ -21,7 +21,7 @@ def num_slices(devices: Sequence[jax.Device]) -> int:
 def must_take_turns(devices: Sequence[jax.Device]) -> bool:
     """Returns whether a program on these devices must end before the next one begins.
 
-    Of two in flight on CPU devices, each can hold the threads that the other's collectives wait for.
+    Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
     """
     return devices[0].platform == "cpu" and len(devices) > 1
 

@@ -1,14 +1,14 @@
-"""Pipeline parallelism: groups of layers on different devices, parts of a micro-batch that flow through them.
+"""Pipeline parallelism: groups of layers on different devices, and parts of a micro-batch that move through them.
 
-One program for all devices: the stages are an array dimension that the mesh axis `pipeline` splits. At every tick
-each stage runs its layers on the part it holds, then all parts move on by one stage (Huang et al. 2019, GPipe,
+All devices run one program, in which the stages are an array dimension that the mesh axis `pipeline` splits. At every
+tick each stage runs its layers on its part, then all parts move on by one stage (Huang et al. 2019, GPipe,
 https://arxiv.org/abs/1811.06965; as one SPMD program: Xu et al. 2021, GSPMD, https://arxiv.org/abs/2105.04663,
-section 3.3). With repeats every stage holds several groups of layers that are no neighbours, and a part goes round
-that often, which shortens the time that stages wait at the ends (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473, section 2.2).
+section 3.3). With repeats every stage holds several groups of layers that are not neighbours, and a part passes all
+stages as many times; stages then wait less at both ends (Narayanan et al. 2021, https://arxiv.org/abs/2104.04473,
+section 2.2).
 
-Shapes: B rows, M parts ("microbatches") of b rows, S stages, C = M / S, R repeats, N layers of a group, L length,
-D model. Part m's place in a stream of parts [S, C] is (m // C, m % C): stages hold equal shares of what waits.
+Shapes: B rows, M parts ("microbatches") of b rows, S stages, C = M / S, R repeats, N layers of a group, L length, D
+model. Part m's place in a stream of parts [S, C] is (m // C, m % C): the stages hold equal shares of the waiting parts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STREAM = ("stage", None, "batch", "length", "embed")
 
 
 def make_pipeline(config: ConfigDict, mesh: Mesh, batch_axes: tuple[str, ...]) -> Pipeline | None:
-    """The pipeline of a run; None where its mesh has one stage.
+    """Returns the pipeline of a run; None if its mesh has one stage.
 
     Args:
       config: `num_pipeline_microbatches`, `num_pipeline_repeats`, `remat_policy`.
@@ -59,21 +59,22 @@ def make_pipeline(config: ConfigDict, mesh: Mesh, batch_axes: tuple[str, ...]) -
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Runs the layers of a decoder in stages.
+    """A layer runner that runs the layers of a decoder in stages.
 
     A tick costs, per device, three permutes of a part's activation (two where M >= S x S): the part moves on, the
-    stream moves up, a result moves to its place. Of S x ticks stage runs, S x M x R are of use.
+    stream moves up, a result moves to its place. Of S x ticks stage runs, S x M x R are useful.
 
-    Every pass over a micro-batch fills and drains the pipeline. Where memory allows, g times the microbatches in a
-    micro-batch that is g times as large are the same update, and fill and drain once. Weights that the fsdp axis
-    splits are gathered at every tick; a data axis gathers none, and its gradients meet once per update.
+    Every pass over a micro-batch fills and drains the pipeline once. If memory allows, one micro-batch that is g times
+    as large, with g times the microbatches, is the same update as g micro-batches and fills and drains only once.
+    Weights that the fsdp axis splits are gathered at every tick. A data axis gathers none, and its gradients are
+    reduced once per update.
 
     Attributes:
       num_stages: S, the size of the mesh axis `pipeline`.
       num_repeats: R; group r x S + s is the r-th of stage s.
       num_microbatches: M, a multiple of S.
       batch_shards: devices that the rows of a part are split over; every part takes its rows from all of them.
-      remat_policy: what the forward pass of a stage leaves behind for its backward pass.
+      remat_policy: what the forward pass of a stage keeps for its backward pass.
       constrain: places activations inside of a stage.
     """
 
@@ -86,40 +87,40 @@ class Pipeline:
 
     @property
     def num_ticks(self) -> int:
-        """Turns of the loop in one pass: M x R of work for each stage, and S - 1 to fill and to drain."""
+        """The ticks of one pass: M x R of work for each stage, and S - 1 to fill and drain."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
     def __call__(
         self, layers: Layers, stacked: PyTree, x_BxLxD: jax.Array, segments_BxL: jax.Array
     ) -> jax.Array:
-        """Return x after all layers, [B, L, D].
+        """Returns x after all layers, [B, L, D].
 
         Args:
           layers: runs x through a stack of layers.
           stacked: parameters of all layers on a leading axis, in `stage_order`.
           x_BxLxD: the stream before the first layer; B is divisible by batch_shards x M.
-          segments_BxL: int32, the documents; they travel with their rows.
+          segments_BxL: int32, the documents; they move with their rows.
         """
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
         weights_SxRxN = jax.tree.map(lambda w: w.reshape(S, self.num_repeats, -1, *w.shape[1:]), stacked)
         stream = self.constrain(self._to_parts(x_BxLxD), _STREAM)
-        # Whole on every stage: they are small, and each stage looks its own up.
+        # Whole on every stage: they are small, and each stage looks up its own.
         segments_MxbxL = self._to_parts(segments_BxL).reshape(M, -1, segments_BxL.shape[-1])
         segments_MxbxL = self.constrain(segments_MxbxL, (None, "batch", "length"))
         run_stages = self._stages(layers)
         stage_S = jnp.arange(S)
-        # Each column of the stream moves up by one whenever its head is taken; how often that has happened until
-        # part m comes out of the last stage is the same for all m, so results have one way home.
+        # A column of the stream moves up by one whenever its head is taken. When part m leaves the last stage, this has
+        # happened equally often for every m, so all results take the same way home.
         home = S - 1 - (S - 1) // columns
         is_first, is_home = (self._per_stage(stage_S == s) for s in (0, home))
 
         def tick(carried: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[Any, None]:
             stream_SxCxbxLxD, moved_SxbxLxD = carried
             head_SxbxLxD = _column(stream_SxCxbxLxD, t % columns)
-            # What the first stage takes while the others drain is of no use to anybody, and must stay finite.
-            head_of_use = _choose(self._per_stage(t < M * self.num_repeats), head_SxbxLxD)
-            x_SxbxLxD = self._place(_choose(is_first, head_of_use, moved_SxbxLxD))
+            # While the other stages drain, the first one works on zeros: unused, but they must stay finite.
+            useful_head = _choose(self._per_stage(t < M * self.num_repeats), head_SxbxLxD)
+            x_SxbxLxD = self._place(_choose(is_first, useful_head, moved_SxbxLxD))
             part_S = self.constrain((t - stage_S) % M, ("stage",))
             segments_SxbxL = self.constrain(segments_MxbxL[part_S], ("stage", "batch", "length"))
             repeat_S = jnp.clip((t - stage_S) // M, 0, self.num_repeats - 1)
@@ -136,7 +137,7 @@ class Pipeline:
         return self._to_rows(stream)
 
     def _stages(self, layers: Layers) -> Callable[..., jax.Array]:
-        """All stages at once, each on its own part with the weights of its own repeat."""
+        """Returns a function that runs all stages at once, each on its part with the weights of its repeat."""
 
         def stage(
             weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array
@@ -151,28 +152,28 @@ class Pipeline:
 
         stages = jax.vmap(stage, spmd_axis_name="pipeline")
         policy = self._policy()
-        # Inside a loop nothing could be merged with the first run, so no barrier is needed against it.
+        # In a loop the compiler cannot merge the recomputation with the first run, so it needs no barrier.
         return stages if policy is None else jax.checkpoint(stages, policy=policy, prevent_cse=False)
 
     def _policy(self) -> Callable[..., bool] | None:
-        """What is kept of a stage's run. Never a copy of its weights, of which there would be one per tick."""
+        """Returns what a stage's run keeps: never a copy of its weights, because there would be one per tick."""
         if self.remat_policy == "full":
             return jax.checkpoint_policies.nothing_saveable
         if self.remat_policy == "minimal":
             return _products_with_weights
-        # Without repeats the weights are the same at all ticks, and JAX keeps them once.
+        # Without repeats the weights are the same at every tick, and JAX keeps one copy.
         return None if self.num_repeats == 1 else jax.checkpoint_policies.dots_saveable
 
     def stage_order(self, stacked: PyTree) -> PyTree:
-        """Return parameters stacked in layer order (split over the stages) in the order in which stages hold them.
+        """Returns parameters, stacked in layer order and split over the stages, in the order that stages hold them in.
 
-        Without repeats the two are one. With repeats every stage hands R - 1 of its R groups to others, one permute
-        for each, once per update; state and checkpoints know the layer order only.
+        Without repeats the orders are the same. With repeats every stage sends R - 1 of its R groups to others, by one
+        permute each, once per update. State and checkpoints are in layer order.
         """
         return self._exchanged(stacked, to_stages=True)
 
     def layer_order(self, stacked: PyTree) -> PyTree:
-        """The reverse of `stage_order`."""
+        """Returns the parameters of `stage_order` in layer order."""
         return self._exchanged(stacked, to_stages=False)
 
     def _exchanged(self, stacked: PyTree, to_stages: bool) -> PyTree:
@@ -201,13 +202,13 @@ class Pipeline:
         return jax.tree.map(exchange_all, stacked)
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:
-        """[B, ...] to [S, C, b, ...]; the rows of a device that part m takes are its m-th share of them."""
+        """Reshapes [B, ...] to [S, C, b, ...]; of the rows of each device, part m takes the m-th share."""
         S, rest = self.num_stages, rows_BxL.shape[1:]
         shares = rows_BxL.reshape(self.batch_shards, S, self.num_microbatches // S, -1, *rest)
         return jnp.moveaxis(shares, 0, 2).reshape(S, self.num_microbatches // S, -1, *rest)
 
     def _to_rows(self, stream_SxCxbxLxD: jax.Array) -> jax.Array:
-        """The stream after the last tick to [B, L, D]; its first columns have moved up once more than the others."""
+        """Reshapes the stream after the last tick to [B, L, D]; its first columns have moved up once more."""
         S, columns, _, *rest = stream_SxCxbxLxD.shape
         often, more = divmod(S - 1, columns)
         parts = jnp.concatenate([
@@ -234,7 +235,7 @@ def _with_column(stream_SxC: jax.Array, value_S: jax.Array, column: jax.Array) -
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _roll(x_S: jax.Array, by: int) -> jax.Array:
-    """Move every stage's part on by so many stages: one permute, backward too (JAX's own transpose makes two)."""
+    """Moves every stage's part on by some stages: one permute, backward too (JAX's own transpose makes two)."""
     return jnp.roll(x_S, by, axis=0)
 
 
@@ -243,12 +244,12 @@ _roll.defvjp(lambda x_S, by: (_roll(x_S, by), None), lambda by, _, cotangent_S: 
 
 @jax.checkpoint
 def _choose(flag: jax.Array, if_true: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
-    """`jnp.where`; zero where no other is given. A backward pass keeps the small flag, not one per element."""
+    """Returns `jnp.where`, by default with zero; the backward pass keeps the small flag, not one per element."""
     return jnp.where(flag, if_true, jnp.zeros_like(if_true) if otherwise is None else otherwise)
 
 
 def _products_with_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Keep products without a batch dimension other than the stages: `dots_with_no_batch_dims` of a single stage."""
+    """Keeps products whose only batch dimension is the stages: `dots_with_no_batch_dims` of a single stage."""
     if primitive is not jax.lax.dot_general_p:
         return False
     _, (batch_dims, _) = parameters["dimension_numbers"]
@@ -256,16 +257,16 @@ def _products_with_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _rounds(S: int, R: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, int]]]]:
-    """How S devices that hold R neighbouring groups each come to hold every S-th group: in R permutes.
+    """Returns the R permutes by which S devices exchange R neighbouring groups each for every S-th group.
 
-    Group g lies on device g // R and goes to device g % S as its (g // S)-th.
+    Group g starts on device g // R and goes to device g % S as its (g // S)-th.
 
     Returns:
-      For every round: the own group that each device sends, the place that each gives to what it receives, and who
-      sends to whom.
+      For every round: the group that each device sends, the place of the group that it receives, and the pairs of
+      sender and receiver.
     """
     device_S = np.arange(S)
-    # Devices that would send to the same one in a round, were they to send their groups in order, take turns.
+    # Devices that would send to the same device in a round, if all sent their groups in order, start at other groups.
     turn_S = device_S // (S // math.gcd(R, S))
     sent_RxS = (np.arange(R)[:, None] + turn_S) % R
     group_RxS = device_S * R + sent_RxS
