@@ -110,7 +110,7 @@ class Update:
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
         constrain = activation_constraint(mesh, row_axes)
-        _, params_shape = abstract_model(config)
+        _, params_shape = abstract_model(config, constrain, self._pipeline)  # refuses a stated attention here
         self._sums_layers = config.scan_layers and self._pipeline is None
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.data_shards = mesh.shape["data"]
