@@ -12,9 +12,13 @@ from maxbatch.system.errors import ConfigError
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from maxbatch.plan.batch import BatchPlan
+
+_MOST_PARTS = 1_000_000
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `maxbatch plan`."""
+    """Adds the flags of `maxbatch plan`."""
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
     parser.add_argument("--hosts", type=count, metavar="H", default=1, help="plan for H hosts (default 1)")
@@ -30,16 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a config; return the exit code."""
-    from maxbatch.config.rules import check_data_paths
+    """Prints the plan of a config; returns the exit code."""
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args)
-    check_data_paths(config)
     if args.words and config.batch_size is not None:
         raise ConfigError(
             f"--words: is for the batch of pre-training, and batch_size={config.batch_size} states one of prompts"
         )
+    _check_machine(args)
     plan = BatchPlan.from_config(
         config,
         args.devices or 1,
@@ -47,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         num_slices=args.slices,
         samples_per_epoch=args.samples_per_epoch or _cached_samples_per_epoch(config),
     )
+    whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
     for warning in plan.warnings:
@@ -56,9 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
         from maxbatch.plan.words import words_of
 
-        layout = {"layout": plan.layout()} if args.layout else {}
         words = {"words": [dataclasses.asdict(words) for words in words_of(plan)]} if args.words else {}
-        print(json.dumps({**plan.to_dict(), **layout, **words}, indent=2))
+        print(json.dumps({**plan.to_dict(), **whole_layout, **words}, indent=2))
         return 0
     from maxbatch.plan.view import plan_console, render_layout, render_plan, render_words
 
@@ -69,6 +72,32 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         render_words(plan, console)
     return 0
+
+
+def _check_machine(args: argparse.Namespace) -> None:
+    """Raises ConfigError, in the names of the flags, for devices that cannot be that many hosts or slices."""
+    from maxbatch.plan.divisors import largest_divisor
+    from maxbatch.plan.mesh_shape import MOST_DEVICES
+
+    devices = args.devices or 1
+    if devices > MOST_DEVICES:
+        raise ConfigError(
+            f"--devices {devices}: must be at most {MOST_DEVICES}; works: --devices {MOST_DEVICES}"
+        )
+    for flag, number in (("--hosts", args.hosts), ("--slices", args.slices)):
+        if devices % number:
+            works = f"{flag} {largest_divisor(devices, number)}"
+            raise ConfigError(f"{flag} {number}: must divide the {devices} devices; works: {works}")
+
+
+def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:
+    parts = plan.gradient_accumulation_steps * plan.batch_shards
+    if parts > _MOST_PARTS:
+        raise ConfigError(
+            f"--json: prints every part of an update with --layout, and there are {parts}; they must be at most "
+            f"{_MOST_PARTS}; works: --layout without --json, which draws the first and the last"
+        )
+    return plan.layout()
 
 
 def _cached_samples_per_epoch(config: ConfigDict) -> int | None:

@@ -13,22 +13,51 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import exact, plain_number
-from maxbatch.plan.mesh_shape import MeshShape, check_layers_fit
+from maxbatch.config.values import Number, exact, plain_number
+from maxbatch.plan.divisors import largest_divisor
+from maxbatch.plan.mesh_shape import MOST_DEVICES, MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.rampup import RampupBatchManager, Stage
+from maxbatch.plan.refusal import Refusal, accepted, in_words, stated
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.plan.stages import increments, nearest_multiple, stated_batches
+from maxbatch.plan.run_meshes import RunMeshes
+from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, stated_batches
 from maxbatch.system.errors import ConfigError
 
-Number = int | float | Fraction
+_EXPANSION = "expansion_factor_real_data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """The checkpoint that a run goes on from; by default none, and the run is new.
+
+    Attributes:
+      step: updates behind.
+      samples_seen: samples behind.
+      hosts: hosts of the run that wrote the checkpoint; None: unknown.
+      loading_hosts: those of them that read the data.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    hosts: int | None = None
+    loading_hosts: int | None = None
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What `RampupBatchManager.state_at` gave."""
+        return {"step": self.step, "samples_seen": self.samples_seen}
+
+
+NEW_RUN = Resume()
 
 
 def check_batch_keys(config: ConfigDict) -> None:
-    """Check what pre-training's batch keys say without knowing any device; `BatchPlan.from_config` checks the rest.
+    """Checks what can be checked of pre-training's batch keys without devices; `BatchPlan.from_config` checks the rest.
 
     Raises:
-      ConfigError: the expansion factor, the ramp or the schedule breaks its rule, or the batch is one of prompts.
+      ConfigError: the expansion factor, the ramp or the schedule breaks its rule, or `batch_size` states a batch of
+        prompts.
     """
     if config.batch_size is not None:
         raise ConfigError(
@@ -82,7 +111,7 @@ class BatchPlan:
     warnings: tuple[str, ...]
     rl: RLBatch | None
     manager: RampupBatchManager
-    mesh: MeshShape
+    meshes: RunMeshes
 
     @classmethod
     def from_config(
@@ -93,10 +122,9 @@ class BatchPlan:
         *,
         num_slices: int = 1,
         samples_per_epoch: int | None = None,
-        anchor: tuple[int, int] = (0, 0),
-        checkpoint_hosts: tuple[int, int] | None = None,
+        resume: Resume = NEW_RUN,
     ) -> BatchPlan:
-        """Plan the batch of a run.
+        """Plans the batch of a run.
 
         Args:
           config: the run's config.
@@ -104,78 +132,101 @@ class BatchPlan:
           num_hosts: H; divides N.
           num_slices: slices that the devices span.
           samples_per_epoch: samples in one pass over the training split, where it is known.
-          anchor: (step, samples_seen) of the checkpoint that the run resumes from.
-          checkpoint_hosts: (hosts, loading hosts) of the run that wrote that checkpoint; None: there is none.
+          resume: the checkpoint that the run goes on from.
 
         Raises:
-          ConfigError: a rule of the batch is broken; the message names a value that works.
+          ConfigError: a rule of the batch is broken; the message names values that keep it.
         """
-        _check_machine(num_devices, num_hosts, samples_per_epoch)
-        e = expansion_factor(config, num_hosts, checkpoint_hosts)
-        rl = None if config.batch_size is None else RLBatch.from_config(config, num_devices, num_slices)
-        trainers = rl.num_trainer_devices if rl else num_devices
-        mesh = MeshShape.from_config(config, trainers, num_slices)
-        check_layers_fit(config, mesh)
-        divisor = MicrobatchUnit.from_config(config, trainers, mesh)
-        manager = RampupBatchManager.from_config(
-            config,
-            num_devices,
-            num_slices=num_slices,
-            samples_per_epoch=samples_per_epoch,
-            anchor=anchor,
-        )
+
+        def plan(config: ConfigDict) -> BatchPlan:
+            meshes = RunMeshes.from_config(config, num_devices, num_slices)
+            return cls._on(config, meshes, num_hosts, samples_per_epoch, resume)
+
+        return accepted(config, plan)
+
+    @classmethod
+    def on_mesh(
+        cls,
+        config: ConfigDict,
+        shape: MeshShape,
+        num_hosts: int = 1,
+        *,
+        samples_per_epoch: int | None = None,
+        resume: Resume = NEW_RUN,
+    ) -> BatchPlan:
+        """Plans the batch of a run of pre-training on a mesh whose shape has been built; otherwise as `from_config`."""
+
+        def plan(tried: ConfigDict) -> BatchPlan:
+            mesh = shape
+            if tried is not config:  # what a refusal names may change the axes
+                mesh = MeshShape.from_config(tried, shape.num_devices, shape.num_slices)
+            return cls._on(
+                tried, RunMeshes(mesh, mesh, mesh.num_devices), num_hosts, samples_per_epoch, resume
+            )
+
+        return accepted(config, plan)
+
+    @classmethod
+    def _on(
+        cls,
+        config: ConfigDict,
+        meshes: RunMeshes,
+        num_hosts: int,
+        samples_per_epoch: int | None,
+        resume: Resume,
+    ) -> BatchPlan:
+        _check_hosts(meshes.num_devices, num_hosts, samples_per_epoch)
+        e = expansion_factor(config, num_hosts, resume)
+        meshes.check_model_fits(config)
+        unit = MicrobatchUnit.from_config(config, meshes.training)
+        rl = None if config.batch_size is None else RLBatch.from_config(config, meshes, unit)
+        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume.state)
         last = manager.stages[-1]
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        pass_rows = Fraction(micro) if rl else exact(config.per_device_batch_size) * num_devices
-        eval_batch = _eval_batch(config, trainers, divisor, pass_rows)
-        total = manager.total_samples
-        rows, updates = (rl.num_generations, rl.num_iterations) if rl else (1, 1)  # of a sample, of a batch
+        parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
+        eval_batch = _eval_batch(config, unit, None if rl is None else micro)
         return cls(
-            num_devices=num_devices,
+            num_devices=meshes.num_devices,
             num_hosts=num_hosts,
             per_device_batch_size=last.per_device_batch_size,
             gradient_accumulation_steps=last.gradient_accumulation_steps,
             expansion_factor_real_data=plain_number(e),
             micro_batch_size_to_train_on=micro,
             global_batch_size_to_train_on=batch,
-            per_replica_batch_size=plain_number(Fraction(batch, trainers)),
+            per_replica_batch_size=plain_number(Fraction(batch, unit.num_devices)),
             global_batch_size_to_load=int(batch * e) if e > 1 else batch,
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
-            batch_shards=mesh.batch_shards,
-            num_pipeline_stages=mesh.num_pipeline_stages,
-            num_pipeline_microbatches=divisor.num_pipeline_microbatches,
-            pipeline_microbatch_size=micro // divisor.num_pipeline_microbatches,
-            num_pipeline_repeats=config.num_pipeline_repeats,
-            pipeline_bubble=_bubble(
-                mesh.num_pipeline_stages, divisor.num_pipeline_microbatches, config.num_pipeline_repeats
-            ),
-            eval_per_device_batch_size=plain_number(Fraction(eval_batch, trainers)),
+            batch_shards=unit.batch_shards,
+            num_pipeline_stages=unit.num_pipeline_stages,
+            num_pipeline_microbatches=parts,
+            pipeline_microbatch_size=micro // parts,
+            num_pipeline_repeats=repeats,
+            pipeline_bubble=_bubble(unit.num_pipeline_stages, parts, repeats),
+            eval_per_device_batch_size=plain_number(Fraction(eval_batch, unit.num_devices)),
             eval_batch_size=eval_batch,
             max_target_length=config.max_target_length,
             tokens_per_step=batch * config.max_target_length,
-            total_steps=manager.total_steps,
-            total_samples=total,
-            total_tokens=None if total is None else total * rows * config.max_target_length,
-            samples_per_epoch=samples_per_epoch,
-            steps_per_epoch=None
-            if samples_per_epoch is None
-            else -(-samples_per_epoch // (batch // rows)) * updates,
-            epochs=_epochs(config, total, samples_per_epoch),
             rampup_end_step=last.first_step if len(manager.stages) > 1 else 0,
             rampup_end_sample=last.first_sample if len(manager.stages) > 1 else 0,
             warnings=(*_warnings(manager), *(rl.warnings if rl else ())),
             rl=rl,
             manager=manager,
-            mesh=mesh,
+            meshes=meshes,
+            **_lengths(config, manager, samples_per_epoch, rl.num_iterations if rl else 1),
         )
 
     @property
+    def mesh(self) -> MeshShape:
+        """The mesh shape of the devices that train."""
+        return self.meshes.training
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages of the run, one where there is no ramp."""
+        """The stages of the run; a single one without a ramp."""
         return self.manager.stages
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
+        """Returns what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
         plan = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_PRINTED}
         plan |= dataclasses.asdict(self.rl) if self.rl else {}
         plan["warnings"] = list(self.warnings)
@@ -190,7 +241,7 @@ class BatchPlan:
         return {name: _json(value) for name, value in plan.items()}
 
     def samples_of(self, stage: int, micro_batch: int, shard: int) -> tuple[int, int]:
-        """Return which samples of an update a batch shard holds in a micro-batch of a stage.
+        """Returns which samples of an update a batch shard holds in a micro-batch of a stage.
 
         Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part.
 
@@ -203,27 +254,24 @@ class BatchPlan:
         return first, first + rows
 
     def layout(self, stage: int = -1) -> list[list[tuple[int, int]]]:
-        """Return `samples_of` for each micro-batch and each batch shard of a stage."""
+        """Returns `samples_of` for each micro-batch and each batch shard of a stage."""
         steps = self.stages[stage].gradient_accumulation_steps
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_PRINTED = ("manager", "mesh", "warnings", "rl")
+_NOT_PRINTED = ("manager", "meshes", "warnings", "rl")
 
 
 def _json(value: Any) -> Any:
-    """Return a value as JSON writes it: whole numbers as int, others as float."""
+    """Returns a value as JSON writes it: whole numbers as int, others as float."""
     if isinstance(value, Fraction | float):
         return int(value) if value == int(value) else float(value)
     return value
 
 
-def _check_machine(num_devices: int, num_hosts: int, samples_per_epoch: int | None) -> None:
-    for name, value in (("num_devices", num_devices), ("num_hosts", num_hosts)):
-        if value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1; works: {name}=1")
-    if num_devices % num_hosts:
-        nearest = max(h for h in range(1, min(num_hosts, num_devices) + 1) if num_devices % h == 0)
+def _check_hosts(num_devices: int, num_hosts: int, samples_per_epoch: int | None) -> None:
+    if num_hosts < 1 or num_devices % num_hosts:
+        nearest = largest_divisor(num_devices, num_hosts) or 1
         raise ConfigError(
             f"num_hosts={num_hosts}: must divide the {num_devices} devices; works: num_hosts={nearest}"
         )
@@ -234,84 +282,97 @@ def _check_machine(num_devices: int, num_hosts: int, samples_per_epoch: int | No
 
 
 def _check_expansion(config: ConfigDict, num_hosts: int = 1) -> Fraction:
-    """Return e, or raise ConfigError where it has no meaning whatever the hosts."""
-    key, e = "expansion_factor_real_data", exact(config.expansion_factor_real_data)
+    """Returns e, or raises ConfigError where it has no meaning on any number of hosts."""
+    e = exact(config.expansion_factor_real_data)
     if e == -1 or (e >= 1 and e.denominator == 1) or (0 < e < 1 and e.numerator == 1):
         return e
+    works: int | Fraction = -1
     if e <= 0:
-        rule, works = "must be -1, a whole number from 1 on, or 1 / a whole number", "-1"
+        rule = "must be -1, a whole number from 1 on, or 1 / a whole number"
     elif e > 1:
-        rule, works = "above 1 it must be whole (one host in e loads)", str(_divisor_below(num_hosts, e))
+        rule, works = "above 1 it must be whole (one host in e loads)", largest_divisor(num_hosts, int(e))
     else:
-        rule, works = "below 1 it must be 1 / a whole number (hosts now / hosts then)", f"1/{round(1 / e)}"
-    raise ConfigError(f"{key}={plain_number(e)}: {rule}; works: {key}={works}")
+        rule = "below 1 it must be 1 / a whole number (hosts now / hosts then)"
+        works = Fraction(1, round(1 / e)) if 1 / e < MOST_DEVICES else -1
+    raise Refusal(f"{stated(config, _EXPANSION)}: {rule}", {_EXPANSION: works})
 
 
-def expansion_factor(
-    config: ConfigDict, num_hosts: int, checkpoint_hosts: tuple[int, int] | None = None
-) -> Fraction:
-    """Return e, checked against the hosts that are here and those that wrote the checkpoint.
+def expansion_factor(config: ConfigDict, num_hosts: int, resume: Resume = NEW_RUN) -> Fraction:
+    """Returns e, checked against the hosts that are here and those that wrote the checkpoint.
 
     Args:
       config: the run's config.
       num_hosts: H.
-      checkpoint_hosts: (hosts, loading hosts) of the run that wrote the newest checkpoint; None: there is none.
+      resume: the checkpoint that the run goes on from.
 
     Raises:
       ConfigError: e has no meaning, or none with these hosts; the message names one that has.
     """
-    key, e = "expansion_factor_real_data", _check_expansion(config, num_hosts)
+    e = _check_expansion(config, num_hosts)
     if e > 1 and num_hosts % e:
-        raise ConfigError(
-            f"{key}={e}: must divide the {num_hosts} hosts, of which one in {e} loads; "
-            f"works: {key}={_divisor_below(num_hosts, e)}"
+        raise Refusal(
+            f"{stated(config, _EXPANSION)}: must divide the {num_hosts} hosts, of which one in {in_words(e)} loads",
+            {_EXPANSION: largest_divisor(num_hosts, int(e))},
         )
-    if checkpoint_hosts is None or checkpoint_hosts[0] == num_hosts:
+    if resume.hosts is None or resume.hosts == num_hosts:
         return e
-    loading_then = checkpoint_hosts[1]
-    if 0 < e < 1 and num_hosts != e * loading_then:
-        share = Fraction(num_hosts, loading_then)
-        works = share if share.numerator == 1 and share < 1 else -1
-        raise ConfigError(
-            f"{key}={plain_number(e)}: must be hosts now / loading hosts of the checkpoint = {num_hosts}/"
-            f"{loading_then}; works: {key}={works}"
+    then = resume.loading_hosts or resume.hosts
+    if 0 < e < 1 and num_hosts != e * then:
+        share = Fraction(num_hosts, then)
+        raise Refusal(
+            f"{stated(config, _EXPANSION)}: must be hosts now / loading hosts of the checkpoint = {num_hosts}/{then}",
+            {_EXPANSION: share if share.numerator == 1 and share < 1 else -1},
         )
     return e
 
 
-def _divisor_below(number: int, most: Fraction) -> int:
-    return max(d for d in range(1, number + 1) if number % d == 0 and d <= most)
-
-
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:
-    """Return the share of its time that a stage waits: S - 1 of M x R + S - 1 ticks.
+    """Returns the share of its time that a stage waits: S - 1 of M x R + S - 1 ticks.
 
     Reference: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, as a share of all ticks.
     """
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
-def _eval_batch(config: ConfigDict, num_devices: int, divisor: MicrobatchUnit, pass_rows: Fraction) -> int:
-    """Return the samples of one eval pass: stated, or those of a pass of training cut down to what the devices hold
-    evenly."""
-    stated = config.eval_per_device_batch_size
-    if stated is None:
-        return max(1, math.floor(pass_rows / divisor.rows)) * divisor.rows
-    rows = exact(stated) * num_devices
-    if rows % divisor.rows:
+def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> int:
+    """Returns the samples of one eval pass.
+
+    They are those stated, or else as many as a pass of training holds evenly: a chunk of pairs, or p x N samples.
+    """
+    stated_rows = config.eval_per_device_batch_size
+    if stated_rows is None:
+        most = chunk or math.floor(exact(config.per_device_batch_size) * unit.num_devices)
+        return max(1, most // unit.rows) * unit.rows
+    rows = exact(stated_rows) * unit.num_devices
+    if rows % unit.rows:
         key = "eval_per_device_batch_size"
-        nearest = nearest_multiple(exact(stated), Fraction(divisor.rows, num_devices))
-        raise ConfigError(
-            f"{key}={plain_number(stated)}: x {num_devices} devices = {plain_number(rows)} samples "
-            f"must be divisible by {divisor}; works: {key}={plain_number(nearest)}"
+        raise Refusal(
+            f"{stated(config, key)}: x {unit.num_devices} devices = {in_words(rows)} samples must be divisible by "
+            f"{unit}",
+            {key: nearest_multiple(exact(stated_rows), unit.rows_per_device, MOST_ROWS)},
         )
     return int(rows)
 
 
-def _epochs(config: ConfigDict, total_samples: int | None, samples_per_epoch: int | None) -> float | None:
-    if total_samples is not None and samples_per_epoch is not None:
-        return total_samples / samples_per_epoch
-    return None if config.num_epochs is None else float(config.num_epochs)
+def _lengths(
+    config: ConfigDict, manager: RampupBatchManager, samples_per_epoch: int | None, updates_per_batch: int
+) -> dict[str, Any]:
+    """Returns the numbers of the whole run and of an epoch, as the plan's fields."""
+    total, rows = manager.total_samples, manager.rows_per_sample
+    epochs = None if config.num_epochs is None else float(config.num_epochs)
+    steps_per_epoch = None
+    if samples_per_epoch is not None:
+        batches = -(-samples_per_epoch // (manager.stages[-1].global_batch_size // rows))
+        steps_per_epoch = batches * updates_per_batch
+        epochs = epochs if total is None else total / samples_per_epoch
+    return {
+        "total_steps": manager.total_steps,
+        "total_samples": total,
+        "total_tokens": None if total is None else total * rows * config.max_target_length,
+        "samples_per_epoch": samples_per_epoch,
+        "steps_per_epoch": steps_per_epoch,
+        "epochs": epochs,
+    }
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:

@@ -8,11 +8,17 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.values import Value
+from maxbatch.plan.divisors import largest_divisor, nearest_divisor
+from maxbatch.plan.refusal import Refusal, stated
 from maxbatch.system.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp")
-# What an axis splits of the model, and so must divide.
+MOST_DEVICES = 2**31
+# The axis that takes the rest of the devices where another must give them up.
+_TAKES_REST = {"ici": "fsdp", "dcn": "data"}
+# The key of what an axis splits of the model. The axis must divide it.
 _SPLIT = {
     "tensor": "base_num_query_heads",
     "context": "max_target_length",
@@ -27,46 +33,50 @@ class MeshShape:
     Attributes:
       ici: devices per axis within a slice.
       dcn: the factor that each axis is longer over slices.
+      num_slices: slices that the devices span.
     """
 
     ici: Mapping[str, int]
     dcn: Mapping[str, int]
+    num_slices: int = 1
 
     @classmethod
     def from_config(cls, config: ConfigDict, num_devices: int, num_slices: int = 1) -> MeshShape:
-        """Resolve `ici_*_parallelism` and `dcn_*_parallelism`.
+        """Resolves `ici_*_parallelism` and `dcn_*_parallelism`.
 
         Args:
           config: the run's config.
           num_devices: N, over all slices.
           num_slices: slices that the devices span. With 1 the dcn sizes are further factors of the axes, so
-            that a mesh over slices can be planned and simulated where there are none.
+            that a mesh over slices can be planned and simulated on a machine without slices.
 
         Raises:
-          ConfigError: the sizes do not multiply out to the devices, or two axes of a network are -1.
+          ConfigError: the sizes do not multiply to the devices, or two axes of a network are -1.
         """
-        dcn_fixed = math.prod(max(1, config[_key("dcn", axis)]) for axis in AXES)
-        slices = num_slices if num_slices > 1 else dcn_fixed
-        if num_devices % slices and num_slices > 1:
-            nearest = max(s for s in range(1, num_slices + 1) if num_devices % s == 0)
-            raise ConfigError(
-                f"num_slices={num_slices}: must divide the {num_devices} devices; works: num_slices={nearest}"
-            )
-        if num_devices % slices:
-            key = max((_key("dcn", axis) for axis in AXES), key=lambda name: config[name])
-            works = " ".join(f"{_key('dcn', axis)}=1" for axis in AXES if config[_key("dcn", axis)] > 1)
-            raise ConfigError(
-                f"{key}={config[key]}: the dcn axes multiply to {slices}, which must divide the "
-                f"{num_devices} devices; works: {works}"
-            )
+        check_machine(num_devices, num_slices)
+        slices = num_slices
+        if num_slices == 1:
+            dcn_stated = {axis: max(1, config[_key("dcn", axis)]) for axis in AXES}
+            slices = math.prod(dcn_stated.values())
+            if num_devices % slices:
+                raise Refusal(
+                    f"{stated(config, _key('dcn', max(AXES, key=lambda axis: dcn_stated[axis])))}: the dcn axes "
+                    f"multiply to {slices}, which must divide the {num_devices} devices",
+                    _smaller("dcn", dcn_stated, num_devices),
+                )
         dcn = _resolve(config, "dcn", slices, "slices")
-        what = "devices" if slices == 1 else "devices of a slice"
-        return cls(_resolve(config, "ici", num_devices // slices, what), dcn)
+        name = "devices" if slices == 1 else "devices of a slice"
+        return cls(_resolve(config, "ici", num_devices // slices, name), dcn, num_slices)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis: ici x dcn."""
         return {axis: self.ici[axis] * self.dcn[axis] for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
 
     @property
     def batch_shards(self) -> int:
@@ -79,101 +89,114 @@ class MeshShape:
         return self.sizes["pipeline"]
 
 
+def check_machine(num_devices: int, num_slices: int) -> None:
+    """Raises ConfigError where there are no such devices, or they are not so many slices."""
+    if not 1 <= num_devices <= MOST_DEVICES:
+        nearest = max(1, min(num_devices, MOST_DEVICES))
+        raise ConfigError(
+            f"num_devices={num_devices}: must be from 1 to {MOST_DEVICES}; works: num_devices={nearest}"
+        )
+    if num_slices < 1 or num_devices % num_slices:
+        nearest = largest_divisor(num_devices, num_slices) or 1
+        raise ConfigError(
+            f"num_slices={num_slices}: must divide the {num_devices} devices; works: num_slices={nearest}"
+        )
+
+
 def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
-    """Return the parts that a pipeline cuts a micro-batch into: as stated, else one per stage."""
-    stated = config.num_pipeline_microbatches
-    return num_stages if stated == -1 else stated
+    """Returns the parts that a pipeline cuts a micro-batch into: as stated, else one per stage."""
+    parts: int = config.num_pipeline_microbatches
+    return num_stages if parts == -1 else parts
 
 
 def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
-    """Check that the axes tensor, context and pipeline divide what they split of the model.
+    """Checks that the axes tensor, context and pipeline divide what they split of the model.
 
     Raises:
-      ConfigError: one does not; the message names the nearest size that does.
+      ConfigError: one does not.
     """
-    for axis in ("tensor", "context"):
+    for axis in _SPLIT:
         _check_divides(config, shape, axis)
-    check_layers_fit(config, shape)
-
-
-def check_layers_fit(config: ConfigDict, shape: MeshShape) -> None:
-    """Check that stages, and what each repeats, divide the layers.
-
-    Raises:
-      ConfigError: they do not; the message names the nearest number that does.
-    """
-    _check_divides(config, shape, "pipeline")
-    layers, stages = config.base_num_decoder_layers, shape.num_pipeline_stages
-    repeats, most = config.num_pipeline_repeats, layers // stages if stages > 1 else 1
+    stages, repeats = shape.num_pipeline_stages, config.num_pipeline_repeats
+    layers = config.base_num_decoder_layers
+    most = layers // stages if stages > 1 else 1
     if most % repeats:
-        nearest = min((r for r in range(1, most + 1) if most % r == 0), key=lambda r: abs(r - repeats))
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
             rule = f"{stages} stages x {repeats} repeats must divide base_num_decoder_layers={layers}"
-        raise ConfigError(f"num_pipeline_repeats={repeats}: {rule}; works: num_pipeline_repeats={nearest}")
+        raise Refusal(
+            f"num_pipeline_repeats={repeats}: {rule}",
+            {"num_pipeline_repeats": nearest_divisor(most, repeats)},
+        )
 
 
 def _check_divides(config: ConfigDict, shape: MeshShape, axis: str) -> None:
-    """Check that an axis divides what it splits, or raise with the largest part of it that does."""
+    """Raises Refusal where an axis does not divide what it splits."""
     name = _SPLIT[axis]
-    room = config[name]
+    room, works, faults = config[name], dict[str, Value](), list[str]()
     if room % shape.sizes[axis] == 0:
         return
-    stated, works = "", []
-    for net, sizes, takes_rest in (("dcn", shape.dcn, "data"), ("ici", shape.ici, "fsdp")):
-        fits = max(d for d in range(1, sizes[axis] + 1) if sizes[axis] % d == 0 and room % d == 0)
+    for net, sizes in (("dcn", shape.dcn), ("ici", shape.ici)):
+        fits = math.gcd(sizes[axis], room)
         room //= fits
         if fits != sizes[axis]:
-            key = _key(net, axis)
-            stated = stated or f"{key}={config[key]}"
-            works.append(f"{key}={fits}")
+            faults.append(stated(config, _key(net, axis)))
+            works[_key(net, axis)] = fits
             if all(config[_key(net, other)] != -1 for other in AXES if other != axis):
-                works.append(f"{_key(net, takes_rest)}=-1")
-    raise ConfigError(
-        f"{stated}: the {axis} axis of {shape.sizes[axis]} must divide {name}={config[name]}; "
-        f"works: {' '.join(works)}"
-    )
+                works[_key(net, _TAKES_REST[net])] = -1
+    rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
+    raise Refusal(f"{faults[0]}: {rule}", works)
 
 
 def _key(net: str, axis: str) -> str:
     return f"{net}_{axis}_parallelism"
 
 
-def _resolve(config: ConfigDict, net: str, total: int, what: str) -> dict[str, int]:
-    sizes = {axis: config[_key(net, axis)] for axis in AXES}
+def _resolve(config: ConfigDict, net: str, total: int, name: str) -> dict[str, int]:
+    """Returns the size of each axis of a network ("ici" or "dcn") that has `total` devices or slices."""
+    sizes: dict[str, int] = {axis: config[_key(net, axis)] for axis in AXES}
     rest = [axis for axis in AXES if sizes[axis] == -1]
     if len(rest) > 1:
-        first, *others = rest
-        works = " ".join(f"{_key(net, axis)}=1" for axis in others)
-        raise ConfigError(f"{_key(net, first)}=-1: only one {net} axis may be -1; works: {works}")
+        raise Refusal(
+            f"{_key(net, rest[0])}=-1: only one {net} axis may be -1",
+            {_key(net, axis): 1 for axis in rest[1:]},
+        )
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if rest and total % fixed == 0:
         sizes[rest[0]] = total // fixed
     elif rest or fixed != total:
-        raise _misfit(config, sizes, net, total, what)
+        raise _misfit(config, sizes, net, f"the {net} axes must multiply to the {total} {name}", total)
     return sizes
 
 
-def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, total: int, what: str) -> ConfigError:
-    """Return the error for sizes that do not multiply to total, with the least change that does and splits the model
-    evenly."""
+def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
+    """Returns the refusal of sizes that do not multiply to total: it changes one axis where one is enough."""
 
-    def splits(axis: str, size: int) -> bool:
-        return axis not in _SPLIT or config[_SPLIT[axis]] % size == 0
+    def refusal(axis: str, works: Mapping[str, Value]) -> Refusal:
+        return Refusal(f"{stated(config, _key(net, axis))}: {rule}", works)
 
-    rule = f"the {net} axes must multiply to the {total} {what}"
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
-    by_size = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
-    for axis in by_size if sizes[by_size[0]] > 1 else (rest or "fsdp",):
-        others = math.prod(sizes[a] for a in AXES if a not in (axis, rest))
-        if total % others == 0:
-            limit = total // others
-            candidates = range(1, min(limit, 2 * abs(sizes[axis])) + 1) if rest else (limit,)
-            fitting = [d for d in candidates if limit % d == 0 and splits(axis, d)]
-            if not fitting:
-                continue
-            nearest = min(fitting, key=lambda d: abs(d - sizes[axis]))
-            return ConfigError(f"{_key(net, axis)}={sizes[axis]}: {rule}; works: {_key(net, axis)}={nearest}")
-    works = " ".join(f"{_key(net, a)}=1" for a in AXES if sizes[a] > 1 and a != "fsdp")
-    works = f"{works} {_key(net, 'fsdp')}={-1 if rest in (None, 'fsdp') else 1}".strip()
-    return ConfigError(f"{_key(net, by_size[0])}={sizes[by_size[0]]}: {rule}; works: {works}")
+    *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
+    for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
+        limit, remainder = divmod(total, math.prod(sizes[a] for a in AXES if a not in (axis, rest)))
+        if remainder:
+            continue
+        if rest is None:
+            return refusal(axis, {_key(net, axis): -1})
+        of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
+        nearest = nearest_divisor(math.gcd(limit, of_model), sizes[axis])
+        return refusal(axis, {_key(net, axis): nearest})
+    takes_rest = rest or _TAKES_REST[net]
+    works = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
+    return refusal(by_size[0], works if rest else {**works, _key(net, takes_rest): -1})
+
+
+def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
+    """Returns the sizes that change where each becomes a divisor of what the ones before leave of total."""
+    works: dict[str, Value] = {}
+    for axis, size in sizes.items():
+        fits = math.gcd(size, total)
+        total //= fits
+        if fits != size:
+            works[_key(net, axis)] = fits
+    return works

@@ -12,14 +12,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import exact, plain_number
-from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.config.values import exact
+from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.system.errors import ConfigError
+from maxbatch.plan.refusal import Refusal, stated
+from maxbatch.plan.run_meshes import RunMeshes
+from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,152 +52,133 @@ class RLBatch:
     num_sampler_devices: int
 
     @classmethod
-    def from_config(cls, config: ConfigDict, num_devices: int = 1, num_slices: int = 1) -> RLBatch:
-        """Take the batch from the config.
+    def from_config(cls, config: ConfigDict, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch:
+        """Takes the batch from the config.
 
         Args:
           config: the run's config, with a `batch_size`.
-          num_devices: N, those that train and those that sample.
-          num_slices: slices that the devices span.
+          meshes: the shapes of the devices that train and of those that sample.
+          unit: that of the devices that train.
 
         Raises:
-          ConfigError: devices that cannot be shared out, a chunk that cuts a group, does not divide the batch, or that
-            the devices cannot split; the message names the nearest that works.
+          ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
         """
         _check_other_keys(config)
-        trainers, samplers = shared_out(config, num_devices)
-        mesh = MeshShape.from_config(config, trainers, num_slices)
-        divisor = MicrobatchUnit.from_config(config, trainers, mesh)
-        rollout_shards = MeshShape.from_config(config, samplers, num_slices).batch_shards
-        batch_shards = divisor.rows
+        _check_pairs(config)
+        shards_of = {
+            "train_micro_batch_size": unit.rows,
+            "rollout_micro_batch_size": meshes.sampling.batch_shards,
+        }
+        train, rollout = _chunks(config, shards_of)
         batch, group = config.batch_size, config.num_generations
-        pairs = batch * group
-        micro = config.micro_batch_size
-        in_prompts = {"train_micro_batch_size": batch_shards, "rollout_micro_batch_size": rollout_shards}
-        if micro == -1:
-            prompts = batch
-            _check_whole_batch(config, in_prompts)
-        else:
-            needed = math.lcm(group, *(shards for name, shards in in_prompts.items() if config[name] == -1))
-            _check(
-                "micro_batch_size", micro, pairs, needed,
-                f"a multiple of num_generations={group} (groups stay whole)"
-                + (f" and divisible by {needed // group} x {group}" if needed != group else "")
-                + f" that divides the effective batch of {batch} prompts x {group} = {pairs} pairs",
-            )  # fmt: skip
-            prompts = micro // group
-        chunks = {}
-        for name, shards in in_prompts.items():
-            stated = config[name]
-            if stated != -1:
-                needed = shards // math.gcd(shards, group)
-                _check(
-                    name, stated, batch, needed,
-                    f"a number of prompts that divides batch_size={batch}"
-                    + (f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""),
-                )  # fmt: skip
-            chunks[name] = prompts if stated == -1 else stated
-        train = chunks["train_micro_batch_size"]
         return cls(
             batch_size=batch,
             num_generations=group,
-            effective_batch_size=pairs,
+            effective_batch_size=batch * group,
             micro_batch_size=train * group,
             num_micro_batches=batch // train,
+            train_micro_batch_size=train,
+            rollout_micro_batch_size=rollout,
             num_iterations=config.num_iterations,
-            num_trainer_devices=trainers,
-            num_sampler_devices=samplers,
-            **chunks,
+            num_trainer_devices=meshes.training.num_devices,
+            num_sampler_devices=meshes.sampling.num_devices,
         )
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is allowed and hardly meant."""
+        """Warnings of values that are allowed but hardly meant."""
         if self.num_generations > 1:
             return ()
         return (
-            "num_generations=1: a response without others to compare with has the advantage 0, so nothing is learned",
+            "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned",
         )
-
-
-def shared_out(config: ConfigDict, num_devices: int) -> tuple[int, int]:
-    """Return how many devices train and how many sample: all do both, or the two fractions each have their own.
-
-    Raises:
-      ConfigError: the fractions do not give whole numbers of devices, or together more than there are.
-    """
-    shares = {name: exact(config[name]) for name in ("trainer_devices_fraction", "sampler_devices_fraction")}
-    if all(share == 1 for share in shares.values()):
-        return num_devices, num_devices
-    counts = []
-    for name, share in shares.items():
-        count = share * num_devices
-        if count.denominator != 1 or not 0 < count < num_devices:
-            works = (
-                1 if num_devices == 1 else Fraction(min(max(round(count), 1), num_devices - 1), num_devices)
-            )
-            both = " (for both fractions: they share the device)" if num_devices == 1 else ""
-            raise ConfigError(
-                f"{name}={plain_number(share)}: x {num_devices} devices = {plain_number(count)} must be a whole number "
-                f"that leaves devices to the others; works: {name}={works}{both}"
-            )
-        counts.append(int(count))
-    trainers, samplers = counts
-    if trainers + samplers > num_devices:
-        name = "sampler_devices_fraction"
-        raise ConfigError(
-            f"{name}={plain_number(shares[name])}: with trainer_devices_fraction="
-            f"{plain_number(shares['trainer_devices_fraction'])} must be at most 1 together, or both be 1; "
-            f"works: {name}={Fraction(num_devices - trainers, num_devices)}"
-        )
-    return trainers, samplers
 
 
 def _check_other_keys(config: ConfigDict) -> None:
-    """What states a length or a batch in the samples of pre-training says nothing here."""
-    for name in ("train_tokens", "reference_batch_size"):
+    """Raises Refusal for keys whose values mean nothing beside a batch of prompts."""
+    length = config.max_target_length
+    in_samples = {"train_tokens": None, "train_samples": -(-(config.train_tokens or 0) // length)}
+    for name, works in (
+        ("train_tokens", in_samples),
+        ("reference_batch_size", {"reference_batch_size": None}),
+    ):
         if config[name] is not None:
-            raise ConfigError(
-                f"{name}={config[name]}: must not be stated beside batch_size, since a sample is a prompt; "
-                f"works: {name}=null"
+            raise Refusal(
+                f"{stated(config, name)}: must not be stated beside batch_size, since a sample is a prompt",
+                works,
             )
-    if config.steps is not None and config.steps % config.num_iterations:
-        works = max(1, round(config.steps / config.num_iterations)) * config.num_iterations
-        raise ConfigError(
-            f"steps={config.steps}: must be a multiple of num_iterations={config.num_iterations}, the updates per "
-            f"batch; works: steps={works}"
+    updates = config.num_iterations
+    if config.steps is not None and config.steps % updates:
+        raise Refusal(
+            f"{stated(config, 'steps')}: must be a multiple of num_iterations={updates}, the updates per batch",
+            {"steps": nearest_multiple(config.steps, updates)},
         )
-    room = config.max_target_length - config.max_prefill_predict_length
-    if room < 1:
-        raise ConfigError(
-            f"max_prefill_predict_length={config.max_prefill_predict_length}: must be less than max_target_length="
-            f"{config.max_target_length}, which holds prompt and response; "
-            f"works: max_target_length={2 * config.max_prefill_predict_length}"
+    prompt = config.max_prefill_predict_length
+    if prompt >= length:
+        raise Refusal(
+            f"{stated(config, 'max_prefill_predict_length')}: must be less than max_target_length={length}, which "
+            "holds prompt and response",
+            {"max_target_length": 2 * prompt}
+            if prompt < 2**31
+            else {"max_prefill_predict_length": length // 2},
         )
     if exact(config.expansion_factor_real_data) not in (1, -1):
-        raise ConfigError(
-            f"expansion_factor_real_data={config.expansion_factor_real_data}: must be -1 beside batch_size, since "
-            "every host reads the prompts; works: expansion_factor_real_data=-1"
+        raise Refusal(
+            f"{stated(config, 'expansion_factor_real_data')}: must be -1 beside batch_size, since every host reads "
+            "the prompts",
+            {"expansion_factor_real_data": -1},
         )
 
 
-def _check_whole_batch(config: ConfigDict, shards_of: Mapping[str, int]) -> None:
-    """Without chunks all pairs go at once, and the devices must split them evenly."""
-    group = config.num_generations
-    for name, shards in shards_of.items():
-        if config[name] == -1 and config.batch_size * group % shards:
-            step = shards // math.gcd(shards, group)
-            works = max(1, round(config.batch_size / step)) * step
-            raise ConfigError(
-                f"batch_size={config.batch_size}: x num_generations={group} = {config.batch_size * group} pairs must "
-                f"be divisible by {shards} batch shards; works: batch_size={works}"
+def _check_pairs(config: ConfigDict) -> None:
+    """Raises Refusal for more pairs than any machine trains on."""
+    batch, group = config.batch_size, config.num_generations
+    if batch * group > MOST_SAMPLES:
+        raise Refusal(
+            f"{stated(config, 'batch_size', 'num_generations')}: {batch} x {group} pairs must be at most "
+            f"{MOST_SAMPLES}",
+            {"batch_size": min(batch, 32), "num_generations": min(group, 8)},
+        )
+
+
+def _chunks(config: ConfigDict, shards_of: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the prompts per chunk of training and of generation.
+
+    Args:
+      config: the run's config.
+      shards_of: the parts that the devices split a chunk's pairs into, by the key that states its prompts.
+    """
+    batch, group, pairs_per_chunk = config.batch_size, config.num_generations, config.micro_batch_size
+    pairs, prompts = batch * group, batch
+    units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts
+    most = MOST_SAMPLES // group
+    other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()), most)}
+
+    def check(name: str, rule: str, whole: int, unit: int) -> None:
+        if config[name] % unit or whole % config[name]:
+            nearest = nearest_divisor(whole, config[name], unit)
+            raise Refusal(
+                f"{stated(config, name)}: must be {rule}", {name: nearest} if nearest else other_batch
             )
 
-
-def _check(name: str, value: int, whole: int, unit: int, rule: str) -> None:
-    """Raise ConfigError unless value is a multiple of unit that divides whole."""
-    if value % unit == 0 and whole % value == 0:
-        return
-    fitting = [d for d in range(1, whole + 1) if whole % d == 0 and d % unit == 0]
-    works = f"; works: {name}={min(fitting, key=lambda d: abs(d - value))}" if fitting else ""
-    raise ConfigError(f"{name}={value}: must be {rule}{works}")
+    unstated = [name for name in shards_of if config[name] == -1]
+    if pairs_per_chunk != -1:
+        unit = math.lcm(*(units[name] for name in unstated))
+        split = f" and divisible by {unit} x {group}" if unit > 1 else ""
+        rule = (
+            f"a multiple of num_generations={group} (groups stay whole){split} that divides the effective batch of "
+            f"{batch} prompts x {group} = {pairs} pairs"
+        )
+        check("micro_batch_size", rule, pairs, unit * group)
+        prompts = pairs_per_chunk // group
+    for name, shards in shards_of.items():
+        if name not in unstated:
+            split = f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""
+            check(name, f"a number of prompts that divides batch_size={batch}{split}", batch, units[name])
+        elif batch % units[name]:
+            raise Refusal(
+                f"{stated(config, 'batch_size')}: x num_generations={group} = {pairs} pairs must be divisible by "
+                f"{shards} batch shards",
+                other_batch,
+            )
+    return tuple(prompts if name in unstated else config[name] for name in shards_of)

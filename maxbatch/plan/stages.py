@@ -1,4 +1,4 @@
-"""What a config states about the batch, as stages: from a threshold on, so many samples per update.
+"""The stages of the batch as a config states them: from a threshold on, so many samples per update.
 
 A constant batch is one stage, a ramp is n + 1 of them, a schedule as many as it lists. All numbers are exact.
 N devices, p rows per device, g accumulation steps, M micro-batch, B global batch = M x g.
@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import exact, plain_number, shown
-from maxbatch.system.errors import ConfigError
+from maxbatch.config.values import Value, exact, shown
+from maxbatch.plan.divisors import divisors
+from maxbatch.plan.refusal import Refusal, in_words, stated
 
 MOST_STAGES = 10_000
-MOST_SAMPLES = 2**40  # per update; far beyond any machine, and small enough to be factored at once
-ANYWHERE = Fraction(1)  # rows per device that devices of any number and mesh hold, a pipeline's parts aside
+MOST_ROWS = 2**31  # per device
+MOST_SAMPLES = 2**40  # per update; far beyond any machine
+_LARGEST = 2**63 - 1
+_MOST_TEXT = 80  # characters of a schedule in a message
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+
+Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and global batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,75 +39,71 @@ class StatedStage:
     micro_batch: Fraction | None
 
 
-def stated_stages(config: ConfigDict, num_devices: int, unit: Fraction = ANYWHERE) -> list[StatedStage]:
-    """Return the stages that the config states.
+def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
+    """Returns the stages that the config states.
 
     Args:
       config: the run's config.
       num_devices: N.
-      unit: what p must be a multiple of on these devices, as the ramp is that is named in place of one that breaks
-        its rule.
 
     Raises:
-      ConfigError: a ramp or a schedule that breaks its rule, or two statements that disagree.
+      ConfigError: a ramp or a schedule breaks its rule, or two statements disagree.
     """
-    p, g = exact(config.per_device_batch_size), config.gradient_accumulation_steps
+    g = config.gradient_accumulation_steps
     if config.enable_rampup_batch_size:
-        n = increments(config, unit)
+        n = increments(config)
         _, a, c = ramp_numbers(config)
         apart = Fraction(config.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
         return [StatedStage(i * apart, m * (g or 1), m) for i, m in enumerate(micro)]
-    micro_batch = p * num_devices
+    micro_batch = exact(config.per_device_batch_size) * num_devices
     batches = stated_batches(config)
     if batches is None:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
-    if g is None:
-        return [StatedStage(threshold, Fraction(batch), None) for threshold, batch in batches]
-    whole = micro_batch * g
-    if any(batch != whole for _, batch in batches):
+    if g is not None and any(batch != micro_batch * g for _, batch in batches):
         key = "global_batch_size" if config.batch_size_schedule is None else "batch_size_schedule"
-        raise ConfigError(
+        raise Refusal(
             f"gradient_accumulation_steps={g}: per_device_batch_size x {num_devices} devices x {g} = "
-            f"{plain_number(whole)} must agree with {key}={shown(str(config[key]))}, stated beside it; "
-            "works: gradient_accumulation_steps=null"
+            f"{in_words(micro_batch * g)} must agree with {stated(config, key)}, stated beside it",
+            {"gradient_accumulation_steps": None},
         )
-    return [StatedStage(threshold, Fraction(batch), micro_batch) for threshold, batch in batches]
+    return [
+        StatedStage(threshold, Fraction(batch), None if g is None else micro_batch)
+        for threshold, batch in batches
+    ]
 
 
-def increments(config: ConfigDict, unit: Fraction = ANYWHERE) -> int:
-    """Return n = (p - a) / c, the increments of the ramp; ConfigError where that is no whole number >= 1 (`unit`: see
-    `stated_stages`)."""
+def increments(config: ConfigDict) -> int:
+    """Returns n = (p - a) / c, the increments of the ramp; raises ConfigError unless it is a whole number >= 1."""
     p, a, c = ramp_numbers(config)
-    key = "per_device_batch_size_increment"
-    if c == 0:
-        raise ConfigError(f"{key}=0: must not be 0; works: {_nearest_ramp(p, a, c, unit)}")
-    n = (p - a) / c
-    if n.denominator == 1 and 1 <= n <= MOST_STAGES:
+    n = (p - a) / c if c else None
+    if n is not None and n.denominator == 1 and 1 <= n <= MOST_STAGES:
         return int(n)
-    raise ConfigError(
-        f"{key}={plain_number(c)}: increments from per_device_batch_size_start={plain_number(a)} to "
-        f"per_device_batch_size={plain_number(p)} must be a whole number from 1 to {MOST_STAGES}, not "
-        f"{shown(str(plain_number(n)))}; works: {_nearest_ramp(p, a, c, unit)}"
-    )
+    names = ("per_device_batch_size_increment", "per_device_batch_size_start", "per_device_batch_size")
+    increment, start, target = (stated(config, name) for name in names)
+    rule = "must not be 0"
+    if n is not None:
+        rule = f"increments from {start} to {target} must be a whole number from 1 to {MOST_STAGES}, not {in_words(n)}"
+    raise Refusal(f"{increment}: {rule}", nearest_ramp(config))
 
 
-def stated_batches(config: ConfigDict) -> list[tuple[Fraction, int]] | None:
-    """Return (threshold in samples, global batch) where `global_batch_size` or a schedule states them."""
+def stated_batches(config: ConfigDict) -> Batches | None:
+    """Returns the batches that `global_batch_size` or `batch_size_schedule` states; None: neither is stated."""
     constant, schedule = config.global_batch_size, config.batch_size_schedule
     if schedule is None:
         return None if constant is None else [(Fraction(0), constant)]
     batches = parse_schedule(schedule, config.max_target_length)
     if constant is not None and any(batch != constant for _, batch in batches):
-        raise ConfigError(
-            f"global_batch_size={constant}: must agree with batch_size_schedule={shown(schedule)}, stated "
-            "beside it; works: global_batch_size=null"
+        raise Refusal(
+            f"{stated(config, 'global_batch_size')}: must agree with {stated(config, 'batch_size_schedule')}, "
+            "stated beside it",
+            {"global_batch_size": None},
         )
     return batches
 
 
-def parse_schedule(text: str, length: int) -> list[tuple[Fraction, int]]:
-    """Read "0:256 100000:512 250Bt:1536" as (threshold in samples, global batch) pairs.
+def parse_schedule(text: str, length: int) -> Batches:
+    """Reads "0:256 100000:512 250Bt:1536".
 
     Args:
       text: pairs separated by blanks or commas. A threshold counts samples, or tokens with the suffix t; the
@@ -109,62 +111,82 @@ def parse_schedule(text: str, length: int) -> list[tuple[Fraction, int]]:
       length: tokens per sample.
 
     Raises:
-      ConfigError: a pair that cannot be read, a first threshold that is not 0, thresholds that do not rise.
+      ConfigError: a pair cannot be read, the first threshold is not 0, or thresholds do not rise.
     """
+
+    def refusal(rule: str, works: str) -> Refusal:
+        return Refusal(f"batch_size_schedule={shown(text)}: {rule}", {"batch_size_schedule": works})
+
     words = text.replace(",", " ").split()
+    if not 1 <= len(words) <= MOST_STAGES:
+        raise refusal(f"must be 1 to {MOST_STAGES} pairs SAMPLES:BATCH", "0:256 100K:512")
     batches: list[tuple[Fraction, int]] = []
     for word in words:
         left, _, right = word.partition(":")
         threshold, batch = _amount(left, length), _amount(right, None)
         if threshold is None or batch is None or batch.denominator != 1 or not 1 <= batch <= MOST_SAMPLES:
-            raise _schedule_fault(text, f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
-        if not batches and threshold != 0:
-            raise _schedule_fault(text, "must start at 0 samples", " ".join([f"0:{batch}", *words[1:]]))
-        if batches and threshold <= batches[-1][0]:
-            rule = f"thresholds must rise, {shown(word)} does not"
-            raise _schedule_fault(text, rule, " ".join(words[: len(batches)]))
+            raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
-    if not batches or len(batches) > MOST_STAGES:
-        raise _schedule_fault(text, f"must be 1 to {MOST_STAGES} pairs SAMPLES:BATCH", "0:256 100K:512")
+    thresholds = [threshold for threshold, _ in batches]
+    by_threshold = sorted(dict(batches).items())
+    rising = schedule_text([(Fraction(0), by_threshold[0][1]), *by_threshold[1:]], length)
+    if thresholds[0] != 0:
+        raise refusal("must start at 0 samples", rising)
+    for i in range(1, len(words)):
+        if thresholds[i] <= thresholds[i - 1]:
+            raise refusal(f"thresholds must rise, {shown(words[i])} does not", rising)
     return batches
 
 
-def nearest_multiple(value: int | Fraction, unit: int | Fraction) -> Fraction:
-    """Return the multiple of unit, at least one unit, that lies nearest to value."""
-    return max(1, round(Fraction(value) / unit)) * Fraction(unit)
+def schedule_text(batches: Batches, length: int) -> str:
+    """Returns a schedule as it is stated, in whole samples or tokens: its first stages where it is a long one."""
+    exactly: dict[Fraction, str] = {}
+    for threshold, batch in batches:
+        if threshold.denominator == 1:
+            exactly[threshold] = f"{threshold}:{batch}"
+        else:
+            tokens = math.ceil(threshold * length)
+            exactly[Fraction(tokens, length)] = f"{tokens}t:{batch}"
+    text = ""
+    for pair in exactly.values():
+        if len(text) + len(pair) >= _MOST_TEXT:
+            break
+        text = f"{text} {pair}".lstrip()
+    return text
+
+
+def nearest_multiple(
+    value: int | Fraction, unit: int | Fraction, most: int | Fraction = _LARGEST
+) -> Fraction:
+    """Returns the multiple of unit nearest to value, from one unit to the last one that is not above `most`."""
+    return max(1, min(round(Fraction(value) / unit), math.floor(most / Fraction(unit)))) * Fraction(unit)
 
 
 def ramp_numbers(config: ConfigDict) -> tuple[Fraction, Fraction, Fraction]:
-    """Return p, a and c of a ramp, exactly."""
+    """Returns p, a and c of a ramp, exactly."""
     p, a = exact(config.per_device_batch_size), exact(config.per_device_batch_size_start)
     return p, a, exact(config.per_device_batch_size_increment)
 
 
-def ramp_text(start: Fraction, step: Fraction, n: int) -> str:
-    """Return the overrides that state a ramp of n increments."""
-    return (
-        f"per_device_batch_size_start={plain_number(start)} "
-        f"per_device_batch_size_increment={plain_number(step)} "
-        f"per_device_batch_size={plain_number(start + n * step)}"
-    )
-
-
-def _nearest_ramp(p: Fraction, a: Fraction, c: Fraction, unit: Fraction) -> str:
-    """Return the overrides of a ramp near this one, of whole increments and multiples of a unit."""
-    start = nearest_multiple(a, unit)
-    way = -1 if p < start else 1
-    far = abs(p - start) or start
-    step = nearest_multiple(abs(c) or far, unit)
-    n = max(1, round(far / step)) if p != start else 1
-    if n > MOST_STAGES:
-        n, step = 1, nearest_multiple(far, unit)
-    if way < 0 and n * step >= start:
-        n = math.ceil(start / step) - 1
-    return ramp_text(start, way * step, n) if n else ramp_text(start, step, 1)
+def nearest_ramp(config: ConfigDict, unit: Fraction = Fraction(1)) -> dict[str, Value]:
+    """Returns the keys of a ramp near the stated one, in whole increments, all rows per device multiples of unit."""
+    p, a, c = ramp_numbers(config)
+    start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
+    if start == target:
+        step = nearest_multiple(abs(c), unit, MOST_ROWS)
+        target = start + step if start + step <= MOST_ROWS else start - unit
+    units, wanted = abs(target - start) / unit, abs(c) / unit
+    fitting = [d for d in divisors(int(units)) if units / d <= MOST_STAGES]
+    step = unit * min(fitting, key=lambda d: abs(d - wanted))
+    return {
+        "per_device_batch_size_start": start,
+        "per_device_batch_size_increment": step if target > start else -step,
+        "per_device_batch_size": target,
+    }
 
 
 def _amount(text: str, length: int | None) -> Fraction | None:
-    """Return a count of samples, or of tokens (suffix t) where a length is given; None: not a count."""
+    """Returns a count of samples, or of tokens (suffix t) where a length is given; None: not a count."""
     per_sample = 1
     if length is not None and text.endswith("t"):
         text, per_sample = text[:-1], length
@@ -172,8 +194,5 @@ def _amount(text: str, length: int | None) -> Fraction | None:
     digits = text[: len(text) - len(unit)].replace("_", "")
     if not (digits.isascii() and digits.replace(".", "", 1).isdecimal()) or len(digits) > 30:
         return None
-    return Fraction(digits) * _UNITS[unit] / per_sample
-
-
-def _schedule_fault(text: str, rule: str, works: str) -> ConfigError:
-    return ConfigError(f'batch_size_schedule={shown(text)}: {rule}; works: batch_size_schedule="{works}"')
+    amount = Fraction(digits) * _UNITS[unit]
+    return amount / per_sample if amount <= _LARGEST else None

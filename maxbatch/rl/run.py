@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.parallel.mesh import must_take_turns, num_slices
-from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.evaluation import PolicyEvaluator
 from maxbatch.rl.learner import Learner
@@ -83,7 +83,7 @@ class PolicyRun:
             num_devices=len(devices),
             num_slices=num_slices(devices),
             samples_per_epoch=self.prompts.num_prompts,
-            anchor=(position.step, position.samples_seen),
+            resume=Resume(position.step, position.samples_seen),
         )
 
     @property

@@ -14,12 +14,11 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.parallel.hosts import broadcast, gather, is_first
-from maxbatch.parallel.mesh import num_slices
-from maxbatch.plan.batch import BatchPlan, expansion_factor
+from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity
-from maxbatch.training.compile.ladder import Background, StepLadder, compile_here
+from maxbatch.training.compile.ladder import Background, StepExecutables, compile_here
 from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
@@ -57,7 +56,7 @@ class Run:
         self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
     ) -> None:
         self.config, self.devices = config, devices
-        mesh_shape = checked_mesh_shape(config, devices)
+        self._mesh_shape = checked_mesh_shape(config, devices)
         expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), expansion)
         self.stream: Stream | None = open_stream(config) if self._loads else None
@@ -77,7 +76,7 @@ class Run:
         self._stand_at(newest.position if newest else Position(), newest)
         for message in self.plan.warnings:
             warn(message)
-        self._programs = Programs(config, devices, mesh_shape, expansion)
+        self._programs = Programs(config, devices, self._mesh_shape, expansion)
         self.mesh, self.placement = self._programs.mesh, self._programs.placement
         self._abstract = self._programs.abstract
         self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
@@ -111,14 +110,13 @@ class Run:
 
     def _stand_at(self, position: Position, newest: Newest | None) -> None:
         self.position = position
-        self.plan = BatchPlan.from_config(
+        hosts = newest.hosts if newest else ()
+        self.plan = BatchPlan.on_mesh(
             self.config,
-            num_devices=len(self.devices),
-            num_hosts=jax.process_count(),
-            num_slices=num_slices(self.devices),
+            self._mesh_shape,
+            jax.process_count(),
             samples_per_epoch=self.samples_per_epoch,
-            anchor=(position.step, position.samples_seen),
-            checkpoint_hosts=newest.hosts if newest else None,
+            resume=Resume(position.step, position.samples_seen, *hosts),
         )
 
     @property
@@ -136,7 +134,7 @@ class Run:
     def num_parameters(self) -> int:
         return num_parameters(self._abstract.params)
 
-    def plan_steps(self) -> StepLadder:
+    def plan_steps(self) -> StepExecutables:
         """The executables that the stages ahead need, none compiled or loaded yet."""
 
         def compile_step(shape: BatchShape) -> Any:
@@ -145,7 +143,7 @@ class Run:
         manager = self.plan.manager
         ahead = manager.stages[manager.stage_at(self.position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
-        return StepLadder(
+        return StepExecutables(
             compile_step,
             [stage for stage in ahead if stage.num_steps],
             all_first=jax.process_count() > 1 or self._saved is not None,
@@ -157,7 +155,7 @@ class Run:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
 
-    def prepare(self, steps: StepLadder, background: Background) -> None:
+    def prepare(self, steps: StepExecutables, background: Background) -> None:
         """Compiles the first step while the state is made, and warms it up."""
         making_state = background.start(self._first_state)
         compiled = steps.compile_first()
@@ -188,7 +186,9 @@ class Run:
             self.config, self.mesh, self.placement, held_out, num_rows, self.plan.eval_batch_size
         )
 
-    def compile_later(self, steps: StepLadder, evaluator: Evaluator | None, background: Background) -> None:
+    def compile_later(
+        self, steps: StepExecutables, evaluator: Evaluator | None, background: Background
+    ) -> None:
         """Starts compiling what training wants after its first update: later stages, eval, saves."""
         steps.compile_rest(background)
         if evaluator:

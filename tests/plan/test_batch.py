@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, load_config
-from maxbatch.plan.batch import check_batch_keys
+from maxbatch.plan.batch import Resume, check_batch_keys
 
 RAMP = ["enable_rampup_batch_size=true"]
 
@@ -65,6 +65,7 @@ def test_a_global_batch_is_kept_on_any_number_of_devices(units: int, num_devices
 def test_a_plan_for_a_pod() -> None:
     overrides = ["per_device_batch_size=2", "gradient_accumulation_steps=4", "expansion_factor_real_data=8"]
     overrides += ["ici_tensor_parallelism=8", "dcn_data_parallelism=4", "train_tokens=10B"]
+    overrides += ["base_num_query_heads=8"]
     plan = plan_of(overrides, 10240, 2560, num_slices=4, samples_per_epoch=1_000_000).to_dict()
     assert plan["batch_shards"] == 1280
     assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (81920, 655360)
@@ -75,6 +76,7 @@ def test_a_plan_for_a_pod() -> None:
 
 def test_fractions_of_a_row_per_device_are_exact() -> None:
     overrides = ["ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1", "gradient_accumulation_steps=3"]
+    overrides += ["base_num_query_heads=60"]
     plan = plan_of([*overrides, "per_device_batch_size=1/3"], 12)
     assert plan.per_device_batch_size == Fraction(1, 3)
     assert (plan.micro_batch_size_to_train_on, plan.per_replica_batch_size) == (4, 1)
@@ -299,7 +301,7 @@ def test_hosts_divide_the_devices(num_devices: int, num_hosts: int) -> None:
         ("0.5", 2, None, None),  # nothing to check it against
         ("0.5", 4, 4, None),  # the same command again, on the same hosts
         ("-1", 2, 8, None),
-        ("0.5", 2, 8, "1/4"),
+        ("0.5", 2, 8, "0.25"),
         ("0.5", 8, 2, "-1"),
         ("0.5", 4, 6, "-1"),
     ],
@@ -308,20 +310,20 @@ def test_a_factor_below_one_must_be_hosts_now_over_hosts_then(
     e: str, hosts_now: int, hosts_then: int | None, works: str | None
 ) -> None:
     override = [f"expansion_factor_real_data={e}"]
-    checkpoint_hosts = hosts_then and (hosts_then, hosts_then)
+    resume = Resume(hosts=hosts_then, loading_hosts=hosts_then)
     if works is None:
-        plan = plan_of(override, 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
+        plan = plan_of(override, 8, hosts_now, resume=resume)
         # The full batch is trained, and by all hosts.
         assert plan.global_batch_size_to_load == plan.global_batch_size_to_train_on == 128
         assert plan.num_loading_hosts == hosts_now
         return
     with pytest.raises(ConfigError, match=f"works: expansion_factor_real_data={works}$") as caught:
-        plan_of(override, 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
-    plan_of([str(caught.value).partition("works: ")[2]], 8, hosts_now, checkpoint_hosts=checkpoint_hosts)
+        plan_of(override, 8, hosts_now, resume=resume)
+    plan_of([str(caught.value).partition("works: ")[2]], 8, hosts_now, resume=resume)
 
 
 def test_a_factor_below_one_counts_the_hosts_that_loaded() -> None:
     """4 hosts of which 2 loaded, then 1: half as many load."""
-    plan_of(["expansion_factor_real_data=0.5"], 8, 1, checkpoint_hosts=(4, 2))
-    with pytest.raises(ConfigError, match=r"1/2; works: expansion_factor_real_data=1/2$"):
-        plan_of(["expansion_factor_real_data=0.25"], 8, 1, checkpoint_hosts=(4, 2))
+    plan_of(["expansion_factor_real_data=0.5"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))
+    with pytest.raises(ConfigError, match=r"1/2; works: expansion_factor_real_data=0.5$"):
+        plan_of(["expansion_factor_real_data=0.25"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))

@@ -71,7 +71,7 @@ def test_the_scale_multiplies_stage_by_stage() -> None:
 
 def test_a_resume_evaluates_the_rate_over_the_anchor_plus_the_rest() -> None:
     config = load_config(overrides=["steps=100", "warmup_steps_fraction=0"])
-    manager = RampupBatchManager.from_config(config, 2, anchor=(50, 800))
+    manager = RampupBatchManager.from_state(config, {"step": 50, "samples_seen": 800}, 2)
     rate = LearningRate.from_config(config, manager)
     assert manager.total_samples == rate.total_samples == 800 + 50 * 32
     assert rate.at(1200) == pytest.approx(3e-3 * 0.55)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, RampupBatchManager, load_config
 
@@ -99,11 +101,18 @@ def walk(
         step, seen = step + 1, seen + rows
 
 
+def at_anchor(
+    config: ConfigDict, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any
+) -> RampupBatchManager:
+    state = {"step": anchor[0], "samples_seen": anchor[1]}
+    return RampupBatchManager.from_state(config, state, num_devices, **keywords)
+
+
 def manager_of(
     said: Statement, length: tuple[str, int], anchor: tuple[int, int] = (0, 0)
 ) -> RampupBatchManager:
     config = load_config(overrides=[*said.overrides, f"{length[0]}={length[1]}"])
-    return RampupBatchManager.from_config(config, said.num_devices, anchor=anchor)
+    return at_anchor(config, anchor, said.num_devices)
 
 
 @given(statements, lengths)
@@ -161,7 +170,6 @@ def test_a_resume_where_the_plan_led_changes_nothing(
     resumed = RampupBatchManager.from_state(config, state, said.num_devices)
     assert (resumed.stages, resumed.total_steps) == (manager.stages, manager.total_steps)
     assert resumed.total_samples == manager.total_samples
-    assert resumed == manager.resumed_at(state["step"], state["samples_seen"])
     assert [resumed.position_after(k) for k in range(20)] == [manager.position_after(k) for k in range(20)]
 
 
@@ -264,7 +272,7 @@ def test_stages_behind_a_resume_need_not_fit_and_those_ahead_must() -> None:
     with pytest.raises(ConfigError, match="stage 0 of 6, stage 2 of 10 cannot"):
         RampupBatchManager.from_config(config, 4)
     config = load_config(overrides=["batch_size_schedule=0:6 600:8 1200:12", "steps=300"])
-    resumed = RampupBatchManager.from_config(config, 4, anchor=(100, 600))
+    resumed = at_anchor(config, (100, 600), 4)
     assert [stage.micro_batch_size_to_train_on for stage in resumed.stages] == [0, 8, 12]
     assert [stage.num_steps for stage in resumed.stages] == [100, 75, 125]
 
@@ -276,7 +284,7 @@ def test_a_ramp_of_rows_per_device_resumes_on_other_devices() -> None:
     assert [s.global_batch_size for s in RampupBatchManager.from_config(config, 4).stages] == [1, 2, 3, 4]
     with pytest.raises(ConfigError, match="stage 0"):
         RampupBatchManager.from_config(config, 2)
-    resumed = RampupBatchManager.from_config(config, 2, anchor=(25, 31))
+    resumed = at_anchor(config, (25, 31), 2)
     assert [s.global_batch_size for s in resumed.stages] == [0, 1, 0, 2]
     assert resumed.position_after(26) == 33
 
@@ -335,7 +343,7 @@ def test_two_lengths_in_one_layer_must_agree(tmp_path: Path, file: str, agrees: 
 def test_a_run_that_is_over_stays_at_its_anchor() -> None:
     for length in ("steps=10", "train_samples=160"):
         config = load_config(overrides=[length])
-        manager = RampupBatchManager.from_config(config, anchor=(20, 1000))
+        manager = at_anchor(config, (20, 1000))
         assert (manager.total_steps, manager.total_samples) == (20, 1000)
 
 

@@ -77,18 +77,20 @@ def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
 def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
     with pytest.raises(ConfigError, match=r"micro_batch_size=4: .* works: micro_batch_size=8"):
         plan("micro_batch_size=4", devices=8)
-    with pytest.raises(
-        ConfigError, match=r"sampler_devices_fraction=0.5.* works: sampler_devices_fraction=1/4"
-    ):
-        plan("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5", devices=8)
+    too_many = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.5")
+    works = "sampler_devices_fraction=0.25 batch_size=9"  # 8 x 4 pairs are not divisible by 6 devices
+    with pytest.raises(ConfigError, match=rf"sampler_devices_fraction=0.5.* works: {works}$"):
+        plan(*too_many, devices=8)
+    plan(*too_many, *works.split(), devices=8)
 
 
 def test_a_position_counts_prompts_and_moves_after_the_last_update_of_a_batch() -> None:
-    manager = RampupBatchManager.from_config(load_config(RL, [*BATCH, "num_iterations=3", "steps=9"]))
+    config = load_config(RL, [*BATCH, "num_iterations=3", "steps=9"])
+    manager = RampupBatchManager.from_config(config)
     assert [manager.position_after(step) for step in range(7)] == [0, 0, 0, 8, 8, 8, 16]
     assert [manager.step_at(samples) for samples in (0, 8, 16)] == [0, 3, 6]
     assert manager.batch_size_at(8) == 32 and manager.total_samples == 24
-    assert manager.resumed_at(6, 16).total_steps == 9
+    assert RampupBatchManager.from_state(config, manager.state_at(6)).total_steps == 9
     planned = list(manager.steps_from(2))
     assert [(p.step, p.first_sample, p.end_sample) for p in planned[:4]] == [
         (3, 0, 8), (4, 8, 8), (5, 8, 8), (6, 8, 16),

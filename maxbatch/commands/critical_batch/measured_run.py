@@ -86,8 +86,8 @@ class MeasuredRun:
     @property
     def total_samples(self) -> int | None:
         """Samples of the whole run; None where epochs say how long."""
-        anchor = self.records[-1]["step"], self.samples_seen
-        return RampupBatchManager.from_config(self.config, self.num_devices, anchor=anchor).total_samples
+        state = {"step": self.records[-1]["step"], "samples_seen": self.samples_seen}
+        return RampupBatchManager.from_state(self.config, state, self.num_devices).total_samples
 
     @property
     def first_batch_size(self) -> int:

@@ -197,13 +197,13 @@ def _held(
 ) -> tuple[Fraction, ...]:
     """Return the factors whose batches are whole and held evenly by the devices, or refuse those that are not."""
     config, devices = run.config, run.num_devices
-    divisor = MicrobatchUnit.from_config(config, devices, MeshShape.from_config(config, devices))
+    unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, devices))
 
     def fault(factor: Fraction) -> str | None:
         for fork in forks:
             batch = factor * fork.batch_size
-            if batch.denominator != 1 or batch % divisor.rows:
-                rule = "whole" if batch.denominator != 1 else f"divisible by {divisor.rows} ({divisor})"
+            if batch.denominator != 1 or batch % unit.rows:
+                rule = "whole" if batch.denominator != 1 else f"divisible by {unit.rows} ({unit})"
                 return (
                     f"{factor} x the batch of {fork.batch_size} at step {fork.step} = {plain_number(batch)} "
                     f"samples must be {rule}"
