@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import resource
@@ -51,9 +52,18 @@ class Saved:
         checkpoints.close()
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Saved:
-    return Saved(tmp_path)
+def saved(saved_once: Saved, tmp_path: Path) -> Saved:
+    """A copy of its own for each test."""
+    own = copy.copy(saved_once)
+    own.folder, own.warnings = tmp_path / "run", []
+    shutil.copytree(saved_once.folder, own.folder)
+    return own
 
 
 def largest_file(folder: Path) -> Path:
