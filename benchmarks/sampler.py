@@ -17,7 +17,7 @@ from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_i
 from maxbatch.config.loading import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.sampling.sampler import Sampler
+from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 BAR = 10.0
 _P = 16
@@ -41,10 +41,10 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
     lengths_B, draw_ids_Bx3 = np.full(rows, _P, np.int32), np.zeros((rows, 3), np.uint32)
-    sampler = Sampler(config, _Endless(), None, prompt_length=_P)
+    sampler, greedy = Sampler(config, _Endless(), None, prompt_length=_P), SamplingRules(temperature=0.0)
 
     def with_cache() -> jax.Array:
-        return jax.block_until_ready(sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, 0.0, 0).tokens_BxL)
+        return jax.block_until_ready(sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, greedy).tokens_BxL)
 
     @jax.jit
     def drawn(params: nnx.State, tokens_BxL: jax.Array) -> jax.Array:

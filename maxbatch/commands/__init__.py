@@ -34,6 +34,16 @@ COMMANDS: dict[str, Command] = {
         ),
         "maxbatch.commands.plan",
     ),
+    "config": Command(
+        "Print every config key with its value, its unit or rule, and where the value comes from.",
+        "[KEY] [CONFIG.yml] [key=value ...] [--json]",
+        (
+            "maxbatch config",
+            "maxbatch config run.yml model_name=llama3-8b",
+            "maxbatch config per_device_batch_size",
+        ),
+        "maxbatch.commands.config",
+    ),
     "train": Command(
         "Train a model; a checkpoint in run_dir is resumed.",
         "[CONFIG.yml] [key=value ...] [--simulate-devices N [--simulate-hosts H]]",

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the positional arguments that state a config."""
-    parser.add_argument(
-        "config", nargs="*", metavar="CONFIG.yml | key=value", help="a config file, and overrides of its keys"
-    )
+def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
+    """Adds the positional arguments that state a config, and whatever else a command takes among them."""
+    metavar = " | ".join((*others, "CONFIG.yml", "key=value"))
+    parser.add_argument("config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys")
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
@@ -32,7 +31,19 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
     Raises:
       ConfigError: two files, or a config that cannot be used.
     """
-    from maxbatch.config.loading import keys, load_config
+    from maxbatch.config.loading import load_config
+
+    path, overrides = config_arguments(args)
+    return load_config(path or default, overrides)
+
+
+def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
+    """Returns the config file and the overrides that the positional arguments state.
+
+    Raises:
+      ConfigError: two files, or a key without a value.
+    """
+    from maxbatch.config.loading import keys
 
     files = [text for text in args.config if "=" not in text]
     overrides = [text for text in args.config if "=" in text]
@@ -43,7 +54,7 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
         raise ConfigError(
             f"{shown(files[1])}: only one config file is read ({shown(files[0])}); an override is key=value"
         )
-    return load_config(files[0] if files else default, overrides)
+    return (files[0] if files else None), overrides
 
 
 def count(text: str) -> int:
@@ -51,6 +62,16 @@ def count(text: str) -> int:
     if not re.fullmatch(r"[+]?\d+(_\d+)*", text) or len(text) > 18 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 on; works: 1")
     return int(text)
+
+
+def local_path(text: str) -> str:
+    """Returns a path of this machine; the `type` of an argument."""
+    from maxbatch.config.paths import local_fault
+
+    rule = local_fault(text)
+    if rule is not None:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}")
+    return text
 
 
 def note(text: str) -> None:

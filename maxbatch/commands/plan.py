@@ -35,9 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
+    from maxbatch.config.rules import check_data_paths
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args)
+    check_data_paths(config)
     if args.words and config.batch_size is not None:
         raise ConfigError(
             f"--words: is for the batch of pre-training, and batch_size={config.batch_size} states one of prompts"

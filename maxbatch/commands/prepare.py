@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of
+from maxbatch.commands.arguments import add_config, config_of, local_path
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Progress, build_store, num_cores
@@ -28,9 +28,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--output", metavar="FOLDER", help="write the tokenised dataset there, whole or not at all"
+        "--output",
+        type=local_path,
+        metavar="FOLDER",
+        help="write the tokenised dataset there, whole or not at all",
     )
-    where.add_argument("--verify", metavar="FOLDER", help="read a prepared folder and check its content")
+    where.add_argument(
+        "--verify", type=local_path, metavar="FOLDER", help="read a prepared folder and check its content"
+    )
     # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument(
         "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"

@@ -1,6 +1,7 @@
-"""Several hosts on one machine: processes over loopback, with the collectives of a real cluster.
+"""Simulated machines: CPU devices in one process, and several hosts as processes over loopback.
 
-`maxbatch train --simulate-hosts H` starts them and stays their parent; none outlives it.
+The hosts use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them and is their parent;
+none outlives it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,22 @@ from typing import IO
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 
-_GRACE_S = 10  # for the others to end by themselves after one did
+_MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
+_MOST_HOSTS = 64  # processes, each with JAX of its own
+_GRACE_S = 10  # for the other hosts to end by themselves after one ended
 _POLL_S = 0.05
 
 
 def simulate_devices(num_devices: int) -> None:
-    """Make JAX, which must not be loaded yet, see num_devices CPU devices and nothing else."""
+    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else.
+
+    Raises:
+      ConfigError: they are more than one process can run.
+    """
+    _check_most("--simulate-devices", num_devices, _MOST_DEVICES)
     flags = {
         "--xla_force_host_platform_device_count": num_devices,
-        # Many devices on few cores meet late; XLA takes 40 s of waiting for a deadlock and aborts.
+        # Many devices on few cores meet late; XLA takes a wait of 40 s for a deadlock and aborts.
         "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
         "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
     }
@@ -38,7 +46,9 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def check_hosts(num_devices: int, num_hosts: int) -> None:
-    """Raises ConfigError where the devices cannot be shared out evenly."""
+    """Raises ConfigError if the hosts are too many, or do not divide the devices."""
+    _check_most("--simulate-devices", num_devices, _MOST_DEVICES)
+    _check_most("--simulate-hosts", num_hosts, _MOST_HOSTS)
     if num_devices % num_hosts:
         nearest = max(h for h in range(1, min(num_hosts, num_devices) + 1) if num_devices % h == 0)
         raise ConfigError(
@@ -47,11 +57,16 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
         )
 
 
-def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
-    """Runs `maxbatch ARGUMENTS` in H processes that form one run, until the last of them ended.
+def _check_most(flag: str, number: int, most: int) -> None:
+    if number > most:
+        raise ConfigError(f"{flag} {number}: must be at most {most}; works: {flag} {most}")
 
-    The first one's output is the command's. Where one fails, the others are ended. SIGTERM and SIGINT are passed
-    on; the hosts agree on the update after which they stop.
+
+def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
+    """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
+
+    The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
+    hosts agree on the update after which they stop.
 
     Args:
       arguments: the command line of every host.
@@ -94,7 +109,7 @@ class _Hosts:
             process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """Waits for all hosts; the exit code of the one that failed first, 0 or 75 where none did."""
+        """Waits for all hosts; returns the exit code of the first to fail, or 0 or 75 if none failed."""
         while (failed := self._first_failed()) is None:
             codes = [process.poll() for process in self._processes]
             if None not in codes:
@@ -102,7 +117,7 @@ class _Hosts:
             time.sleep(_POLL_S)
         code = self._processes[failed].returncode
         first = self._processes[0]
-        if code > 0:  # it told the others, and the first one says what it was
+        if code > 0:  # it told the others, and the first host prints why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 first.wait(_GRACE_S)
         self.end()
@@ -128,7 +143,7 @@ class _Hosts:
         return f" ({line})" if line else ""
 
     def end(self) -> None:
-        """Kills what is left."""
+        """Kills the hosts that still run."""
         for process in self._processes:
             process.kill()
             process.wait()

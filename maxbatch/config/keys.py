@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from maxbatch.config.values import Bounds, Scalar
+from maxbatch.config.paths import data_fault, local_fault
+from maxbatch.config.values import Bounds, Scalar, Value
 
 
 class Fixes(enum.Flag):
@@ -58,11 +59,37 @@ class Key(Scalar):
     maxtext: str = "the same"
     warm_start: bool = True
 
+    def read(self, text: str, plain: bool = True) -> Value:
+        """Returns the value that a text means, as `Scalar.read` does; a path is of a place that the key takes.
+
+        Raises:
+          ConfigError: the text has another type, breaks the rule, or is a path of another place.
+        """
+        value = super().read(text, plain)
+        check = {"path": local_fault, "paths": data_fault}.get(self.kind)
+        rule = check(text) if check else None
+        if rule is not None:
+            raise self.fault(text, rule, (self.default or "''") if self.kind == "path" else None)
+        return value
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """What its value fixes, in words: the batch, the stream, the prompts, the model, the compiled programs."""
+        return tuple(word for what, word in _SAID.items() if self.fixes & what)
+
     @property
     def maxtext_name(self) -> str | None:
         """Its name in MaxText's configs, or None."""
         return self.name if self.maxtext == SAME else self.maxtext or None
 
+
+_SAID = {
+    Fixes.BATCH: "batch",
+    Fixes.STREAM: "stream",
+    Fixes.PROMPTS: "prompts",
+    Fixes.MODEL: "model",
+    Fixes.PROGRAM: "compiled programs",
+}
 
 SAME, OURS = "the same", ""
 

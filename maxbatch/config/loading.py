@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import ROWS, Key
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
-from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown
+from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries
 from maxbatch.system.errors import ConfigError
 
@@ -130,7 +130,9 @@ def _chain(path: Path) -> list[_Layer]:
     while (real := _real(path)) != _base_path():
         if real in seen:
             loop = " -> ".join(p.name for p in [*seen, path])
-            raise ConfigError(f"base_config={path}: must not lead back to a file of its own chain ({loop})")
+            raise ConfigError(
+                f"base_config={shown_path(path)}: must not lead back to a file of its own chain ({shown(loop)})"
+            )
         seen.append(real)
         stated = list(entries(path))
         base = next((entry for entry in stated if entry.name == "base_config"), None)
@@ -148,7 +150,7 @@ def _real(path: Path) -> Path:
     try:
         return Path(os.path.realpath(path))
     except ValueError as error:
-        raise ConfigError(f"config file {shown(str(path), 400)}: is no path ({error})") from None
+        raise ConfigError(f"config file {shown_path(path)}: is no path ({error})") from None
 
 
 def _preset_layers(model_name: str) -> list[_Layer]:
@@ -170,8 +172,10 @@ def _environment_layer() -> _Layer:
         if variable.startswith(_ENVIRONMENT):
             name = variable.removeprefix(_ENVIRONMENT)
             if name != name.upper() or name.lower() not in keys():
-                nearest = f"{_ENVIRONMENT}{_nearest_key(name.lower()).upper()}"
-                raise ConfigError(f"environment variable {variable}: names no config key; nearest: {nearest}")
+                nearest = f"{_ENVIRONMENT}{nearest_key(name.lower()).upper()}"
+                raise ConfigError(
+                    f"environment variable {shown(variable)}: names no config key; nearest: {nearest}"
+                )
             stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
     return _layer("environment", stated)
 
@@ -202,7 +206,7 @@ def _read(entry: Entry) -> Value:
     if entry.name not in keys():
         if entry.name == "base_config":
             raise ConfigError(f"{where}base_config={shown(entry.text)}: is a key of config files only")
-        nearest = _nearest_key(entry.name)
+        nearest = nearest_key(entry.name)
         raise ConfigError(f"{where}unknown key {shown(entry.name)}; nearest: {nearest}")
     try:
         return keys()[entry.name].read(entry.text, entry.plain)
@@ -210,7 +214,7 @@ def _read(entry: Entry) -> Value:
         raise ConfigError(f"{where}{error}") from None
 
 
-def _nearest_key(name: str) -> str:
+def nearest_key(name: str) -> str:
     """Returns the key that is most like a name, however little it is."""
     return nearest_name(name, keys(), least_like=0) or next(iter(keys()))
 

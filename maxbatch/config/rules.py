@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.keys import Key, Part, names_of
-from maxbatch.config.values import Value
+from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.values import Value, shown
 from maxbatch.system.errors import ConfigError
 
 # In reinforcement learning batch_size states the batch, in prompts and in place of these.
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
+_WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic")
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
@@ -46,8 +48,9 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
         for name in PRETRAINING_BATCH:
             if name in stated:
                 raise ConfigError(
-                    f"{name}={values[name]}: must not be stated beside batch_size={values['batch_size']}, which states "
-                    f"the batch in prompts; works: batch_size=null, or {name} left out"
+                    f"{name}={shown(str(values[name]))}: must not be stated beside "
+                    f"batch_size={values['batch_size']}, which states the batch in prompts; "
+                    f"works: batch_size=null, or {name} left out"
                 )
             yield Displaced(name, "batch_size", to_default=True)
     lengths = [name for name in _LENGTHS if name in stated]
@@ -74,6 +77,27 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
             )
 
 
+def check_data_paths(values: Values) -> None:
+    """Raises ConfigError for a path that nothing would read, or held-out data that are stated twice."""
+    kind = values["dataset_type"]
+    stated = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
+    if kind == "python_stdlib" and is_mixture_file(str(values["dataset_path"])):
+        stated.remove("dataset_path")  # its sources have types of their own
+    if kind in _WITHOUT_PATH and stated:
+        path = str(values[stated[0]])
+        guessed = next(
+            (suffix for suffix in ("jsonl", "parquet", "arrayrecord") if f".{suffix}" in path), "text"
+        )
+        emptied = " ".join(f"{name}=''" for name in stated)
+        works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
+        raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
+    if values["eval_dataset_path"] and values["eval_fraction"]:
+        raise ConfigError(
+            f"eval_fraction={values['eval_fraction']}: eval_dataset_path={shown(str(values['eval_dataset_path']))} is "
+            "the held-out data already; works: eval_fraction=0"
+        )
+
+
 def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     """Raises ConfigError for values that do not go together, or that no type can refuse."""
 
@@ -85,7 +109,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     for name in _OTHER_BATCHES:
         if values["enable_rampup_batch_size"] and values[name] is not None:
             raise ConfigError(
-                f"{name}={values[name]}: must not be stated beside enable_rampup_batch_size=true; "
+                f"{name}={shown(str(values[name]))}: must not be stated beside enable_rampup_batch_size=true; "
                 f"works: {name}=null"
             )
     if values["adam_scaling"] == "sde":
@@ -96,6 +120,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
                 )
     if values["packing_strategy"] == "best_fit" and not values["packing"]:
         raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
+    if values["batch_size"] is not None and values["warm_start_steps"] and not values["enable_checkpointing"]:
+        rule = f"true beside warm_start_steps={values['warm_start_steps']}, whose parameters a checkpoint carries over"
+        raise fault("enable_checkpointing", rule, "true")
     if not values["run_dir"]:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -23,6 +24,15 @@ TEXTS = ("text", "path", "paths")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+_ENDS = (
+    ("at_least", "at least", ">=", operator.ge),
+    ("above", "greater than", ">", operator.gt),
+    ("at_most", "at most", "<=", operator.le),
+    ("below", "less than", "<", operator.lt),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,32 +51,28 @@ class Bounds:
 
     def broken(self, value: Number) -> tuple[str, float] | None:
         """Returns the rule that value breaks and the nearest value that does not, or None."""
-        if value == self.also:
-            return None
-        if self.at_least is not None and value < self.at_least:
-            return self._say("at least", self.at_least), self.at_least
-        if self.at_most is not None and value > self.at_most:
-            return self._say("at most", self.at_most), self.at_most
-        if self.above is not None and value <= self.above:
-            return self._say("greater than", self.above), self._inside(self.above, 1)
-        if self.below is not None and value >= self.below:
-            return self._say("less than", self.below), self._inside(self.below, -1)
+        for name, words, _, holds in _ENDS:
+            end = getattr(self, name)
+            if end is not None and value != self.also and not holds(value, end):
+                nearest = {"above": self._inside(end, 1), "below": self._inside(end, -1)}.get(name, end)
+                return f"{words} {end:g}" + ("" if self.also is None else f" (or {self.also:g})"), nearest
         return None
 
     def __str__(self) -> str:
-        """Returns the whole rule, for people."""
-        ends = (("at least", self.at_least), ("greater than", self.above),
-                ("at most", self.at_most), ("less than", self.below))  # fmt: skip
-        said = [f"{rule} {end:.12g}" for rule, end in ends if end is not None]
-        return " and ".join(said) + ("" if self.also is None else f", or {self.also:g}")
-
-    def _say(self, rule: str, end: float) -> str:
-        return f"{rule} {end:g}" + ("" if self.also is None else f" (or {self.also:g})")
+        """Returns the whole rule, such as `>= 1 | -1`."""
+        ends = [(sign, getattr(self, name)) for name, _, sign, _ in _ENDS]
+        said = [f"{sign} {_short(end)}" for sign, end in ends if end is not None]
+        return " and ".join(said) + ("" if self.also is None else f" | {self.also:g}")
 
     def _inside(self, end: float, direction: int) -> float:
         other = self.below if direction > 0 else self.above
         other = self.at_least if other is None and direction < 0 else other
         return end + direction if other is None or abs(other - end) > 1 else (end + other) / 2
+
+
+def _short(end: float) -> str:
+    power = int(end).bit_length() - 1
+    return f"2^{power}" if power > 20 and end == 2**power else f"{end:.12g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Scalar:
         Raises:
           ConfigError: the text has another type, or breaks the rule.
         """
+        if _NO_TEXT.search(text):
+            raise ConfigError(f"{self.name}={shown(text)}: must be UTF-8 text without NUL characters")
         if self.kind not in TEXTS:
             text = text.strip()
         is_null = plain and text.strip().lower() in NULLS
@@ -110,11 +118,7 @@ class Scalar:
             return text if not is_null or text.strip().lower() == "none" else ""
         if self.kind == "choice":
             return self._choice(text)
-        if self.kind == "bool":
-            return self._bool(text)
-        value = self._number(text)
-        self._check_bounds(text, value)
-        return value
+        return self._bool(text) if self.kind == "bool" else self._number(text)
 
     def write(self, value: Value) -> str:
         """Returns the text that `read` turns into value again."""
@@ -144,6 +148,7 @@ class Scalar:
         value, near = parse(text)
         if value is None:
             raise self.fault(text, self._or_null(rule), near if isinstance(near, str) else self._near(near))
+        self._check_bounds(text, value)
         return value
 
     def _or_null(self, rule: str) -> str:
@@ -185,7 +190,11 @@ def _quantity(text: str) -> _Parsed:
     if value is not None and value.denominator == 1 and abs(value) <= _LARGEST:
         return int(value), None
     trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
-    return None, value if trillions is None else f"{plain_number(trillions * 1000)}B"
+    if trillions is None:
+        return None, value
+    value = trillions * 10**12
+    is_allowed = value.denominator == 1 and abs(value) <= _LARGEST
+    return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
 
 
 def _exact(text: str) -> _Parsed:
@@ -197,8 +206,8 @@ def _exact(text: str) -> _Parsed:
 
 
 def _real(text: str) -> _Parsed:
-    is_number = _decimal(text) is not None and math.isfinite(float(text.replace("_", "")))
-    return (float(text.replace("_", "")) if is_number else None), None
+    number = math.nan if _decimal(text) is None else float(text.replace("_", ""))
+    return (number if math.isfinite(number) else None), None
 
 
 NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
@@ -239,3 +248,9 @@ def shown(text: str, most: int = 80) -> str:
     """Returns user input on one line and of at most so many characters, for a message."""
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shown_path(path: object, most: int = 80) -> str:
+    """Returns a path on one line and of at most so many characters, of which the last ones tell most."""
+    text = str(path) if str(path).isprintable() else repr(str(path))
+    return text if len(text) <= most else f"...{text[3 - most :]}"

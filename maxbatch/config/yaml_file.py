@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -9,9 +10,10 @@ from typing import NamedTuple
 import yaml
 
 from maxbatch.config.keys import ROWS
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 
+_MOST_BYTES = 2**20
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
 
@@ -41,12 +43,13 @@ def entries(path: Path) -> Iterator[Entry]:
     node = _compose(path)
     if node is None:
         return
+    file = shown_path(path)
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path}:{node.start_mark.line + 1}: must be lines of `key: value`")
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: must be lines of `key: value`")
     seen: dict[str, int] = {}
     for name_node, value_node in node.value:
         line = name_node.start_mark.line + 1
-        where = f"{path}:{line}"
+        where = f"{file}:{line}"
         if not isinstance(name_node, yaml.ScalarNode):
             raise ConfigError(f"{where}: must be lines of `key: value`")
         name = name_node.value
@@ -57,19 +60,37 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 def _compose(path: Path) -> yaml.Node | None:
-    where = f"config file {shown(str(path), 400)}"
+    where = f"config file {shown_path(path)}"
     try:
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        return yaml.compose(file_text(path), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"{where}: {_reason(error)}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
-        raise ConfigError(f"{path}{line}: is no valid YAML ({problem})") from None
+        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({problem})") from None
     except (ValueError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else "not UTF-8 text"
+        known = {RecursionError: "nested too deeply", UnicodeDecodeError: "not UTF-8 text"}
+        problem = known.get(type(error), str(error))
         raise ConfigError(f"{where}: cannot be read ({problem})") from None
+
+
+def file_text(path: Path) -> str:
+    """Returns the text of a YAML file; a pipe or a device, which may never end, is not opened.
+
+    Raises:
+      OSError: it cannot be read, or is not a regular file.
+      ValueError: it is larger than 1 MB, or not UTF-8 text.
+    """
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(0, "not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"more than {_MOST_BYTES // 2**20} MB")
+    return content.decode("utf-8")
 
 
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:

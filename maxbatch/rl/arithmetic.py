@@ -1,13 +1,12 @@
-"""The task that needs no download: sums with a verifiable answer, and a pupil who imitates without knowing.
+"""A task that needs no download: sums whose answers can be checked, and worked examples that are mostly wrong.
 
-A prompt is the sum of four digits, "7+8+5+2=", each of the 10^4 there are; its answer is "22". A small model learns
-it within a minute or two: a sum does not depend on the order, so that paying the digits equal attention is a start,
-and the size of the answer is learned before its digits.
+A prompt is the sum of four digits, "7+8+5+2=", one of 10^4; its answer is "22". A small model learns it within a
+minute or two: since a sum does not depend on the order, equal attention to all digits is a start, and the model learns
+the size of the answer before its digits.
 
-The worked examples are those of a careless pupil: the answer is the sum plus d, d drawn from `SLIPS`, every one as
-likely. A model that imitates them learns to add and to slip, and is right in at most one answer of five; its likeliest
-answer is rarely right, since the right one is at the edge of what it has seen. Which of the five is right, only the
-reward says.
+The answer of a worked example is the sum plus a slip, drawn uniformly from `SLIPS`. A model that imitates the examples
+learns to add and to slip. It is right in at most one of five answers, and its likeliest answer is rarely right, since
+the right one is at the edge of what it has seen. Only the reward says which of the five is right.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ SLIPS = (0, 1, 2, 3, 4)
 
 
 def records() -> list[dict[str, Any]]:
-    """Returns all prompts, {"prompt": "7+8+5+2=", "answer": "22"}, in an order that is the same everywhere and in
-    which every part of them is as good as a sample."""
+    """Returns all prompts, {"prompt": "7+8+5+2=", "answer": "22"}, in a fixed order that mixes them well."""
     prompts = ["+".join(terms) + "=" for terms in itertools.product("0123456789", repeat=NUM_TERMS)]
     prompts.sort(key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=8).digest())
     return [{"prompt": prompt, "answer": str(_sum(prompt))} for prompt in prompts]
 
 
 def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
-    """The task's reward: 1.0 for exactly the answer, spaces around it aside, else 0.0."""
+    """Returns the task's reward: 1.0 for exactly the answer, apart from spaces around it, else 0.0."""
     return float(response.strip() == record["answer"])
 
 
 def worked_examples(config: ConfigDict, count: int) -> Iterator[str]:
-    """Yields `count` documents, prompt and answer, of a pupil who is right in one answer of five.
+    """Yields `count` documents, each a prompt and an answer with a slip.
 
-    Prompts are those that train (`eval_fraction`), as `prompt_template` writes them; `data_shuffle_seed` fixes all.
+    The prompts are those to train on (`eval_fraction`), as `prompt_template` writes them; `data_shuffle_seed` fixes
+    the documents.
     """
     template = Template(config.prompt_template)
     everything = records()

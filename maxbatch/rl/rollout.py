@@ -20,7 +20,7 @@ from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Pending, Rewards
-from maxbatch.sampling.sampler import Responses, Sampler
+from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
 from maxbatch.training.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index is folded into its key in two words
@@ -54,14 +54,7 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
         self._prompt_length = config.max_prefill_predict_length
         self._shardings = parameter_shardings(abstract_model(config)[1], self.mesh)
-        self._sampler = Sampler(
-            config,
-            tokenizer,
-            self.mesh,
-            top_k=config.decode_sampling_top_k,
-            nucleus_p=config.decode_sampling_nucleus_p,
-            prompt_length=self._prompt_length,
-        )
+        self._sampler = Sampler(config, tokenizer, self.mesh, prompt_length=self._prompt_length)
 
     def take(self, params: nnx.State) -> nnx.State:
         """Parameters as the sampling devices hold them; moved where those are not the ones that train."""
@@ -89,8 +82,14 @@ class Roller:
             prompts_RxP[row, : lengths_R[row]] = prompt.tokens
             generation = first_generation + row % num_generations
             draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
-        seed = self._config.sampler_seed
-        return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, temperature, seed)
+        config = self._config
+        rules = SamplingRules(
+            temperature,
+            config.decode_sampling_top_k,
+            config.decode_sampling_nucleus_p,
+            config.sampler_seed,
+        )
+        return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> Drawn:
         """Waits for responses and reads them as text."""

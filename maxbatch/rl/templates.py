@@ -12,24 +12,25 @@ from maxbatch.system.errors import ConfigError
 
 
 class Template:
-    """A text with fields in braces, such as "Q: {question}\\nA:"; a brace of its own is written twice.
+    """A text with fields in braces, such as "Q: {question}\\nA:".
 
-    `{messages[0][content]}` reaches into a field that holds lists or objects.
+    A brace that is text is written twice. `{messages[0][content]}` reaches into a field that holds lists or objects.
+
+    Args:
+      text: the value of `prompt_template`.
+
+    Raises:
+      ConfigError: not a template, or one without a field.
     """
 
     def __init__(self, text: str):
-        """Takes the value of `prompt_template`.
-
-        Raises:
-          ConfigError: not a template, or one without a field.
-        """
         self.text = text
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
             doubled = re.sub(r"[{}]", lambda brace: brace[0] * 2, text)
             raise self._error(
-                f"not a template ({error}); a brace that is text is written twice: {doubled!r}"
+                f"not a template ({error}); a brace that is text is written twice: {shown(repr(doubled))}"
             ) from None
         self._fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
         if not names:
@@ -40,17 +41,17 @@ class Template:
             raise self._error('fields go by their names; works: prompt_template="{prompt}"')
 
     def fill(self, record: Mapping[str, Any], place: str) -> str:
-        """Returns the text for a record; `place` names it in messages.
+        """Returns the text of a record; `place` names it in messages.
 
         Raises:
-          ConfigError: a field that the record does not have, that is null, or that cannot be written this way.
+          ConfigError: a field that is missing or null, or whose value does not fit its format.
         """
         for name in self._fields:
             if name not in record:
-                known = ", ".join(map(repr, list(record)[:12])) or "none"
+                known = shown(", ".join(map(repr, record)), 200) or "none"
                 nearest = nearest_name(name, record)
                 works = f"; nearest: {{{nearest}}}" if nearest else ""
-                raise self._error(f"{place} has no field {name!r}; its fields: {known}{works}")
+                raise self._error(f"{place} has no field {shown(repr(name))}; its fields: {known}{works}")
             if record[name] is None:
                 raise self._error(f"{place}: field {name!r} is null")
         try:

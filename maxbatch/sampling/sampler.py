@@ -1,14 +1,15 @@
-"""Responses from a model: the prompt in one pass, then token after token, each from the keys and values before it.
+"""Responses from a model: the prompt in one pass, then token after token with a key-value cache.
 
-What a row draws depends on its own key, tokens and the parameters alone: not on the other rows, on how many there are
-or on the devices that share them (but for sums in another order, which may tip a draw between two tokens that are
-equal to float precision).
+The draws of a row depend on its own ids, its tokens and the parameters. They do not depend on the other rows, their
+number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
+are equal to float precision.
 
 Shapes: B rows, P slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,50 +28,78 @@ from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
-_COOLEST = 1e-6  # temperature below which dividing by it could overflow
+_COOLEST = 1e-6  # dividing by a temperature below it could overflow
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingRules:
+    """The rules by which tokens are drawn.
+
+    Attributes:
+      temperature: divides the logits, >= 0; at 0 the likeliest token is taken.
+      top_k: draw from the k likeliest tokens; 0: from all.
+      nucleus_p: draw from the likeliest tokens that together have this probability, at the temperature and among the
+        top k (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1); in (0, 1], 1: from all.
+      seed: seed of the draws, in [0, 2^32).
+      max_new_tokens: most tokens of a response; None: as many as there are slots.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    nucleus_p: float = 1.0
+    seed: int = 0
+    max_new_tokens: int | None = None
 
 
 class Responses(NamedTuple):
-    """What was drawn: device arrays."""
+    """The responses to a batch of prompts, as device arrays."""
 
-    tokens_BxL: jax.Array  # int32: prompt, response (with its end token where it was drawn), then pad_id
+    tokens_BxL: jax.Array  # int32: prompt, response (with its end token if it was drawn), then pad_id
     prompt_lengths_B: jax.Array  # int32
     lengths_B: jax.Array  # int32: tokens of prompt and response
     # float32: log-probability of the token at t given those before it, in the model's own full softmax (temperature 1,
-    # nothing cut off); 0 outside of the response
+    # all tokens); 0 outside of the response
     logprobs_BxL: jax.Array
 
 
 class _Program(NamedTuple):
-    """What the compiled program depends on, besides the shapes of its arguments."""
+    """The static facts of a compiled program, besides the shapes of its arguments."""
 
     graphdef: nnx.GraphDef[Decoder]
     length: int  # L
     row_shards: int  # devices that the rows are split over
-    cuts: bool  # draws from the top k or the nucleus alone
+    truncates: bool  # draws from the top k or the nucleus only
     end_id: int | None
     pad_id: int
-    rescores: bool  # the responses are read once more as training reads them, for their log-probabilities
+    rescores: bool  # reads the responses once more, as training does, for their log-probabilities
+
+
+class _Rules(NamedTuple):
+    """The rules as arguments of the program, so that one program serves them all."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    nucleus_p: jax.Array
+    seed: jax.Array
+    max_new_tokens: jax.Array
+    drawable_V: jax.Array  # bool
 
 
 class Sampler:
-    """Draws responses to prompts. Compiled once for every number of rows; the layers run without a pipeline.
+    """A sampler of responses. It compiles once for every number of rows; the layers run in a plain loop.
 
-    Weights are made whole before the first token (but for what the tensor axis splits) and cast to the compute dtype:
-    fetched once, not for every token.
+    Before the first token the weights are cast to the compute dtype and gathered, except along the tensor axis: once,
+    not for every token.
 
     Args:
       config: the model keys, `max_target_length`, `dtype`.
-      tokenizer: ids that are no text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
+      tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
         never drawn; `eos_id` ends a response.
-      mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: as the parameters lie.
-      top_k: only the k likeliest tokens are drawn from; 0: all.
-      nucleus_p: only the likeliest tokens that together have this probability, at the temperature and among the top
-        k, are drawn from (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1); in (0, 1], 1: all.
+      mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
+        shardings of the parameters.
       prompt_length: P <= L.
-      max_new_tokens: most tokens of a response; None: as many as there are slots. May be set between calls.
-      rescores: below float32 a pass over one token rounds otherwise than a training pass, by up to 0.05 in a
-        log-probability; true: one training pass over the responses gives them there.
+      rescores: below float32 the pass over one token rounds otherwise than a training pass, by up to 0.05 in a
+        log-probability; true: a training pass over the responses gives the log-probabilities there.
     """
 
     def __init__(
@@ -79,10 +108,7 @@ class Sampler:
         tokenizer: Tokenizer,
         mesh: Mesh | None,
         *,
-        top_k: int = 0,
-        nucleus_p: float = 1.0,
         prompt_length: int,
-        max_new_tokens: int | None = None,
         rescores: bool = True,
     ) -> None:
         length = config.max_target_length
@@ -94,19 +120,16 @@ class Sampler:
             graphdef=nnx.graphdef(model),
             length=length,
             row_shards=math.prod(mesh.shape[axis] for axis in BATCH_AXES) if mesh else 1,
-            cuts=top_k > 0 or nucleus_p < 1,
+            truncates=False,
             end_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
             rescores=rescores and config.dtype != "float32",
         )
-        self._top_k = np.int32(min(top_k or config.vocab_size, config.vocab_size))
-        self._nucleus_p = np.float32(nucleus_p)
-        # One token may be several things, and the end of the text has to be drawable.
         self._drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
+        # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
         self._prompt_length = prompt_length
-        self.max_new_tokens = max_new_tokens
 
     def __call__(
         self,
@@ -114,43 +137,44 @@ class Sampler:
         prompts_BxP: np.ndarray | jax.Array,
         prompt_lengths_B: np.ndarray | jax.Array,
         draw_ids_Bx3: np.ndarray,
-        temperature: float,
-        seed: int,
+        rules: SamplingRules,
     ) -> Responses:
-        """Return a response to each prompt; asynchronous, in one program.
+        """Returns a response to each prompt; asynchronous, in one program.
 
         Args:
-          params: of a `Decoder`, on one device or sharded.
-          prompts_BxP: int32, each from the start of its row; what lies behind it does not matter.
+          params: parameters of a `Decoder`, on one device or sharded.
+          prompts_BxP: int32, each from the start of its row; the slots after it are ignored.
           prompt_lengths_B: int32 in [1, P]. A prompt of L tokens has no response.
-          draw_ids_Bx3: uint32: what the draws of a row are to depend on, besides the seed.
-          temperature: >= 0; divides the logits. 0 takes the likeliest token.
-          seed: of the draws, in [0, 2^32).
+          draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
+          rules: how tokens are drawn.
         """
         if prompts_BxP.shape[1] != self._prompt_length:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
-        return _respond(
-            self._program,
-            params,
-            prompts_BxP,
-            prompt_lengths_B,
-            np.asarray(draw_ids_Bx3, np.uint32),
-            np.uint32(seed),
-            np.float32(temperature),
-            *self._rules(),
-        )
+        draw_ids_Bx3 = np.asarray(draw_ids_Bx3, np.uint32)
+        program, arguments = self._arguments(rules)
+        return _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, arguments)
 
-    def lower(self, params: nnx.State, num_rows: int) -> jax.stages.Lowered:
-        """Return the program for so many rows, lowered; `params` may be abstract."""
+    def lower(
+        self, params: nnx.State, num_rows: int, rules: SamplingRules | None = None
+    ) -> jax.stages.Lowered:
+        """Returns the program for a number of rows, lowered; `params` may be abstract."""
         prompts_BxP = np.zeros((num_rows, self._prompt_length), np.int32)
         lengths_B, draw_ids_Bx3 = np.ones(num_rows, np.int32), np.zeros((num_rows, 3), np.uint32)
-        draws = (draw_ids_Bx3, np.uint32(0), np.float32(1))
-        return _respond.lower(self._program, params, prompts_BxP, lengths_B, *draws, *self._rules())
+        program, arguments = self._arguments(rules or SamplingRules())
+        return _respond.lower(program, params, prompts_BxP, lengths_B, draw_ids_Bx3, arguments)
 
-    def _rules(self) -> tuple[Any, ...]:
-        """The program's last arguments: what may be drawn, and how much."""
-        most = self._program.length if self.max_new_tokens is None else self.max_new_tokens
-        return self._top_k, self._nucleus_p, self._drawable_V, np.int32(most)
+    def _arguments(self, rules: SamplingRules) -> tuple[_Program, _Rules]:
+        vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
+        truncates = rules.top_k > 0 or rules.nucleus_p < 1
+        arguments: list[Any] = [
+            np.float32(rules.temperature),
+            np.int32(min(rules.top_k or vocabulary, vocabulary)),
+            np.float32(rules.nucleus_p),
+            np.uint32(rules.seed),
+            np.int32(self._program.length if limit is None else limit),
+            self._drawable_V,
+        ]
+        return self._program._replace(truncates=truncates), _Rules(*arguments)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -160,63 +184,30 @@ def _respond(
     prompts_BxP: jax.Array,
     prompt_lengths_B: jax.Array,
     draw_ids_Bx3: jax.Array,
-    seed: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    nucleus_p: jax.Array,
-    drawable_V: jax.Array,
-    max_new_tokens: jax.Array,
+    rules: _Rules,
 ) -> Responses:
-    """The whole response of every row: one prefill, then a loop that ends with the longest response."""
-    decoder = _fetched(nnx.merge(program.graphdef, params))
+    """Returns whole responses: one prefill, then a loop that ends with the longest response."""
+    decoder = _gathered(nnx.merge(program.graphdef, params))
     rows, length = prompts_BxP.shape[0], program.length
-    # Rows that make the number divisible by the devices; they are full from the start.
+    # Rows are added until the devices divide them; the added rows count as full from the start.
     more = -rows % program.row_shards
     prompts_BxP = jnp.pad(prompts_BxP, ((0, more), (0, 0)))
     prompt_lengths_B = jnp.pad(prompt_lengths_B, (0, more), constant_values=1)
-    limits_B = jnp.minimum(prompt_lengths_B + max_new_tokens, length)
+    limits_B = jnp.minimum(prompt_lengths_B + rules.max_new_tokens, length)
     limits_B = jnp.where(jnp.arange(rows + more) < rows, limits_B, 1)
-    keys_B = _keys(seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0))))
 
     slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows + more, length), 1)
     tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
     tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
     tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
-    w_DxV = decoder.output_projection().astype(decoder.dtype)
-
-    def draw(logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
-        scaled_BxV = jnp.where(drawable_V[None], logits_BxV, -jnp.inf) / jnp.maximum(temperature, _COOLEST)
-        if program.cuts:
-            scaled_BxV = cut(scaled_BxV, top_k, nucleus_p)
-        drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BxV)
-        return jnp.where(temperature > 0, drawn_B, jnp.argmax(scaled_BxV, axis=1)).astype(jnp.int32)
-
-    def goes_on(loop: _Loop) -> jax.Array:
-        return jnp.any(~loop.done_B)
-
-    def next_token(loop: _Loop) -> _Loop:
-        """Read each row's last token, which the prefill may have read as well, and draw the one that follows."""
-        last_Bx1 = loop.lengths_B[:, None] - 1
-        token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
-        x_Bx1xD, cache = decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache)
-        logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], w_DxV, preferred_element_type=jnp.float32)
-        logits_BxV = decoder.constrain(logits_BxV, ("batch", None))
-        drawn_B = draw(logits_BxV, jax.vmap(jax.random.fold_in)(keys_B, loop.lengths_B))
-        logprobs_BxV = jax.nn.log_softmax(logits_BxV)
-        logprob_Bx1 = jnp.take_along_axis(logprobs_BxV, drawn_B[:, None], axis=1)
-        here_BxL = (slots_BxL == loop.lengths_B[:, None]) & ~loop.done_B[:, None]
-        lengths_B = loop.lengths_B + ~loop.done_B
-        done_B = loop.done_B | (lengths_B >= limits_B)
-        if program.end_id is not None:
-            done_B |= drawn_B == program.end_id
-        return _Loop(
-            cache,
-            jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL),
-            jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL),
-            lengths_B,
-            done_B,
-        )
-
+    next_token = _NextToken(
+        program,
+        decoder,
+        decoder.output_projection().astype(decoder.dtype),
+        _keys(rules.seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))),
+        limits_B,
+        rules,
+    )
     start = _Loop(
         _prefilled(decoder, prompts_BxP).with_room_for(length),
         tokens_BxL,
@@ -224,7 +215,7 @@ def _respond(
         prompt_lengths_B,
         prompt_lengths_B >= limits_B,
     )
-    end = jax.lax.while_loop(goes_on, next_token, start)
+    end = jax.lax.while_loop(lambda loop: jnp.any(~loop.done_B), next_token, start)
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
@@ -236,7 +227,7 @@ def _respond(
         )
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
         logprobs_BxL = jnp.where(is_response_BxL, logprobs_BxL, 0.0)
-    # Rows that the devices do not divide come back whole.
+    # Rows that the devices do not divide are returned whole.
     row_axis = None if more else "batch"
     return Responses(
         decoder.constrain(end.tokens_BxL[:rows], (row_axis, None)),
@@ -247,7 +238,7 @@ def _respond(
 
 
 class _Loop(NamedTuple):
-    """What a token leaves for the next."""
+    """The state that one token leaves for the next."""
 
     cache: Cache
     tokens_BxL: jax.Array
@@ -256,10 +247,58 @@ class _Loop(NamedTuple):
     done_B: jax.Array  # bool: the end was drawn, or the row is full
 
 
-def _fetched(decoder: Decoder) -> Decoder:
-    """The decoder with its weights in the compute dtype and whole, but for what the tensor axis splits."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _NextToken:
+    """The body of the loop: reads each row's last token and draws the one after it."""
 
-    def fetched(weight: nnx.Param) -> nnx.Param:
+    program: _Program
+    decoder: Decoder
+    w_DxV: jax.Array
+    keys_B: jax.Array
+    limits_B: jax.Array
+    rules: _Rules
+
+    def __call__(self, loop: _Loop) -> _Loop:
+        """Returns the state with one more token in each row that is not done.
+
+        The prefill may have read a row's last token already; it is read again.
+        """
+        last_Bx1 = loop.lengths_B[:, None] - 1
+        token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
+        x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache)
+        logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], self.w_DxV, preferred_element_type=jnp.float32)
+        logits_BxV = self.decoder.constrain(logits_BxV, ("batch", None))
+        drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))
+        logprobs_BxV = jax.nn.log_softmax(logits_BxV)
+        logprob_Bx1 = jnp.take_along_axis(logprobs_BxV, drawn_B[:, None], axis=1)
+        slots_BxL = jax.lax.broadcasted_iota(jnp.int32, loop.tokens_BxL.shape, 1)
+        here_BxL = (slots_BxL == loop.lengths_B[:, None]) & ~loop.done_B[:, None]
+        lengths_B = loop.lengths_B + ~loop.done_B
+        done_B = loop.done_B | (lengths_B >= self.limits_B)
+        if self.program.end_id is not None:
+            done_B |= drawn_B == self.program.end_id
+        return _Loop(
+            cache,
+            jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL),
+            jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL),
+            lengths_B,
+            done_B,
+        )
+
+    def _draw(self, logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
+        rules = self.rules
+        drawable_BxV = jnp.where(rules.drawable_V[None], logits_BxV, -jnp.inf)
+        scaled_BxV = drawable_BxV / jnp.maximum(rules.temperature, _COOLEST)
+        if self.program.truncates:
+            scaled_BxV = keep_likeliest(scaled_BxV, rules.top_k, rules.nucleus_p)
+        drawn_B = jax.vmap(jax.random.categorical)(keys_B, scaled_BxV)
+        return jnp.where(rules.temperature > 0, drawn_B, jnp.argmax(scaled_BxV, axis=1)).astype(jnp.int32)
+
+
+def _gathered(decoder: Decoder) -> Decoder:
+    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor axis."""
+
+    def gathered(weight: nnx.Param) -> nnx.Param:
         axes = weight.get_metadata("logical_axes")
         if "norm" in axes:  # computes in float32
             return weight
@@ -269,19 +308,19 @@ def _fetched(decoder: Decoder) -> Decoder:
         )
 
     graphdef, params = nnx.split(decoder, nnx.Param)
-    params = jax.tree.map(fetched, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    params = jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return nnx.merge(graphdef, params)
 
 
 def _prefilled(decoder: Decoder, prompts_BxP: jax.Array) -> Cache:
-    """The cache of whole prompts; what lies behind a prompt is overwritten before anything sees it."""
+    """Returns the cache of the prompts; slots after a prompt are overwritten before any token sees them."""
     rows, length = prompts_BxP.shape
     positions_BxP = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
     return decoder.hidden_with_cache(prompts_BxP, positions_BxP, decoder.empty_cache(rows, length))[1]
 
 
 def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
-    """A key for every row."""
+    """Returns a key for every row."""
 
     def folded(ids_3: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda key, i: (jax.random.fold_in(key, i), None), jax.random.key(seed), ids_3)[0]
@@ -289,8 +328,8 @@ def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
     return jax.vmap(folded)(draw_ids_Bx3)
 
 
-def cut(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float) -> jax.Array:
-    """Return the logits with -inf for all but the top k, and of those the nucleus; ties with the last of them stay.
+def keep_likeliest(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float) -> jax.Array:
+    """Returns the logits with -inf for all but the nucleus of the top k; ties with the last of them stay.
 
     The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to at least p
     (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1).

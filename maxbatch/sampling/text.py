@@ -1,9 +1,11 @@
-"""Text from a model: windows of tokens, one after the other.
+"""Text from a model: windows of tokens, one after another.
 
 Shapes: L tokens of a window, P slots of its prompt.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import numpy as np
@@ -12,7 +14,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.sampling.sampler import Sampler
+from maxbatch.sampling.sampler import Sampler, SamplingRules
+
+_MAX_NEW_TOKENS = 128
 
 
 def generate_text(
@@ -20,28 +24,23 @@ def generate_text(
     tokenizer: Tokenizer,
     prompt: str,
     config: ConfigDict,
-    *,
+    rules: SamplingRules | None = None,
     mesh: Mesh | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    nucleus_p: float = 1.0,
-    seed: int = 0,
 ) -> str:
-    """Return the prompt and what the model makes of it, up to the end of the document.
+    """Returns the prompt and its continuation by the model, up to the end of the document.
 
-    The same arguments give the same text. The window holds `max_target_length` tokens; where prompt or text fill it,
-    its last half becomes the prompt of the next one, and what lies before is seen no more.
+    The same arguments give the same text. A window holds `max_target_length` tokens. When it is full, its last half
+    becomes the prompt of the next window, and the model no longer sees what came before.
 
     Args:
-      params: of a `Decoder`, on one device or sharded.
-      tokenizer: of the run that trained them.
-      prompt: where to start; an empty one starts a document.
-      config: of that run.
-      mesh: of the parameters; None: the compiler finds its way.
-      max_new_tokens: most tokens to add, >= 1.
-      temperature, top_k, nucleus_p, seed: see `Sampler`.
+      params: parameters of a `Decoder`, on one device or sharded.
+      tokenizer: the tokenizer of the run that trained them.
+      prompt: text to start from; an empty one starts a document.
+      config: the config of that run.
+      rules: how tokens are drawn; by default at temperature 0.8. Without `max_new_tokens` at most 128 are added.
+      mesh: the mesh of the parameters; None: the compiler follows their shardings.
     """
+    rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
     if config.add_bos or not ids:
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
@@ -50,27 +49,19 @@ def generate_text(
     half = length // 2
     # Few prompts are longer than half a window, and for the others the prefill is half as long.
     prompt_length = length if half < len(ids) < length else half
-    # Unrolled layers would save a third of the time of a token, and compile as long as it takes to draw ten thousand.
+    # Unrolled layers would save a third of a token's time, and take as long to compile as ten thousand tokens to draw.
     scanned = config.copy_and_resolve_references()
     scanned.scan_layers = True
-    sampler = Sampler(
-        scanned,
-        tokenizer,
-        mesh,
-        top_k=top_k,
-        nucleus_p=nucleus_p,
-        prompt_length=prompt_length,
-        rescores=False,
-    )
-    full = len(ids) + max_new_tokens
+    sampler = Sampler(scanned, tokenizer, mesh, prompt_length=prompt_length, rescores=False)
+    full = len(ids) + (rules.max_new_tokens or _MAX_NEW_TOKENS)
     window = 0
     while len(ids) < full:
         seen = ids if len(ids) < length else ids[-half:]
         prompt_1xP = np.full((1, prompt_length), tokenizer.pad_id, np.int32)
         prompt_1xP[0, : len(seen)] = seen
-        sampler.max_new_tokens = full - len(ids)
         lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
-        responses = sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, temperature, seed)
+        rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
+        responses = sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest)
         tokens_1xL, ends_1 = jax.device_get((responses.tokens_BxL, responses.lengths_B))
         response = tokens_1xL[0, len(seen) : ends_1[0]].tolist()
         if response[-1] == tokenizer.eos_id:

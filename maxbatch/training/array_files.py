@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import tempfile
@@ -53,7 +52,7 @@ def plain_path(folder: Path) -> Iterator[Path]:
 
 
 def os_error(error: Exception) -> OSError | None:
-    """Returns the system's error behind a failed read or write; None where files are missing or their content is bad.
+    """Returns the system's error behind a failed read or write; None if a file is missing or its content is bad.
 
     TensorStore raises ValueError and names the system's error in its text.
     """
@@ -66,12 +65,3 @@ def os_error(error: Exception) -> OSError | None:
 def reason(error: Exception) -> str:
     """Returns the first line of an error, or its type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def silence_tracebacks() -> None:
-    """Keeps Orbax from logging the traceback of each failed write, which it raises as well."""
-    logging.getLogger("absl").addFilter(_has_no_traceback)
-
-
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    return not record.exc_info

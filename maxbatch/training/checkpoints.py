@@ -9,6 +9,7 @@ ends the run.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -21,18 +22,12 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.metrics import cannot_read
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, cannot_write
-from maxbatch.training.array_files import (
-    arrays_handler,
-    os_error,
-    plain_path,
-    reason,
-    restore_as,
-    silence_tracebacks,
-)  # fmt: skip
+from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.state import TrainState
 
@@ -67,6 +62,11 @@ def state_checksum(state: TrainState) -> jax.Array:
         return words.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
     return jnp.stack([bits(leaf) for leaf in jax.tree.leaves(state)]).sum(dtype=jnp.uint32)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Keeps out the tracebacks of failed writes, which Orbax logs and raises."""
+    return not record.exc_info
 
 
 class Checkpoints:
@@ -106,7 +106,7 @@ class Checkpoints:
         return self._opened
 
     def _open(self) -> ocp.CheckpointManager:
-        silence_tracebacks()
+        logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder.mkdir(exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
@@ -152,7 +152,8 @@ class Checkpoints:
             differing = [k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)]
             if differing:
                 changes = ", ".join(
-                    f"{k}: {theirs.get(k)!r} there, {mine.get(k)!r} here" for k in sorted(differing)
+                    f"{k}: {shown(repr(theirs.get(k)))} there, {shown(repr(mine.get(k)))} here"
+                    for k in sorted(differing)
                 )
                 raise ConfigError(
                     f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run ({changes}); "
@@ -180,9 +181,7 @@ class Checkpoints:
             damage, saved = broadcast(partial(look, step))
             if not damage:
                 record = CheckpointRecord.from_json(saved)
-                state, own_damage = self._restore_arrays(step, abstract)
-                damage = next(filter(None, gather(own_damage)), None)
-                damage = damage or self._wrong_sum(state, record.checksum, abstract, make)
+                state, damage = self._restore_arrays(step, abstract, record.checksum, make)
             if not damage:
                 restored = Restored(state, record.position)
                 break
@@ -196,29 +195,31 @@ class Checkpoints:
             self._set_aside(step, damage, restored.position.step if restored else 0)
         return restored
 
-    def _restore_arrays(self, step: int, abstract: TrainState) -> tuple[Any, str | None]:
-        """Returns the state, and how it is damaged for this host."""
+    def _restore_arrays(
+        self, step: int, abstract: TrainState, checksum: int, make: MakeExecutable
+    ) -> tuple[Any, str | None]:
+        """Returns the state, or None and how it is damaged for one of the hosts."""
+        state, damage = None, None
         arguments = ocp.args.Composite(
             params=restore_as(abstract.params), opt_state=restore_as(abstract.opt_state)
         )
         try:
             items = self._manager.restore(step, args=arguments)
-            return TrainState(items["params"], items["opt_state"]), None
+            state = TrainState(items["params"], items["opt_state"])
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # whatever a damaged file makes of the reader
             if failure := os_error(error):
-                raise cannot_read(self._folder / str(step), failure) from None
-            return None, reason(error)
-
-    def _wrong_sum(
-        self, state: TrainState, checksum: int, abstract: TrainState, make: MakeExecutable
-    ) -> str | None:
+                raise cannot_read(self._folder / str(step), failure) from error
+            damage = reason(error)
+        damage = next(filter(None, gather(damage)), None)
+        if damage:
+            return None, damage
         if self._compiled_checksum is None:
             self._compiled_checksum = Future()
             self._compiled_checksum.set_result(make(CHECKSUM, partial(self._checksum.lower, abstract)))
-        right = int(self._compiled_checksum.result()(state)) == checksum
-        return None if right else "its arrays do not match their checksum"
+        is_sound = int(self._compiled_checksum.result()(state)) == checksum
+        return (state, None) if is_sound else (None, "its arrays do not match their checksum")
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         self.close()

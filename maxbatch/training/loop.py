@@ -25,7 +25,7 @@ from maxbatch.sampling.text import generate_text
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.checkpoints import Position
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
-from maxbatch.training.compile.ladder import Background, StepExecutables
+from maxbatch.training.compile.ladder import Background, StepLadder
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.progress import Progression, end_of_run, nothing_left
@@ -106,7 +106,7 @@ def open_outputs(run: Run, folder: RunFolder, console: Console) -> list[Output]:
 
 def train_to_the_end(
     run: Run,
-    steps: StepExecutables,
+    steps: StepLadder,
     evaluator: Evaluator | None,
     feed: Feed,
     recorder: Recorder,
@@ -180,7 +180,7 @@ def train_to_the_end(
     run.position = recorder.position
 
 
-def introduce(run: Run, steps: StepExecutables, console: Console) -> None:
+def introduce(run: Run, steps: StepLadder, console: Console) -> None:
     """Prints what is about to happen: the batch as an equation, the ramp, the model and where it trains."""
     console.print(equation(run.plan))
     if len(run.plan.manager.stages) > 1:

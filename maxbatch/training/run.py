@@ -18,7 +18,7 @@ from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import Checkpoints, Newest, Position, model_identity
-from maxbatch.training.compile.ladder import Background, StepExecutables, compile_here
+from maxbatch.training.compile.ladder import Background, StepLadder, compile_here
 from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
@@ -134,7 +134,7 @@ class Run:
     def num_parameters(self) -> int:
         return num_parameters(self._abstract.params)
 
-    def plan_steps(self) -> StepExecutables:
+    def plan_steps(self) -> StepLadder:
         """The executables that the stages ahead need, none compiled or loaded yet."""
 
         def compile_step(shape: BatchShape) -> Any:
@@ -143,7 +143,7 @@ class Run:
         manager = self.plan.manager
         ahead = manager.stages[manager.stage_at(self.position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
-        return StepExecutables(
+        return StepLadder(
             compile_step,
             [stage for stage in ahead if stage.num_steps],
             all_first=jax.process_count() > 1 or self._saved is not None,
@@ -155,7 +155,7 @@ class Run:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
 
-    def prepare(self, steps: StepExecutables, background: Background) -> None:
+    def prepare(self, steps: StepLadder, background: Background) -> None:
         """Compiles the first step while the state is made, and warms it up."""
         making_state = background.start(self._first_state)
         compiled = steps.compile_first()
@@ -186,9 +186,7 @@ class Run:
             self.config, self.mesh, self.placement, held_out, num_rows, self.plan.eval_batch_size
         )
 
-    def compile_later(
-        self, steps: StepExecutables, evaluator: Evaluator | None, background: Background
-    ) -> None:
+    def compile_later(self, steps: StepLadder, evaluator: Evaluator | None, background: Background) -> None:
         """Starts compiling what training wants after its first update: later stages, eval, saves."""
         steps.compile_rest(background)
         if evaluator:

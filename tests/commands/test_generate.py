@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
+from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.sampling.sampler import _respond
+from maxbatch.sampling.sampler import SamplingRules, _respond
 from maxbatch.sampling.text import generate_text
 from tests.helpers.tiny import LENGTH, TINY_MODEL
 
@@ -47,9 +49,11 @@ def trained_to_say(*bias: tuple[int, float]) -> nnx.State:
 RANDOM = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
-def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, **options: Any) -> str:
-    options = {"temperature": 1.0, "config": CONFIG} | options
-    return generate_text(params, TOKENIZER, prompt, max_new_tokens=n, **options)
+def text(
+    params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, config: ConfigDict = CONFIG, **rules: Any
+) -> str:
+    rules = {"temperature": 1.0, "max_new_tokens": n} | rules
+    return generate_text(params, TOKENIZER, prompt, config, SamplingRules(**rules))
 
 
 def test_one_seed_one_text_and_another_seed_another() -> None:
@@ -112,16 +116,18 @@ class Latin1(ByteTokenizer):
 
 
 def test_a_full_window_goes_on_from_its_last_half() -> None:
-    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, temperature=0.0)
-    whole = said("def ", max_new_tokens=2 * LENGTH)
+    def said(prompt: str, n: int) -> str:
+        return generate_text(RANDOM, Latin1(), prompt, NO_BOS, SamplingRules(0.0, max_new_tokens=n))
+
+    whole = said("def ", 2 * LENGTH)
     assert len(whole) == len("def ") + 2 * LENGTH
     half = LENGTH // 2
     for full in (LENGTH, LENGTH + half):
-        assert whole[full - half : full + half] == said(whole[full - half : full], max_new_tokens=half)
+        assert whole[full - half : full + half] == said(whole[full - half : full], half)
 
 
 def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
-    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, max_new_tokens=4)
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS, rules=SamplingRules(max_new_tokens=4))
     half = string.ascii_letters[: LENGTH // 2]
     for start in ("x" * (LENGTH // 2), "some other start of a document, "):
         assert said(start + half) == start + said(half)
@@ -129,7 +135,8 @@ def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
 
 def test_every_window_and_every_token_has_draws_of_its_own() -> None:
     half = LENGTH // 2
-    said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, max_new_tokens=4 * LENGTH)[LENGTH:]
+    rules = SamplingRules(max_new_tokens=4 * LENGTH)
+    said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, rules)[LENGTH:]
     assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
     assert len(set(said)) > 50  # and so has every token
 
@@ -166,6 +173,18 @@ def test_a_flag_out_of_range_is_refused_before_anything_is_read(flag: str, value
     add_arguments(parser)
     with pytest.raises(ConfigError, match=f"^{flag}=.*works: {flag}="):
         run(parser.parse_args(["no/such/run", f"{flag}={value}"]))
+
+
+@pytest.mark.parametrize("prompt", ["a\0b", "a\ud800b"])
+@pytest.mark.parametrize("place", ["--prompt", "run_dir"])
+def test_a_prompt_or_path_that_is_not_text_is_one_line(
+    place: str, prompt: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["generate", *(("no/such/run", "--prompt", prompt) if place == "--prompt" else (prompt,))]) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "must be UTF-8 text without NUL characters" in line
 
 
 def test_a_missing_run_folder_is_the_users_mistake() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import BatchPlan, load_config
+from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.data.stream.stream import open_stream
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "tensorboardX")
 RAMP = ("enable_rampup_batch_size=true", "gradient_accumulation_steps=2")
@@ -63,6 +65,17 @@ def test_a_dataset_that_is_not_here_is_no_obstacle(
 ) -> None:
     plan = plan_json(capsys, "dataset_type=text", "steps=10", *data)
     assert (plan["total_samples"], plan["epochs"]) == (160, None)
+
+
+def test_a_path_that_nothing_reads_is_refused_as_training_refuses_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = ("dataset_type=synthetic", "dataset_path=gs://x")
+    message = error_line(capsys, *data)
+    assert message == "dataset_path=gs://x: dataset_type=synthetic reads no path; works: dataset_path=''"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        open_stream(load_config(overrides=data))
+    assert main(["plan", *data, "dataset_path="]) == 0
 
 
 def test_without_devices_it_says_that_it_plans_for_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,12 +139,12 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "from maxbatch.data.store.documents import DocumentSource\n"
         "from maxbatch.data.store.files import SourceFile\n"
         "from maxbatch.data.store.formats import Piece\n"
-        "from maxbatch.data.store.token_store import Stored\n"
+        "from maxbatch.data.store.token_store import TokenLayout\n"
         "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
         "from maxbatch.system.worker_pool import WorkerPool\n"
         "config = load_config()\n"
         "source = DocumentSource.from_config(config)\n"
-        "how = tokenise.Tokeniser(source, ByteTokenizer(), Stored.by(ByteTokenizer(), config))\n"
+        "how = tokenise.Tokeniser(source, ByteTokenizer(), TokenLayout.of(ByteTokenizer(), config))\n"
         "pool = WorkerPool(functools.partial(tokenise._part_writer, how), 2)\n"
         "pool.wait_for_setup()\n"
         "job = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, 0),)\n"
@@ -245,7 +245,9 @@ def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> N
 def test_a_store_without_a_token_is_verified(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ByteTokenizer, "encode_utf8", lambda *_: np.zeros(0, np.uint8))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts]
+    )
     run(data, "add_bos=false", "add_eos=false", "--output", "out", "--workers", "1")
     run("--verify", "out")
 

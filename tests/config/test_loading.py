@@ -9,26 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import ConfigError, load_config
+from maxbatch import load_config
 from maxbatch.config.loading import configs_dir, dump_config, keys
+from tests.helpers.configs import error_of, write
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))
-RAMP = "enable_rampup_batch_size: true\nper_device_batch_size_start: 2\nper_device_batch_size_increment: 2\n"
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def error_of(path: Path | None = None, overrides: tuple[str, ...] = ()) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 500
-    return message
-
 
 # --- texts and types ----------------------------------------------------------------------------------------
 
@@ -121,13 +106,6 @@ def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works
     load_config(overrides=[works])
 
 
-def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
-    broken = ("learning_rate_schedule=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5")
-    message = error_of(overrides=broken)
-    assert message.startswith("wsd_decay_steps_fraction=0.5: must be at most 0.4")
-    load_config(overrides=[*broken, message.partition("works: ")[2]])
-
-
 # --- layers -------------------------------------------------------------------------------------------------
 
 
@@ -184,64 +162,6 @@ def test_the_config_is_locked() -> None:
         load_config().learning_rat = 1.0
 
 
-@pytest.mark.parametrize("length", ["train_samples=7", "train_tokens=7", "num_epochs=7", "steps=7"])
-def test_a_length_displaces_those_of_lower_layers(tmp_path: Path, length: str) -> None:
-    run = write(tmp_path / "run.yml", "num_epochs: 3\n")
-    config = load_config(run, [length])
-    stated = {
-        n: config[n]
-        for n in ("steps", "train_samples", "train_tokens", "num_epochs")
-        if config[n] is not None
-    }
-    assert stated == {length.partition("=")[0]: 7}
-
-
-BATCH_KEYS = (
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "batch_size_schedule",
-    "enable_rampup_batch_size",
-)
-
-
-@pytest.mark.parametrize(
-    ("file", "overrides", "expected"),
-    [
-        ("", [], (1, None, None, False)),
-        ("", ["global_batch_size=64"], (None, 64, None, False)),
-        ("global_batch_size: 64", ["gradient_accumulation_steps=4"], (4, None, None, False)),
-        ("global_batch_size: 64", ["batch_size_schedule=0:8"], (None, None, "0:8", False)),
-        ("gradient_accumulation_steps: 2\n" + RAMP, [], (2, None, None, True)),
-        (RAMP, ["gradient_accumulation_steps=4"], (4, None, None, True)),
-        (RAMP, ["per_device_batch_size_start=4"], (1, None, None, True)),
-        (RAMP, ["global_batch_size=64"], (None, 64, None, False)),
-        (RAMP, ["batch_size_schedule=0:8 9:16"], (None, None, "0:8 9:16", False)),
-        (RAMP, ["global_batch_size=64", "enable_rampup_batch_size=false"], (None, 64, None, False)),
-        (RAMP, ["enable_rampup_batch_size=false"], (1, None, None, False)),
-        ("batch_size_schedule: 0:8", ["enable_rampup_batch_size=true"], (None, None, None, True)),
-        ("global_batch_size: 64\nper_device_batch_size_start: 2", [], (None, 64, None, False)),
-        ("global_batch_size: 64", ["global_batch_size=null"], (None, None, None, False)),
-        ("global_batch_size: 64\ngradient_accumulation_steps: 4", [], (4, 64, None, False)),
-    ],
-)
-def test_a_statement_of_the_batch_displaces_those_of_lower_layers(
-    tmp_path: Path, file: str, overrides: list[str], expected: tuple[object, ...]
-) -> None:
-    config = load_config(write(tmp_path / "run.yml", file + "\n"), overrides)
-    assert tuple(config[name] for name in BATCH_KEYS) == expected
-    again = load_config(write(tmp_path / "again.yml", dump_config(config)))
-    assert again == config
-
-
-def test_a_ramp_beside_another_batch_in_one_layer_is_refused(tmp_path: Path) -> None:
-    for other in ("global_batch_size: 64", "batch_size_schedule: 0:8"):
-        run = write(tmp_path / "run.yml", RAMP + other + "\n")
-        message = error_of(run)
-        assert message.startswith(other.replace(": ", "=", 1))
-        load_config(run, shlex.split(message.partition("works: ")[2]))
-        load_config(run, ["enable_rampup_batch_size=false"])
-
-
 def test_the_config_written_back_gives_an_equal_config(tmp_path: Path) -> None:
     overrides = [
         "model_name=gpt2-124m", "per_device_batch_size=1/3", "num_epochs=0.1",
@@ -255,43 +175,6 @@ def test_the_config_written_back_gives_an_equal_config(tmp_path: Path) -> None:
 
 
 # --- bad files and keys -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a: [1, 2", "is no valid YAML"),
-        ("a: b: c", "is no valid YAML"),
-        ("steps: 3\n\tlog_period: 3", "is no valid YAML"),
-        ("a: 1\n---\nb: 2\n", "is no valid YAML"),
-        ("- steps\n- 3\n", "must be lines of `key: value`"),
-        ("just words\n", "must be lines of `key: value`"),
-        ("? [a, b]\n: 3\n", "must be lines of `key: value`"),
-        ("\nsteps: 1\nsteps: 2\n", ":3: steps is stated twice (first in line 2)"),
-        ("steps: [1]\n", ":1: steps takes one value"),
-        ("steps: {a: 1}\n", ":1: steps takes one value"),
-        ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
-        ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
-        ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
-        ("1: 2\n", ":1: unknown key 1"),
-        ("steps: many\n", ":1: steps=many: must be a whole number"),
-        ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
-        ("a: &x [*x]\n", "takes one value"),
-        ("a: *nothing\n", "is no valid YAML"),
-        ("[" * 5000, "nested too deeply"),
-    ],
-)
-def test_a_bad_file_is_one_line_with_file_and_line(tmp_path: Path, text: str, said: str) -> None:
-    message = error_of(write(tmp_path / "run.yml", text))
-    assert said in message and str(tmp_path) in message
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    assert error_of(tmp_path / "none.yml").endswith("none.yml: does not exist")
-    assert "is a folder" in error_of(tmp_path)
-    (tmp_path / "image.yml").write_bytes(b"\xff\xfe\x00")
-    assert "image.yml" in error_of(tmp_path / "image.yml")
-    assert "is no path" in error_of(Path("a\0b"))
 
 
 @pytest.mark.parametrize("nothing", ["", "~", "null", '""'])
@@ -328,41 +211,3 @@ def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(
 def test_a_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAXBATCH_STEPS", "soon")
     assert error_of().startswith("environment variable MAXBATCH_STEPS: steps=soon: must be a whole number")
-
-
-def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp_path: Path) -> None:
-    stated = write(tmp_path / "c.yml", "dataset_path: [a.jsonl, 'b/*.txt']\n")
-    assert load_config(stated).dataset_path == "a.jsonl;b/*.txt"
-    weighted = write(tmp_path / "d.yml", "dataset_path:\n- {path: a, weight: 0.70}\n- {path: b, weight: 3}\n")
-    assert load_config(weighted).dataset_path == "a,0.70;b,3"
-
-
-@pytest.mark.parametrize(
-    "item",
-    [
-        "[a]",
-        "{path: a}",
-        "{path: a, weight: 1, more: 2}",
-        "'a;b'",
-        "''",
-        "{path: a, weight: 1, [x]: 3}",
-        "{path: [a], weight: 1}",
-    ],
-)
-def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item: str) -> None:
-    message = error_of(write(tmp_path / "c.yml", f"steps: 3\ndataset_path:\n- {item}\n"))
-    assert "dataset_path, line 3" in message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "works"),
-    [
-        (("adam_scaling=sde",), "learning_rate_scaling=sqrt"),
-        (("adam_scaling=sde", "learning_rate_scaling=sqrt", "opt_type=lion"), "opt_type=adamw"),
-        (("packing=false", "packing_strategy=best_fit"), "packing_strategy=concatenate"),
-    ],
-)
-def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...], works: str) -> None:
-    message = error_of(overrides=overrides)
-    assert message.endswith(f"works: {works}")
-    load_config(overrides=[*overrides, works])

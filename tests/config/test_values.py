@@ -31,10 +31,11 @@ def test_no_text_ends_in_anything_but_a_value_or_a_config_error(text: str) -> No
 @pytest.mark.parametrize(
     ("bounds", "said"),
     [
-        (Bounds(at_least=1), "at least 1"),
-        (Bounds(at_least=1, also=-1), "at least 1, or -1"),
-        (Bounds(above=0, at_most=1), "greater than 0 and at most 1"),
-        (Bounds(at_least=0, at_most=2**32 - 1), "at least 0 and at most 4294967295"),
+        (Bounds(at_least=1), ">= 1"),
+        (Bounds(at_least=1, also=-1), ">= 1 | -1"),
+        (Bounds(at_least=1, at_most=2**40), ">= 1 and <= 2^40"),
+        (Bounds(above=0, at_most=1), "> 0 and <= 1"),
+        (Bounds(at_least=0, at_most=2**32 - 1), ">= 0 and <= 4294967295"),
     ],
 )
 def test_bounds_say_their_whole_rule(bounds: Bounds, said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.sampling.sampler import Responses, Sampler, cut
+from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
 from maxbatch.training.state import abstract_state, init_state
 from tests.helpers.collectives import collectives
 from tests.helpers.tiny import LENGTH, tiny_config
@@ -48,11 +49,10 @@ def model(*overrides: str) -> tuple[ConfigDict, nnx.State]:
 
 
 def respond(config: ConfigDict, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
-    call = {"temperature": 1.0, "seed": 0} | {
-        k: options.pop(k) for k in ("temperature", "seed") if k in options
-    }
+    named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
+    rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
-    return jax.device_get(Sampler(config, **options)(params, *(inputs or prompts()), **call))
+    return jax.device_get(Sampler(config, **options)(params, *(inputs or prompts()), rules))
 
 
 def tokens_that_count(responses: Responses) -> np.ndarray:
@@ -256,7 +256,7 @@ def reference_cut(logits: np.ndarray, top_k: int, nucleus_p: float) -> set[int]:
 def test_top_k_and_nucleus_keep_what_their_definitions_say(top_k: int, nucleus_p: float) -> None:
     logits = np.random.default_rng(1).normal(0, 2, (3, 40)).astype(np.float32)
     logits[1, ::3] = -np.inf  # ids that are never drawn
-    kept = np.isfinite(cut(jnp.asarray(logits), top_k, nucleus_p))
+    kept = np.isfinite(keep_likeliest(jnp.asarray(logits), top_k, nucleus_p))
     for row in range(3):
         expected = reference_cut(logits[row], top_k, nucleus_p)
         assert set(np.flatnonzero(kept[row])) == {i for i in expected if np.isfinite(logits[row, i])}

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from maxbatch.commands.arguments import local_path
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Plan, check_plan, make_plan
@@ -44,7 +45,9 @@ TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="the folder of a run that kept several checkpoints")
+    parser.add_argument(
+        "run", type=local_path, metavar="RUN", help="the folder of a run that kept several checkpoints"
+    )
     parser.add_argument(
         "--checkpoints", metavar="STEP,...", type=_steps, help="updates to fork at (default: up to 4)"
     )

@@ -1,1 +1,1 @@
-"""`maxbatch fit`: the largest batch that fits, by the compiler's word."""
+"""`maxbatch fit`: the largest batch that fits, as the compiler says."""

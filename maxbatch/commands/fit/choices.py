@@ -1,4 +1,4 @@
-"""Which batches may be tried, and the ways to reach a wanted one."""
+"""The micro-batches that `fit` may try, and the largest that fits under a remat policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.commands.fit.costs import Cost, cost
-from maxbatch.commands.fit.oracle import Judge
-from maxbatch.commands.fit.search import largest_fitting
+from maxbatch.commands.fit.oracle import CompilerOracle
+from maxbatch.commands.fit.search import Questions, largest_fitting
 from maxbatch.config.values import exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.stream.fingerprint import MAX_ROWS
@@ -22,11 +22,17 @@ from maxbatch.training.compile.memory import Parts, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The micro-batches that a config may have, from the smallest on.
+    """The micro-batches that a config may have, numbered from 1, the smallest.
 
-    Where nothing fixes the batch, per_device_batch_size grows by one sample per device; by less where the batch has
-    fewer shards than there are devices (tensor, context and pipeline axes share their rows), and by the ramp's
-    increment in a ramp. Where the global batch is stated, only the micro-batches that divide it count.
+    `per_device_batch_size` grows by one sample per device. It grows by less if the batch has fewer shards than there
+    are devices (tensor, context and pipeline axes share their rows), and by the ramp's increment in a ramp. If the
+    global batch is stated, only the micro-batches that divide it count.
+
+    Attributes:
+      first: rows of size 1.
+      step: rows between one size and the next; what all divisors are a multiple of, if the global batch is stated.
+      global_batch: as stated, else None.
+      most_rows: rows that a step takes in one pass at most.
     """
 
     num_devices: int
@@ -34,11 +40,11 @@ class Sizes:
     step: int
     global_batch: int | None
     accumulation: int
-    most_rows: int  # that a step takes in one pass
+    most_rows: int
 
     @classmethod
     def of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
-        """The sizes on the plan's devices."""
+        """Returns the sizes on the plan's devices."""
         rows = MicrobatchUnit.from_config(config, plan.mesh).rows
         most, accumulation = MAX_ROWS * plan.mesh.sizes["data"], plan.gradient_accumulation_steps
         if config.enable_rampup_batch_size and exact(config.per_device_batch_size_increment) > 0:
@@ -54,7 +60,7 @@ class Sizes:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of sizes."""
         if self.global_batch:
             return len(self._divisors)
         return max(0, (self.most_rows - self.first) // self.step + 1)
@@ -63,20 +69,19 @@ class Sizes:
     def _divisors(self) -> list[int]:
         assert self.global_batch is not None
         units = self.global_batch // self.step
-        return [
-            d * self.step for d in range(1, units + 1) if units % d == 0 and d * self.step <= self.most_rows
-        ]
+        most = min(units, self.most_rows // self.step)
+        return [d * self.step for d in range(1, most + 1) if units % d == 0]
 
     def rows_at(self, size: int) -> int:
-        """The rows of the micro-batch of a size, from 1 on."""
+        """Returns the rows of the micro-batch of a size."""
         return self._divisors[size - 1] if self.global_batch else self.first + (size - 1) * self.step
 
     def shape(self, rows: int) -> BatchShape:
-        """The batch that has micro-batches of so many rows."""
+        """Returns the shape of the batch whose micro-batches have that many rows."""
         return BatchShape(rows, self.global_batch // rows if self.global_batch else self.accumulation)
 
     def per_device(self, rows: int) -> int | float | Fraction:
-        """per_device_batch_size of a micro-batch."""
+        """Returns the `per_device_batch_size` of a micro-batch."""
         return plain_number(Fraction(rows, self.num_devices))
 
 
@@ -85,8 +90,8 @@ class Choice:
     """The largest micro-batch that fits under one remat policy.
 
     Attributes:
-      cost: what an update takes by the model; None where the chip's figures are not known.
-      next_verdict: the verdict on the next larger micro-batch, None where there is none.
+      cost: the modelled time of an update; None if the chip's figures are not known.
+      next_verdict: the verdict on the next larger micro-batch; None if there is no larger one.
     """
 
     remat_policy: str
@@ -98,7 +103,7 @@ class Choice:
     cost: Cost | None
 
     def to_dict(self) -> dict[str, Any]:
-        """What `--json` says of it."""
+        """Returns the choice as `--json` prints it."""
         batch = self.shape.micro_batch * self.shape.max_micro_batches
         number = self.per_device_batch_size
         return {
@@ -116,39 +121,36 @@ class Choice:
         }
 
 
-def choose(judge: Judge, plan: BatchPlan, sizes: Sizes, limit: int, at_once: int) -> Choice | None:
-    """Return the largest that fits under the judge's config; None where nothing does.
+def choose(oracle: CompilerOracle, plan: BatchPlan, sizes: Sizes, limit: int, at_once: int) -> Choice | None:
+    """Returns the largest micro-batch that fits under the oracle's config; None if none does.
 
     Args:
-      judge: whom to ask.
-      plan: the batch plan; its mesh counts.
-      sizes: what may be tried.
+      oracle: says what fits.
+      plan: the batch plan, for its mesh.
+      sizes: the micro-batches that may be tried.
       limit: bytes of a device.
-      at_once: how many sizes to ask about at a time.
+      at_once: sizes to ask about at a time.
     """
-    size = largest_fitting(
-        sizes.rows_at,
-        sizes.count,
-        limit,
-        judge.estimate(),
-        lambda numbers: judge.ask(*map(sizes.shape, numbers)),
+    questions = Questions(
+        lambda numbers: oracle.ask(*map(sizes.shape, numbers)),
         at_once,
-        refusals_are_cheap=judge.target.devices[0].platform == "tpu",
+        refusals_are_cheap=oracle.target.devices[0].platform == "tpu",
     )
+    size = largest_fitting(sizes.rows_at, sizes.count, limit, oracle.estimate(), questions)
     if not size:
         return None
     rows = sizes.rows_at(size)
     shape = sizes.shape(rows)
-    (verdict,) = judge.ask(shape)
+    (verdict,) = oracle.ask(shape)
     has_next = size < sizes.count
-    chip = judge.target.chip
+    chip = oracle.target.chip
     temp = (verdict.needed_bytes or 0) - (verdict.memory.argument_bytes if verdict.memory else 0)
     return Choice(
-        judge.config.remat_policy,
+        oracle.config.remat_policy,
         shape,
         sizes.per_device(rows),
         verdict,
-        judge.ask(sizes.shape(sizes.rows_at(size + 1)))[0] if has_next else None,
-        judge.parts(shape, verdict),
-        cost(judge.config, plan.mesh, chip, *shape, judge.num_parameters, temp) if chip else None,
+        oracle.ask(sizes.shape(sizes.rows_at(size + 1)))[0] if has_next else None,
+        oracle.parts(shape, verdict),
+        cost(oracle.config, plan.mesh, chip, shape, oracle.num_parameters, temp) if chip else None,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,35 +12,42 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import config_of
-from maxbatch.commands.compile import add_target_arguments, chosen_target, plan_for
+from maxbatch.commands.arguments import config_of, local_path, note
+from maxbatch.commands.targets import add_target_arguments, chosen_target, plan_for
 from maxbatch.config.loading import dump_config, keys
 from maxbatch.plan.batch import check_batch_keys
-from maxbatch.system.errors import EXIT_FAILED, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from maxbatch.commands.fit.choices import Choice
-    from maxbatch.commands.fit.oracle import Judge
+    from maxbatch.commands.fit.oracle import CompilerOracle
     from maxbatch.training.compile.target import Target
 
-# Rematerialisation from the least to the most, tried where a wanted global batch leaves the choice.
+# From the least to the most rematerialisation; all are tried if the global batch is stated.
 _POLICIES = ("none", "minimal", "full")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch fit`."""
     add_target_arguments(parser)
-    parser.add_argument("--write", metavar="FILE", help="put the choice into this config file")
+    parser.add_argument(
+        "--write", type=local_path, metavar="FILE", help="put the choice into this config file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the largest batch that fits and says so; returns the exit code."""
+    """Finds the largest batch that fits and prints it; returns the exit code.
+
+    Raises:
+      TrainingError: not even the smallest batch fits.
+    """
     config = config_of(args)
     check_batch_keys(config)
     target = chosen_target(args)
     plan = plan_for(config, target)
     from maxbatch.commands.fit.choices import Sizes, choose
-    from maxbatch.commands.fit.oracle import CORES, Judge
+    from maxbatch.commands.fit.oracle import CORES, CompilerOracle
+    from maxbatch.commands.fit.view import record, show
     from maxbatch.training.compile.lowering import checked_mesh_shape
 
     mesh_shape = checked_mesh_shape(config, target.devices)
@@ -50,36 +56,27 @@ def run(args: argparse.Namespace) -> int:
     wants_batch = config.gradient_accumulation_steps is None
     policies = _POLICIES if wants_batch else (config.remat_policy,)
     sizes = Sizes.of(config, plan)
-    judges = [
-        Judge(_with(config, remat_policy=policy), target, mesh_shape, _say(args.json)) for policy in policies
+    say = (lambda text: None) if args.json else note
+    oracles = [
+        CompilerOracle(_with(config, remat_policy=policy), target, mesh_shape, say) for policy in policies
     ]
-    # A size and the next one, that would have to fail, or several policies side by side.
-    at_once = min(2, max(1, CORES // len(judges)))
-    with ThreadPoolExecutor(len(judges), "maxbatch-fit") as pool:
-        found = list(pool.map(lambda j: choose(j, plan, sizes, target.memory_bytes or 0, at_once), judges))
+    # Side by side: several policies, or a size and the next one, which has to fail.
+    at_once = min(2, max(1, CORES // len(oracles)))
+    with ThreadPoolExecutor(len(oracles), "maxbatch-fit") as pool:
+        found = list(pool.map(lambda o: choose(o, plan, sizes, target.memory_bytes or 0, at_once), oracles))
     choices = [choice for choice in found if choice is not None]
     if not choices:
-        return _nothing_fits(args.json, judges, target, sizes.per_device(sizes.rows_at(1)))
+        raise _nothing_fits(args.json, oracles, target, sizes.per_device(sizes.rows_at(1)))
     choices.sort(key=lambda c: c.cost.rank if c.cost else (0.0, -float(c.shape.micro_batch)))
-    best = choices[0]
     if args.write:
-        _write(Path(args.write), config, best, wants_batch)
+        _write(Path(args.write), config, choices[0], wants_batch)
     if args.json:
-        record = {**best.to_dict(), **_rest(best, judges, target)}
-        if wants_batch:
-            record["alternatives"] = [choice.to_dict() for choice in choices]
-        print(json.dumps(record, indent=2))
-        return 0
-    from maxbatch.commands.fit.view import show
-
+        print(json.dumps(record(choices, oracles, target, wants_batch), indent=2))
+        return EXIT_DONE
     show(choices, target, wants_batch)
     if args.write:
         print(f"written to {args.write}")
-    return 0
-
-
-def _say(quiet: bool) -> Any:
-    return lambda text: None if quiet else print(f"maxbatch: {text}", file=sys.stderr, flush=True)
+    return EXIT_DONE
 
 
 def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
@@ -88,44 +85,13 @@ def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
     return changed.lock()
 
 
-def _rest(best: Choice, judges: Sequence[Judge], target: Target) -> dict[str, Any]:
-    following = best.next_verdict
-    return {
-        "target": target.name,
-        "num_devices": len(target.devices),
-        "memory_source": target.memory_source,
-        "next_size": None
-        if following is None
-        else {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes},
-        "asked": [
-            {
-                "remat_policy": judge.config.remat_policy,
-                "micro_batch_size_to_train_on": asked.shape.micro_batch,
-                "gradient_accumulation_steps": asked.shape.max_micro_batches,
-                "fits": asked.verdict.fits,
-                "hbm_bytes_needed": asked.verdict.needed_bytes,
-                "compile_s": round(asked.verdict.seconds, 2),
-                "cached": asked.cached,
-            }
-            for judge in judges
-            for asked in judge.asked
-        ],
-    }
-
-
-def _nothing_fits(as_json: bool, judges: Sequence[Judge], target: Target, smallest: Any) -> int:
+def _nothing_fits(
+    as_json: bool, oracles: Sequence[CompilerOracle], target: Target, smallest: object
+) -> TrainingError:
     from maxbatch.training.compile.memory import gigabytes
 
-    verdict = judges[-1].asked[-1].verdict
-    for judge in judges:
-        verdict = min((asked.verdict for asked in judge.asked), key=lambda v: v.needed_bytes or 2**63)
-    more = "" if judges[-1].config.remat_policy == "full" else "remat_policy=full, "
-    print(
-        f"maxbatch: error: not even per_device_batch_size={smallest} fits {target.name}: it needs "
-        f"{gigabytes(verdict.needed_bytes)} per device of {gigabytes(verdict.available_bytes)}; try {more}"
-        "a larger topology, or an axis that splits the model (ici_tensor_parallelism)",
-        file=sys.stderr,
-    )
+    last = oracles[-1]
+    verdict = min((asked.verdict for asked in last.asked), key=lambda v: v.needed_bytes or 2**63)
     if as_json:
         record = {
             "per_device_batch_size": None,
@@ -134,11 +100,16 @@ def _nothing_fits(as_json: bool, judges: Sequence[Judge], target: Target, smalle
             "target": target.name,
         }
         print(json.dumps(record, indent=2))
-    return EXIT_FAILED
+    more = "" if last.config.remat_policy == "full" else "remat_policy=full, "
+    return TrainingError(
+        f"not even per_device_batch_size={smallest} fits {target.name}: it needs "
+        f"{gigabytes(verdict.needed_bytes)} per device of {gigabytes(verdict.available_bytes)}; try {more}"
+        "a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
+    )
 
 
 def _write(path: Path, config: ConfigDict, best: Choice, wants_batch: bool) -> None:
-    """Puts the choice into a config file: the lines of its keys where it is there, else the whole config."""
+    """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
     changes: dict[str, Any] = {"per_device_batch_size": best.per_device_batch_size}
     if wants_batch:
         changes["remat_policy"] = best.remat_policy

@@ -1,4 +1,4 @@
-"""The compiler's verdicts, kept on disk: the same question is answered at once the next time."""
+"""The compiler as an oracle: does an update fit? Its verdicts are kept on disk, so a question is asked once."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ _tracing = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A question that was put, and its answer."""
+    """A question and its answer."""
 
     shape: BatchShape
     verdict: Verdict
     cached: bool
 
 
-class Judge:
-    """Asks the compiler whether the update of a config fits, with batches of one shape or another.
+class CompilerOracle:
+    """The compiler, asked whether the update of a config fits with batches of given shapes.
 
     Args:
-      config: the run's config; its batch keys are of no account.
+      config: the run's config; its batch keys are ignored.
       target: the devices.
       mesh_shape: axis sizes of their mesh.
-      say: told what is asked, before the compiler is.
+      say: called with a line of text before each compilation.
 
     Attributes:
       asked: every question so far.
@@ -76,11 +76,11 @@ class Judge:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model."""
+        """The parameters of the whole model."""
         return num_parameters(self._programs.abstract.params)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
-        """The verdicts on the updates for batches of these shapes, compiled side by side as far as there are cores.
+        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores.
 
         Raises:
           TrainingError: the compiler fails for another reason than memory.
@@ -106,16 +106,17 @@ class Judge:
                 f"remat_policy={self.config.remat_policy}, for {self.target.name}"
             )
             verdict, _ = compile_for(lowered, self.target)
-        _write(path, verdict)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(dataclasses.asdict(verdict)))
         return Asked(shape, verdict, cached=False)
 
     def parts(self, shape: BatchShape, verdict: Verdict) -> Parts:
-        """What the memory of one device holds, by kind."""
+        """Returns the memory of one device by kind."""
         batch = self._programs.placement.abstract_batch(shape)
         return all_parts(known_parts(self._programs.abstract, batch), verdict)
 
     def estimate(self) -> Line:
-        """Memory before the compiler has said anything: the state and its gradients, and activations per row."""
+        """Returns an estimate of memory before any compilation: state, gradients, and activations per row."""
         shape = BatchShape(self._programs.mesh.shape["data"] * self._programs.mesh.shape["fsdp"], 1)
         known = known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
         fixed = known.parameters + known.optimizer + known.gradients
@@ -125,10 +126,9 @@ class Judge:
 
 
 def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
-    """Return about what one row per batch shard takes: what each layer keeps, and what one layer works with.
+    """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer works with.
 
-    Counted in values of `dtype` per token: the layer's input, where the policy keeps products the outputs of its
-    matrices as well, where it keeps all about twice these.
+    A layer keeps its input; under `minimal` also the outputs of its matrices; under `none` about twice these.
     """
     width, mlp = config.base_emb_dim, config.base_mlp_dim
     heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
@@ -144,10 +144,5 @@ def _read(path: Path) -> Verdict | None:
         record = json.loads(path.read_text())
         memory = record.pop("memory")
         return Verdict(**record, memory=Memory(**memory) if memory else None)
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or torn: asked again
+    except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: the question is asked again
         return None
-
-
-def _write(path: Path, verdict: Verdict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(dataclasses.asdict(verdict)))

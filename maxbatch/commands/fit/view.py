@@ -1,16 +1,49 @@
-"""What `maxbatch fit` prints for a person."""
+"""The output of `maxbatch fit`: one JSON object, or tables for a person."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
 from maxbatch.commands.fit.choices import Choice
+from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.plan.view import plan_console
 from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.target import Target
+
+
+def record(
+    choices: Sequence[Choice], oracles: Sequence[CompilerOracle], target: Target, wants_batch: bool
+) -> dict[str, Any]:
+    """Returns what `--json` prints: the best choice, why not one more, and every question."""
+    following = choices[0].next_verdict
+    next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
+    found = {
+        **choices[0].to_dict(),
+        "target": target.name,
+        "num_devices": len(target.devices),
+        "memory_source": target.memory_source,
+        "next_size": next_size,
+        "asked": [
+            {
+                "remat_policy": oracle.config.remat_policy,
+                "micro_batch_size_to_train_on": asked.shape.micro_batch,
+                "gradient_accumulation_steps": asked.shape.max_micro_batches,
+                "fits": asked.verdict.fits,
+                "hbm_bytes_needed": asked.verdict.needed_bytes,
+                "compile_s": round(asked.verdict.seconds, 2),
+                "cached": asked.cached,
+            }
+            for oracle in oracles
+            for asked in oracle.asked
+        ],
+    }
+    if wants_batch:
+        found["alternatives"] = [choice.to_dict() for choice in choices]
+    return found
 
 
 def show(choices: Sequence[Choice], target: Target, wants_batch: bool) -> None:

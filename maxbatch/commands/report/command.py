@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxbatch.commands.arguments import local_path
 from maxbatch.commands.report.plans import add_config_differences, add_plan
 from maxbatch.commands.report.runs import MOST_POINTS, SUMMARY_HEADS, ReportedRun
 from maxbatch.pages.critical_batch_section import add_critical_batch, read_critical_batch
@@ -19,9 +20,14 @@ _LONG_S = 3 * 3600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or the folder of a sweep")
     parser.add_argument(
-        "--output", metavar="FILE", help="the page (default: RUN/report.html; of several runs ./report.html)"
+        "runs", nargs="+", type=local_path, metavar="RUN", help="a run folder, or the folder of a sweep"
+    )
+    parser.add_argument(
+        "--output",
+        type=local_path,
+        metavar="FILE",
+        help="the page (default: RUN/report.html; of several runs ./report.html)",
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from maxbatch.commands.arguments import local_path
 from maxbatch.commands.sweep.runner import Runner
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.commands.sweep.trials import PlannedTrials, TrialSource
@@ -27,7 +28,10 @@ _WIDTH = 400  # wider than any table here: nothing is cut off
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
+        "file",
+        type=local_path,
+        metavar="SWEEP.yml",
+        help="a sweep file, or the name of one of configs/sweeps",
     )
     parser.add_argument(
         "--retry-failed",

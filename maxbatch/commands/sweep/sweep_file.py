@@ -12,7 +12,9 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.paths import local_fault
 from maxbatch.config.values import nearest_name, shown
+from maxbatch.config.yaml_file import file_text
 from maxbatch.runs.sweep_folder import METRICS
 from maxbatch.system.errors import ConfigError
 
@@ -84,7 +86,7 @@ class SweepFile:
             sampler=sampler,
             metric=values.choice("metric", tuple(METRICS), "eval_loss"),
             base=_base(path, nodes.get("base")),
-            sweep_dir=Path(values.text("sweep_dir") or f"runs/{path.stem}"),
+            sweep_dir=values.folder("sweep_dir") or Path(f"runs/{path.stem}"),
             parallel=values.whole("parallel", 1, 1, 1024),
             trials=None if sampler == "grid" else values.whole("trials", 20, 1, _MOST_TRIALS),
             seed=values.whole("seed", 0, 0, 2**32 - 1),
@@ -110,6 +112,12 @@ class _Values:
             raise ConfigError(f"{where}: {name} takes one value, not a list or a mapping")
         is_null = node.style is None and node.value.lower() in ("", "~", "null")
         return "" if is_null else node.value
+
+    def folder(self, name: str) -> Path | None:
+        text = self.text(name)
+        if rule := local_fault(text):
+            raise self.fault(name, f"must be {rule}", f"{name}: runs/{self.path.stem}")
+        return Path(text) if text else None
 
     def choice(self, name: str, choices: tuple[str, ...], default: str) -> str:
         text = self.text(name) or default
@@ -142,11 +150,11 @@ def _find(name: str) -> Path:
 
 def _compose(path: Path) -> yaml.Node:
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        node = yaml.compose(file_text(path), Loader=yaml.SafeLoader)
     except FileNotFoundError:
         ready = ", ".join(sorted(file.stem for file in (configs_dir() / "sweeps").glob("*.yml")))
         raise ConfigError(f"sweep file {path}: does not exist; a ready one: {ready}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"sweep file {path}: cannot be read ({error})") from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)

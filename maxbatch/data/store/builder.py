@@ -5,7 +5,6 @@ A build is atomic, runs once if several processes want the store, and gives the 
 
 from __future__ import annotations
 
-import array
 import dataclasses
 import json
 import os
@@ -23,7 +22,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import (
     FILES,
     VERSION,
-    Stored,
+    TokenLayout,
     TokenStore,
     new_content_hash,
     open_folder,
@@ -99,35 +98,38 @@ def _write_files(
     workers: int,
     progress: Progress,
 ) -> dict[str, Any]:
-    stored = Stored.by(tokenizer, config)
-    tokeniser = Tokeniser(source, tokenizer, stored)
-    sums = _Sums(skipped=len(source.missing_shards))
+    layout = TokenLayout.of(tokenizer, config)
+    tokeniser = Tokeniser(source, tokenizer, layout)
+    total, content = Tokenised(0, skipped=len(source.missing_shards)), new_content_hash()
     try:
         with writing_atomically(folder / "tokens.bin") as file:
             workers = 1 if _is_copying(source, tokenizer) else workers
             for done in tokenise_all(tokeniser, source.jobs(), file, folder, workers):
-                sums.add(done)
+                total.append(done)
+                content.update(done.digests)
                 progress(done.source_bytes)
     except ConfigError:
         # A file that changes while it is read looks damaged; report the change instead.
         source.refuse_changed()
         raise
-    if not sums.lengths:
-        raise source.error(f"holds no document ({sums.skipped} empty or unreadable records were left out)")
+    if not total.lengths:
+        raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
+    offsets = np.zeros(len(total.lengths) + 1, np.int64)
+    np.cumsum(np.frombuffer(total.lengths, np.int64), out=offsets[1:])
     with writing_atomically(folder / "offsets.npy") as file:
-        np.save(file, sums.offsets())
+        np.save(file, offsets)
     return {
         "version": VERSION,
-        "content": sums.content.hexdigest(),
-        "documents": len(sums.lengths),
-        "tokens": sum(sums.lengths),
-        "text_bytes": sums.text_bytes,
-        "skipped_records": sums.skipped,
-        "held_out": sums.held_out,
+        "content": content.hexdigest(),
+        "documents": len(total.lengths),
+        "tokens": int(offsets[-1]),
+        "text_bytes": total.text_bytes,
+        "skipped_records": total.skipped,
+        "held_out": total.held_out,
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
-        **dataclasses.asdict(stored),
+        **dataclasses.asdict(layout),
         "sizes": {name: (folder / name).stat().st_size for name in FILES},
         "offsets_crc32": zlib.crc32((folder / "offsets.npy").read_bytes()),
     }
@@ -139,29 +141,6 @@ def _is_copying(source: DocumentSource, tokenizer: Tokenizer) -> bool:
     Two workers took a third longer, since their tokens have to be copied once more.
     """
     return tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib")
-
-
-class _Sums:
-    """The sums of all jobs."""
-
-    def __init__(self, skipped: int):
-        self.lengths = array.array("q")
-        self.held_out: list[int] = []
-        self.skipped = skipped
-        self.text_bytes = 0
-        self.content = new_content_hash()
-
-    def add(self, done: Tokenised) -> None:
-        self.held_out += [len(self.lengths) + number for number in done.held_out]
-        self.lengths.extend(done.lengths)
-        self.content.update(done.digests)
-        self.skipped += done.skipped
-        self.text_bytes += done.text_bytes
-
-    def offsets(self) -> np.ndarray:
-        offsets = np.zeros(len(self.lengths) + 1, np.int64)
-        np.cumsum(np.frombuffer(self.lengths, np.int64), out=offsets[1:])
-        return offsets
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:

@@ -49,35 +49,26 @@ class SourceFile(NamedTuple):
 
 
 class Storage(Protocol):
-    """A place for files."""
+    """A place for files.
+
+    `file` describes a regular file (None for anything else; OSError if nothing is there). `find` lists the regular
+    files below a folder in order of their names: `wanted` files of `enter`ed folders. `glob` lists those of a pattern.
+    `open` fetches a remote file block by block as it is read; `local_copy` copies it for as long as the context lasts.
+    """
 
     def is_folder(self, path: str) -> bool: ...
 
     def exists(self, path: str) -> bool: ...
 
-    def file(self, path: str, name: str) -> SourceFile | None:
-        """Returns what `path` is now, or None if it is not a regular file.
+    def file(self, path: str, name: str) -> SourceFile | None: ...
 
-        Raises:
-          OSError: there is nothing at `path`.
-        """
-        ...
+    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]: ...
 
-    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
-        """Returns the regular files below a folder in order of their names: `wanted` files of `enter`ed folders."""
-        ...
+    def glob(self, pattern: str) -> list[SourceFile]: ...
 
-    def glob(self, pattern: str) -> list[SourceFile]:
-        """Returns the regular files that match a pattern, in order of their paths."""
-        ...
+    def open(self, path: str) -> BinaryIO: ...
 
-    def open(self, path: str) -> BinaryIO:
-        """Opens a file for reading; a remote one is fetched block by block as it is read."""
-        ...
-
-    def local_copy(self, path: str) -> AbstractContextManager[str]:
-        """Returns a context with the path of the file on this machine; a remote file is copied for that long."""
-        ...
+    def local_copy(self, path: str) -> AbstractContextManager[str]: ...
 
 
 def storage_of(path: str, where: str = "") -> tuple[Storage, str]:

@@ -36,8 +36,8 @@ FILES = ("tokens.bin", "offsets.npy")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """How the ids of documents are stored.
+class TokenLayout:
+    """The layout of token ids in a store.
 
     Attributes:
       dtype: of tokens.bin.
@@ -51,8 +51,8 @@ class Stored:
     hashed_as: str
 
     @classmethod
-    def by(cls, tokenizer: Tokenizer, config: ConfigDict) -> Stored:
-        """Returns how a tokenizer's ids are stored.
+    def of(cls, tokenizer: Tokenizer, config: ConfigDict) -> TokenLayout:
+        """Returns the layout for a tokenizer's ids.
 
         Raises:
           ConfigError: the tokenizer lacks a special token that the config asks for.
@@ -84,8 +84,8 @@ class TokenStore:
       folder: the folder with its files.
       manifest: `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`, `skipped_records`,
         `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its identity),
-        `vocab_size` (new stores only), `dtype`, `bos`, `eos` and `hashed_as` (see Stored), `signature` (hash of files
-        and settings), `sizes` (bytes per file), `offsets_crc32`.
+        `vocab_size` (new stores only), `dtype`, `bos`, `eos` and `hashed_as` (see TokenLayout), `signature` (hash of
+        files and settings), `sizes` (bytes per file), `offsets_crc32`.
     """
 
     folder: Path
@@ -124,14 +124,14 @@ class TokenStore:
         """
         manifest = self.manifest
         bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
-        stored = Stored(manifest["dtype"], bos, eos, manifest["hashed_as"])
+        layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])
         # The hash covers all bits of an id only if the id fits into the type that is hashed.
-        end_of_ids = min(np.iinfo(stored.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
+        end_of_ids = min(np.iinfo(layout.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
         content = new_content_hash()
         begins, ends = self.offsets[:-1] + len(bos), self.offsets[1:] - len(eos)
         for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             ids = self.tokens[begin:end]
-            content.update(stored.digest(ids))
+            content.update(layout.digest(ids))
             if ids.max(initial=0) >= end_of_ids:
                 problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
                 raise self._damaged(f"tokens.bin: {problem}")

@@ -16,12 +16,12 @@ import numpy as np
 
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece
-from maxbatch.data.store.token_store import Stored
+from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
-# Enough for a call of the library to be worth it; few enough to stay in the processor's cache.
+# Batches large enough to be worth a call of the library, and small enough for the processor's cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
 _BUFFER_TOKENS = 1 << 18
@@ -30,17 +30,17 @@ _COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """What turns documents into tokens.
+    """The settings that turn documents into tokens.
 
     Attributes:
-      source: where the jobs' documents are.
-      tokenizer: what turns text into token ids.
-      stored: how the token ids are stored.
+      source: the dataset of the jobs.
+      tokenizer: turns text into token ids.
+      layout: of the token ids in the store.
     """
 
     source: DocumentSource
     tokenizer: Tokenizer
-    stored: Stored
+    layout: TokenLayout
 
     def tokenise(self, job: Sequence[Piece], file: BinaryIO) -> Tokenised:
         """Writes the tokens of a job's documents to a file.
@@ -49,8 +49,8 @@ class Tokeniser:
           ConfigError: a file or record that cannot be read.
         """
         done = Tokenised(sum(piece.size for piece in job))
-        bos, eos = self.stored.bos, self.stored.eos
-        writer = _Writer(file, np.dtype(self.stored.dtype))
+        bos, eos = self.layout.bos, self.layout.eos
+        writer = _Writer(file, np.dtype(self.layout.dtype))
         digests = []
         for batch in _batches(self._kept(job, done)):
             for ids in self.tokenizer.encode_utf8_batch(batch):
@@ -58,7 +58,7 @@ class Tokeniser:
                 writer.write(ids)
                 writer.write(eos)
                 done.lengths.append(len(bos) + len(ids) + len(eos))
-                digests.append(self.stored.digest(ids))
+                digests.append(self.layout.digest(ids))
         writer.flush()
         done.digests = b"".join(digests)
         return done
@@ -78,13 +78,13 @@ class Tokeniser:
 
 @dataclass
 class Tokenised:
-    """What is known of a job's documents besides their tokens.
+    """Facts about the documents of a job, besides their tokens.
 
     Attributes:
-      source_bytes: about how much of the files was read.
+      source_bytes: bytes of the files that were read, about.
       lengths: int64, tokens of each document with its bos and eos.
       digests: hashes of the documents, one after the other.
-      held_out: numbers, within the job, of documents that the source keeps for evaluation.
+      held_out: numbers, within the job, of the documents that the dataset itself holds out.
       skipped: records left out.
       text_bytes: bytes of all documents.
     """
@@ -95,6 +95,14 @@ class Tokenised:
     held_out: list[int] = field(default_factory=list)
     skipped: int = 0
     text_bytes: int = 0
+
+    def append(self, job: Tokenised) -> None:
+        """Appends the documents of the next job, without their digests."""
+        self.source_bytes += job.source_bytes
+        self.held_out += [len(self.lengths) + number for number in job.held_out]
+        self.lengths.extend(job.lengths)
+        self.skipped += job.skipped
+        self.text_bytes += job.text_bytes
 
 
 class _Writer:
@@ -136,7 +144,7 @@ def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
 def tokenise_all(
     tokeniser: Tokeniser, jobs: Iterable[Sequence[Piece]], file: BinaryIO, folder: Path, workers: int
 ) -> Iterator[Tokenised]:
-    """Appends the tokens of all jobs to a file, in order, and yields what else is known of each.
+    """Appends the tokens of all jobs to a file, in order, and yields the facts about each.
 
     Args:
       folder: where workers leave their tokens until they are appended.
@@ -152,12 +160,12 @@ def tokenise_all(
         return
     # The pieces of a job bring their files; a list of all files may be long.
     setup = functools.partial(_part_writer, replace(tokeniser, source=replace(tokeniser.source, files=())))
-    # Each worker has one core: threads of the tokenizer library's own would only be in each other's way.
+    # Each worker has one core, so that threads of the tokenizer library would only slow one another down.
     variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with WorkerPool(setup, workers, variables=variables) as pool:
         for done, part in _in_order(pool, workers, jobs, folder):
             with open(part, "rb", buffering=0) as tokens:
-                _copy(tokens, file, sum(done.lengths) * np.dtype(tokeniser.stored.dtype).itemsize)
+                _copy(tokens, file, sum(done.lengths) * np.dtype(tokeniser.layout.dtype).itemsize)
             yield done
     for part in folder.glob("part-*"):
         part.unlink()
@@ -175,10 +183,10 @@ def _part_writer(tokeniser: Tokeniser) -> Callable[[tuple[Sequence[Piece], Path]
 def _in_order(
     pool: WorkerPool, workers: int, jobs: Iterable[Sequence[Piece]], folder: Path
 ) -> Iterator[tuple[Tokenised, Path]]:
-    """Yields, in the order of the jobs, what is known of each and the file that holds its tokens."""
+    """Yields, in the order of the jobs, the facts about each and the file with its tokens."""
     waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]] = deque()
-    # So many jobs ahead that no worker waits for the order. Their files are overwritten again and again: new ones
-    # would cost as much as the tokens themselves.
+    # With so many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
+    # the tokens themselves.
     parts = deque(folder / f"part-{number}" for number in range(4 * workers))
     for job in jobs:
         if not parts:

@@ -63,17 +63,13 @@ class _FileTokenizer:
         found = (self._special("pad"), self.eos_id, self.bos_id, 0)
         return next(token for token in found if token is not None)
 
-    def encode_utf8(self, utf8: bytes) -> np.ndarray:
-        """Returns the ids (int32[n]) of UTF-8 text; no special tokens."""
-        return self.encode_utf8_batch([utf8])[0]
-
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (int32[n]) of each text; no special tokens."""
         raise NotImplementedError
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
-        return self.encode_utf8(utf8_of(text))
+        return self.encode_utf8_batch([utf8_of(text)])[0]
 
     def _special(self, name: str) -> int | None:
         raise NotImplementedError

@@ -37,8 +37,6 @@ class Tokenizer(Protocol):
     @property
     def identity(self) -> str: ...
 
-    def encode_utf8(self, utf8: bytes) -> np.ndarray: ...
-
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]: ...
 
     def encode(self, text: str) -> np.ndarray: ...
@@ -55,17 +53,13 @@ class ByteTokenizer:
     pad_id = 258
     identity = "byte"
 
-    def encode_utf8(self, utf8: bytes) -> np.ndarray:
-        """Returns the ids (uint8[n], n = number of bytes) of UTF-8 text; no special tokens."""
-        return np.frombuffer(utf8, np.uint8)
-
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the ids of each text, as encode_utf8 does."""
-        return [self.encode_utf8(utf8) for utf8 in documents]
+        """Returns the ids (uint8[n], n = number of bytes) of each text; no special tokens."""
+        return [np.frombuffer(utf8, np.uint8) for utf8 in documents]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
-        return self.encode_utf8(utf8_of(text)).astype(np.int32)
+        return np.frombuffer(utf8_of(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""

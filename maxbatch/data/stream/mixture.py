@@ -27,11 +27,13 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
+from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Scalar, exact, nearest_name, shown
+from maxbatch.config.yaml_file import file_text
 from maxbatch.data.store.storage import check_path
 from maxbatch.system.errors import ConfigError
 
-_SUFFIXES = (".yml", ".yaml", ".json")
 # Fields of a source in a mixture file that are config keys as well.
 SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *SOURCE_KEYS)
@@ -66,19 +68,15 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
     Raises:
       ConfigError: a mixture that cannot be read or that breaks a rule, or weights in `eval_dataset_path`.
     """
+    check_data_paths(config)
     _check_eval_path(config)
     value = config.dataset_path
-    if _is_mixture_file(value):
+    if is_mixture_file(value):
         items = list(_file_items(value))
     else:
         items = list(_line_items(value))
         if not items:
             return None
-    if config.dataset_type == "synthetic":
-        raise ConfigError(
-            f"dataset_type=synthetic: reads no files, and so no mixture such as dataset_path={shown(value)}; "
-            "works: dataset_path=''"
-        )
     weights = [_weight(item) for item in items]
     _refuse_same_paths(items)
     return tuple(
@@ -100,12 +98,8 @@ def _check_eval_path(config: ConfigDict) -> None:
         _refuse_mixture_file(f"eval_dataset_path={shown(value)}", path)
 
 
-def _is_mixture_file(path: str) -> bool:
-    return path.lower().endswith(_SUFFIXES) and not glob.has_magic(path) and ";" not in path
-
-
 def _refuse_mixture_file(where: str, path: str) -> None:
-    if _is_mixture_file(path):
+    if is_mixture_file(path):
         raise ConfigError(
             f"{where}: {shown(path)} names a mixture file, and must name data; to read data from a file of that name, "
             f"give a glob: {_as_glob(path)}"
@@ -178,10 +172,8 @@ def _file_items(path: str) -> Iterator[_Item]:
 def _parsed(path: str, file: Path) -> yaml.Node | None:
     where = f"dataset_path={shown(repr(path))}"
     check_path(where, path)
-    if file.exists() and not file.is_file():
-        raise ConfigError(f"{where}: the mixture file cannot be read: not a regular file")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file_text(file)
         if file.suffix.lower() == ".json":
             text = text.replace("\t", " ")  # YAML allows everything else that JSON does.
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.

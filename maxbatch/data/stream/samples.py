@@ -30,18 +30,6 @@ class Place(NamedTuple):
     source: str | None = None  # name in a mixture
 
 
-class Samples(Protocol):
-    """Samples by index, from 0."""
-
-    row_length: int
-
-    def place(self, index: int) -> Place: ...
-
-    def batch(self, indices: Indices) -> Rows: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-
 class Epochs:
     """The rows of one source, epoch after epoch: of n rows, sample i is row i mod n of epoch i // n, permuted."""
 

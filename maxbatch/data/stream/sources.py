@@ -8,7 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
-from maxbatch.config.values import shown
+from maxbatch.config.rules import check_data_paths
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
@@ -49,7 +49,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     Raises:
       ConfigError: settings or data that cannot be used, by key, value, and file.
     """
-    check_paths(config)
+    check_data_paths(config)
     tokenizer = make_tokenizer(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
@@ -89,7 +89,7 @@ def order_identity(config: ConfigDict) -> Identity:
 
 def num_rows_if_cached(config: ConfigDict) -> int | None:
     """Returns the number of training rows if it is known without reading data, else None."""
-    check_paths(config)
+    check_data_paths(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
         return fraction.count(config.synthetic_samples, held_out=False)
@@ -118,21 +118,6 @@ def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]
 def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> RowPlan:
     plan = ConcatenatePlan if config.packing else DocumentPlan
     return plan(store.offsets, documents, config.max_target_length)
-
-
-def check_paths(config: ConfigDict) -> None:
-    """Raises ConfigError for a path that the dataset type does not read, or held-out data that are stated twice."""
-    for key in ("dataset_path", "eval_dataset_path"):
-        if config[key] and config.dataset_type in ("python_stdlib", "synthetic", "arithmetic"):
-            raise ConfigError(
-                f"{key}={shown(repr(config[key]))}: dataset_type={config.dataset_type} reads no path; "
-                f"set dataset_type=text or dataset_type=jsonl"
-            )
-    if config.eval_dataset_path and config.eval_fraction:
-        raise ConfigError(
-            f"eval_fraction={config.eval_fraction}: eval_dataset_path={shown(repr(config.eval_dataset_path))} names "
-            "the held-out data already; works: eval_fraction=0"
-        )
 
 
 def _synthetic_rows(

@@ -1,1 +1,1 @@
-"""The programs of a run: lowered, compiled, saved, and what they need of a device."""
+"""The programs of a run: lowered, compiled, saved and loaded, and their memory on a device."""

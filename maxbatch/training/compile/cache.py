@@ -1,4 +1,4 @@
-"""XLA compilations: where they are kept, and which of them made training wait."""
+"""The cache of XLA compilations, and the count of those that training waited for."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def use_persistent_cache(config: ConfigDict) -> None:
 
 
 class CompileCounter:
-    """Counts the XLA compilations (persistent-cache hits included) that the counting thread waited for.
+    """A count of the XLA compilations, persistent-cache hits included, of the thread that made the counter.
 
-    Used as a context manager on the thread that trains; compilations of other threads are off its critical path.
+    The thread that trains uses it as a context manager; compilations of other threads are off the critical path.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
-"""The compiled programs of a run: the first step's at once, all others in the background before they are needed.
+"""The ladder of compiled steps that a ramp climbs: the first is compiled at once, the others in the background.
 
-A stage is planned at the largest micro-batch that fits and divides its batch. Since the update does not depend on
-how the batch is cut, any executable whose micro-batch divides the planned one can run the stage as well. So the
-first executable is made for the greatest common divisor of all stages ahead and can run every one of them: no stage
-ever waits. The planned micro-batches of the last stage, and of every stage of `LONG_STAGE` updates or more, are
-compiled in the background and taken over as soon as they are ready; a shorter stage runs on what is there.
+A stage is planned with the largest micro-batch that fits and divides its batch. The update does not depend on how the
+batch is cut, so every step whose micro-batch divides the planned one can run the stage as well. The first step is
+compiled for the greatest common divisor of all stages ahead and can run each of them: no stage ever waits. The planned
+micro-batches of the last stage, and of every stage of `LONG_STAGE` updates or more, are compiled in the background and
+used as soon as they are ready. Shorter stages run on the steps that exist.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 
-LONG_STAGE = 64  # updates from which on a stage is worth an executable of its own
+LONG_STAGE = 64  # updates that make a step of its own worth compiling for a stage
 
-# (name, what lowers it) -> the executable
+# (name, function that lowers the program) -> the compiled program
 MakeExecutable = Callable[[str, Callable[[], Any]], Any]
 
 
 def compile_here(name: str, lower: Callable[[], Any]) -> Any:
-    """Compiles a program; the name is of use to those who look it up instead."""
+    """Returns the program, compiled here; the default `MakeExecutable`."""
     del name
     return lower().compile()
 
 
 def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
-    """The batch shapes to compile for the stages ahead, in the order in which they are needed.
+    """Returns the batch shapes to compile for the stages ahead, in the order in which they are needed.
 
     Returns:
-      The shape that can run every stage, then those of long stages and of the last, where these are others.
+      The shape that can run every stage, then those of long stages and of the last stage if they differ.
     """
     planned = [stage.micro_batch_size_to_train_on for stage in stages]
     own = [
@@ -51,19 +51,19 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
     ]
 
 
-class StepExecutables:
-    """The compiled steps of a run.
+class StepLadder:
+    """The compiled steps of a run, by the shape of their batch.
 
-    The first run of an executable is slower than the rest (its memory is touched for the first time), so none has
-    it in the update that opens a stage: the first executable is warmed up before training, another one has its
-    debut in an update within a stage, on a batch that is padded where it has to be.
+    The first run of a compiled step is slower than the others, because it touches its memory for the first time. It is
+    kept out of the update that opens a stage: the first step is warmed up before training, and each of the others runs
+    for the first time within a stage, on a batch that is padded to its shape.
 
     Args:
       compile_step: compiles the step for one shape; called on this thread and on another.
       stages: the stages that are still ahead.
-      all_first: compile every executable before the first step. For several hosts, which must choose alike:
-        `shape_for` is then a function of the stage alone.
-      shapes: the shapes that there are executables for, the first of which can run every stage; None: as planned.
+      all_first: compile every step before the first update. For several hosts, which must choose alike: `shape_for` is
+        then a function of the stage alone.
+      shapes: the shapes to compile, the first of which can run every stage; None: `plan_shapes` of the stages.
     """
 
     def __init__(
@@ -81,17 +81,17 @@ class StepExecutables:
         self._later = shapes[len(self._warm) :]
 
     def compile_first(self) -> list[tuple[BatchShape, Any]]:
-        """Compiles, on this thread, what must be there before the first step; the caller warms it up.
+        """Compiles, on this thread, the steps that training begins with; the caller warms them up.
 
         Returns:
-          The shapes and executables: the one that can run every stage, or all of them.
+          Shapes and compiled steps: the one that can run every stage, or all of them.
         """
         for shape in self._warm:
             self._compile(shape)
         return list(self._ready.items())
 
     def compile_rest(self, background: Background) -> None:
-        """Starts compiling what the first step does not need."""
+        """Starts compiling the other steps."""
         for shape in self._later:
             background.start(partial(self._compile, shape))
 
@@ -99,14 +99,14 @@ class StepExecutables:
         self._ready[shape] = self._compile_step(shape)
 
     def shape_for(self, stage: Stage, opens_stage: bool) -> BatchShape:
-        """The shape to give a batch of the stage, asked once for every update in turn.
+        """Returns the shape for the next batch; called once for every update in turn.
 
         Args:
           stage: the stage of the update.
           opens_stage: whether it is the stage's first update, or the run's.
 
         Returns:
-          The coarsest shape that can run the stage now; or one whose executable has its debut.
+          The shape of a step that is to run for the first time, else the coarsest shape that can run the stage.
         """
         if not opens_stage:
             ahead = {s.micro_batch_size_to_train_on for s in self._stages if s.threshold >= stage.threshold}
@@ -119,7 +119,7 @@ class StepExecutables:
         return max(s for s in self._warm if stage.micro_batch_size_to_train_on % s.micro_batch == 0)
 
     def describe(self) -> str:
-        """What runs the stages, for a person: which micro-batch, and by which rule."""
+        """Returns a line for a person: the micro-batches that are compiled, and why."""
         first, *own = self._warm + self._later
         parts = [f"micro-batch {first.micro_batch}, which divides every stage's"]
         for shape in own:
@@ -133,9 +133,9 @@ class StepExecutables:
 
 
 class Background:
-    """One thread that compiles what training will want later, at a priority below training's own.
+    """A thread that compiles ahead of training, at a lower priority.
 
-    What fails there fails the run: `check` raises it. Leaving the context drops what has not begun.
+    A failure there fails the run: `check` raises it. Leaving the context drops the jobs that have not begun.
     """
 
     def __init__(self) -> None:
@@ -143,11 +143,12 @@ class Background:
         self._jobs: list[Future[Any]] = []
 
     def start(self, job: Callable[[], Any]) -> Future[Any]:
+        """Adds a job to those of the thread."""
         self._jobs.append(self._pool.submit(job))
         return self._jobs[-1]
 
     def check(self) -> None:
-        """Raises what a finished job failed with."""
+        """Raises the exception of a job that failed."""
         for job in self._jobs:
             if job.done():
                 job.result()
@@ -160,6 +161,6 @@ class Background:
 
 
 def _give_way() -> None:
-    """Lowers the priority of the calling thread, where threads have one of their own (Linux)."""
+    """Lowers the priority of the calling thread; only Linux has one for each thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

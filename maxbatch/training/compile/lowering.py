@@ -1,7 +1,7 @@
-"""The programs that a run executes on its devices, lowered from abstract shapes: nothing is allocated.
+"""The programs of a run, lowered from abstract shapes: nothing is allocated.
 
-They are the same whether the devices are here or only known to a compiler, so `train` makes its executables here, and
-so do the commands that compile ahead of time.
+They are the same for devices that are here and for those that only a compiler knows, so `train` and the commands that
+compile ahead of time share them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INIT = "init"
 
 
 def step_name(shape: BatchShape) -> str:
-    """Name of the compiled update on batches of a shape."""
+    """Returns the name of the update on batches of a shape."""
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 
@@ -67,11 +67,11 @@ class Programs:
 
     @cached_property
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """The shapes, dtypes and shardings of the state."""
         return abstract_state(self.config, self.mesh)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
-        """The update on batches of that shape (`make_train_step`).
+        """Returns the update on batches of a shape (`make_train_step`).
 
         Raises:
           ConfigError: the micro-batch has more rows than the step can sum the fingerprint of.
@@ -95,12 +95,12 @@ class Programs:
         )
 
     def init(self) -> jax.stages.Lowered:
-        """The first state, from the config's seed: each device makes its own shard."""
+        """Returns the program of the first state, from the config's seed: each device makes its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         return jax.jit(partial(init_state, self.config, self.abstract), out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """What a run executes besides its updates, by name: the first state, an eval pass, the sum of a checkpoint."""
+        """Yields the other programs of a run by name: the first state, an eval pass, the checksum of a checkpoint."""
         yield INIT, self.init()
         if self.config.eval_interval > 0:
             evaluator = Evaluator(self.config, self.mesh, self.placement, None, 1, eval_batch_size)

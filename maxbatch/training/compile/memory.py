@@ -1,4 +1,4 @@
-"""What the compiler says of a program's memory on one device, whether it fits or not."""
+"""The memory of a program on one device, and whether it fits, as the compiler says."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ from maxbatch.training.state import TrainState
 
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)B?"
-# How the TPU compiler and the GPU's put it, in the order in which they are looked for.
-_WANTED = (
-    rf"Used {_SIZE} of {_SIZE} hbm",
-    rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)",
-)
+# The wordings of the compilers for TPUs and GPUs; the first that matches counts.
+_WANTED = (rf"Used {_SIZE} of {_SIZE} hbm", rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one device that a compiled program takes.
+    """The bytes of one device that a compiled program takes.
 
     Attributes:
-      argument_bytes: what it is given: state and batch.
-      output_bytes: what it returns, of which `alias_bytes` lie where arguments lay.
-      temp_bytes: what lives only while it runs.
+      argument_bytes: state and batch.
+      output_bytes: results, of which `alias_bytes` lie in the memory of arguments.
+      temp_bytes: arrays that live only while the program runs.
       code_bytes: the program itself.
-      peak_bytes: the most that is in use at once, code aside, where the TPU compiler says it: it lets the parts
-        overlap, so that their sum is larger. None where nobody says.
+      peak_bytes: the most that is in use at once, without the code. Only the TPU compiler says it; it lets the parts
+        overlap, so their sum is larger.
     """
 
     argument_bytes: int
@@ -46,7 +43,7 @@ class Memory:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be there for it: the peak and the code where the peak is known, else all parts at once."""
+        """The memory that a device must have: peak and code if the peak is known, else the sum of the parts."""
         if self.peak_bytes is not None:
             return self.peak_bytes + self.code_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
@@ -54,13 +51,14 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a program fits, by the compiler's own word.
+    """The compiler's verdict on a program.
 
     Attributes:
-      needed_bytes: what it takes of a device, or would; None where the compiler does not say.
-      available_bytes: what there is; None where nobody says, and then it counts as fitting.
-      memory: its parts, where it was compiled.
-      seconds: how long the compiler took.
+      fits: whether it fits; true if the available bytes are unknown.
+      needed_bytes: what it takes of a device, or would take; None if the compiler does not say.
+      available_bytes: what a device has; None if unknown.
+      memory: the parts of a program that was compiled.
+      seconds: time that the compiler took.
     """
 
     fits: bool
@@ -71,7 +69,7 @@ class Verdict:
 
 
 def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, Any]:
-    """Compile a program and return the verdict, and the executable where it fits.
+    """Compiles a program; returns the verdict, and the compiled program if it fits.
 
     Raises:
       TrainingError: the compiler fails for another reason than memory.
@@ -101,7 +99,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
         stats.generated_code_size_in_bytes,
         (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None,
     )
-    # The TPU compiler has compared already: what it compiles fits.
+    # The TPU compiler compares by itself: what it compiles fits.
     limit = target.memory_bytes
     fits = is_tpu or limit is None or memory.needed_bytes <= limit
     verdict = Verdict(fits, memory.needed_bytes, limit, memory, time.perf_counter() - started)
@@ -109,7 +107,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
 
 
 def wanted_bytes(message: str) -> tuple[int | None, int | None]:
-    """Return the bytes that a compiler's message says it needed and had; None for what it does not say."""
+    """Returns the bytes needed and available that a compiler's message names; None for what it does not name."""
     for pattern in _WANTED:
         found = re.search(pattern, message)
         if found:
@@ -124,10 +122,10 @@ def _bytes(number: str, unit: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Bytes of one device by what they hold; the last two are what is left of the compiler's figure.
+    """The bytes of one device by what they hold.
 
-    `gradients` is one float32 (`weight_dtype`) gradient per parameter, which every update has at its end; it is a part
-    of the temporaries, as are the activations.
+    Gradients and activations are temporaries. Every update ends with one gradient of `weight_dtype` per parameter;
+    `activations` is the rest of the compiler's figure.
     """
 
     parameters: int
@@ -138,13 +136,13 @@ class Parts:
 
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
-    """Return the parts that follow from shapes and shardings alone, with no activations."""
+    """Returns the parts that follow from shapes and shardings alone, with no activations."""
     parameters = shard_bytes(abstract.params)
     return Parts(parameters, shard_bytes(abstract.opt_state), shard_bytes(batch), parameters, 0)
 
 
 def all_parts(known: Parts, verdict: Verdict) -> Parts:
-    """Return the parts of a program, with the rest of what it needs as activations and other temporaries."""
+    """Returns the parts of a program; the rest of what it needs counts as activations and other temporaries."""
     if verdict.needed_bytes is None:
         return known
     rest = verdict.needed_bytes - sum(dataclasses.astuple(known))
@@ -152,7 +150,7 @@ def all_parts(known: Parts, verdict: Verdict) -> Parts:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Return the bytes that one device holds of abstract arrays with shardings."""
+    """Returns the bytes that one device holds of abstract arrays with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -160,7 +158,7 @@ def shard_bytes(tree: Any) -> int:
 
 
 def gigabytes(num_bytes: int | None) -> str:
-    """Return bytes for a person: GB are 10^9 bytes."""
+    """Returns bytes as text for a person; a GB is 10^9 bytes."""
     if num_bytes is None:
         return "unknown"
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

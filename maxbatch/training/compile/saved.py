@@ -25,18 +25,19 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.executable import executable_bytes, load_executable
+from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
-    """The keys that shape the programs of a run, as texts."""
+    """Returns the config keys that shape the programs of a run, as texts."""
     return {name: keys()[name].write(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
 def versions(platform: str) -> dict[str, str]:
-    """What else shapes them: the versions of the compilers, and of the code that is compiled."""
+    """Returns the versions that shape them: of the compilers, and of the code that is compiled."""
     found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
     if platform == "tpu":
         found["libtpu"] = importlib.metadata.version("libtpu")
@@ -47,7 +48,7 @@ def versions(platform: str) -> dict[str, str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """A hash of the modules that end up in compiled programs."""
+    """Returns a hash of the modules that compiled programs are made from."""
     package = Path(maxbatch.__file__).parent
     rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
     modules = [path for room in rooms for path in (package / room).rglob("*.py")]
@@ -56,7 +57,7 @@ def _source_hash() -> str:
 
 @functools.cache
 def _cpu_features() -> str:
-    """A hash of what this CPU can do: a program for another one may use instructions that are not here."""
+    """Returns a hash of this CPU's features: a program for another CPU may use instructions that this one lacks."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -78,12 +79,14 @@ def save_programs(
     shapes: Sequence[BatchShape],
     programs: Mapping[str, jax.stages.Compiled],
 ) -> int:
-    """Writes the programs of a run, the manifest last, so that a folder is whole or has none.
+    """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
     Args:
-      devices: facts of the devices that they are for (`device_facts`).
-      shapes: the batch shapes that its steps are compiled for, in the order of `plan_shapes`.
-      programs: the executables by name.
+      folder: where to write.
+      config: the run's config.
+      devices: facts of the devices (`device_facts`).
+      shapes: the batch shapes of the steps, in the order of `plan_shapes`.
+      programs: the compiled programs by name.
 
     Returns:
       The bytes written.
@@ -111,25 +114,14 @@ def save_programs(
     return sum(map(len, files.values()))
 
 
-def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
-    """What an executable depends on of its devices; JSON."""
-    return {
-        "platform": devices[0].platform,
-        "device_kind": devices[0].device_kind,
-        "devices": len(devices),
-        "slices": len({getattr(device, "slice_index", 0) for device in devices}),
-        "hosts": len({device.process_index for device in devices}),
-    }
-
-
 class SavedPrograms:
     """The compiled programs in a folder, for this run on these devices.
 
     Attributes:
-      shapes: the batch shapes that its steps are for, in the order of `plan_shapes`.
+      shapes: the batch shapes of the steps, in the order of `plan_shapes`.
 
     Raises:
-      ConfigError: there are none, or they are of another format, version, machine or config; the message says which.
+      ConfigError: the folder holds none, or they are of another format, version, machine or config.
     """
 
     def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:

@@ -1,6 +1,6 @@
-"""What to compile for: this machine's devices, or those of a TPU topology that is not here.
+"""The devices to compile for: this machine's own, or those of a TPU topology that is not here.
 
-A topology's devices come from the TPU compiler itself (libtpu), which needs no TPU.
+The TPU compiler (libtpu) describes the devices of a topology; it needs no TPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from maxbatch.system.chips import TPUS, Chip, chip_of
@@ -20,10 +20,11 @@ from maxbatch.system.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     import jax
 
-_LARGEST = 2**14  # chips, more than any slice has
+_LARGEST = 2**14  # chips of a slice, more than any has
+_MOST_CHIPS = 2**16  # of all slices together; describing them takes the compiler a second
 
-# libtpu looks for the TPU that it runs on, in files, at the metadata server and in these variables; the values only
-# have to be well-formed. Nothing is run on a device, so several processes may load it side by side.
+# libtpu looks for its own TPU in files, at the metadata server and in these variables, whose values only have to be
+# well-formed. Nothing runs on a device, so several processes may load it at the same time.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -37,17 +38,17 @@ _CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Devices to compile for.
+    """The devices to compile for.
 
     Attributes:
-      name: what a person calls them.
+      name: their name for a person.
       devices: all of them, over all slices.
       num_slices: slices that they span.
-      num_hosts: processes that a run on them has.
-      chip: its public figures, None where they are not known.
-      memory_bytes: what a program may use of one device; None where nobody says.
-      memory_source: where that number is from, for a person.
-      is_here: whether the devices are this machine's own.
+      num_hosts: processes of a run on them.
+      chip: public figures of a device; None if they are not known.
+      memory_bytes: memory of one device for a program; None if unknown.
+      memory_source: the source of that number, for a person.
+      is_here: whether they are this machine's own.
     """
 
     name: str
@@ -61,25 +62,30 @@ class Target:
 
     @property
     def facts(self) -> Mapping[str, object]:
-        """What an executable for these devices depends on; JSON."""
-        return {
-            "platform": self.devices[0].platform,
-            "device_kind": self.devices[0].device_kind,
-            "devices": len(self.devices),
-            "slices": self.num_slices,
-            "hosts": self.num_hosts,
-        }
+        """The facts of the devices that compiled programs depend on."""
+        return device_facts(self.devices)
+
+
+def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
+    """Returns the facts of devices that compiled programs depend on, for JSON."""
+    return {
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "devices": len(devices),
+        "slices": len({getattr(device, "slice_index", 0) for device in devices}),
+        "hosts": len({device.process_index for device in devices}),
+    }
 
 
 def find_target(topology: str | None, num_slices: int = 1) -> Target:
-    """Return the devices to compile for.
+    """Returns the devices to compile for.
 
     Args:
       topology: `VERSION:XxY[xZ]` in chips of one slice, such as `v5p:4x4x4`; None: this machine's devices.
       num_slices: slices of that topology.
 
     Raises:
-      ConfigError: there is no such topology; the message names the nearest that there is.
+      ConfigError: there is no such topology, or it has too many slices; the message names the nearest that works.
       TrainingError: the TPU compiler is not installed or cannot be loaded.
     """
     if topology is None:
@@ -87,15 +93,20 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
             raise ConfigError(f"--slices {num_slices}: slices are those of a topology; works: --slices 1")
         return here()
     name = checked_topology(topology)
+    version, _, layout = name.partition(":")
+    chips = math.prod(map(int, layout.split("x")))
+    if num_slices * chips > _MOST_CHIPS:
+        raise ConfigError(
+            f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} chips together; "
+            f"works: --slices {_MOST_CHIPS // chips}"
+        )
     devices = _topology_devices(name, num_slices)
-    chip = TPUS[name.split(":")[0]]
-    hosts = len({device.process_index for device in devices})
-    slices = f", {num_slices} slices" if num_slices > 1 else ""
+    chip = TPUS[version]
     return Target(
-        f"{name}{slices}",
+        f"{name}, {num_slices} slices" if num_slices > 1 else name,
         devices,
         num_slices,
-        hosts,
+        len({device.process_index for device in devices}),
         chip,
         chip.hbm_bytes,
         "the TPU compiler's",
@@ -104,7 +115,7 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
 
 
 def here() -> Target:
-    """Return this machine's own devices, and the memory that one of them has for a program."""
+    """Returns this machine's own devices, with the memory that one of them has for a program."""
     import jax
 
     devices = tuple(jax.devices())
@@ -124,7 +135,7 @@ def here() -> Target:
 
 
 def host_memory() -> int:
-    """Return the bytes of main memory of this machine, or of its container where that has a limit."""
+    """Returns the bytes of main memory of this machine, or of its container if that has a limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
@@ -135,7 +146,11 @@ def host_memory() -> int:
 
 
 def checked_topology(topology: str) -> str:
-    """Return a topology's name as libtpu takes it, or raise ConfigError with the nearest that there is."""
+    """Returns a topology's name as libtpu takes it.
+
+    Raises:
+      ConfigError: there is none of that name; the message names the nearest.
+    """
     from maxbatch.config.values import nearest_name, shown
 
     version, _, layout = topology.strip().lower().partition(":")
@@ -161,7 +176,7 @@ def _axes(version: str) -> int:
 
 
 def _nearest_layout(version: str, layout: str) -> str:
-    """Return the layout itself where it is one of the version, else one near it."""
+    """Returns the layout itself if the version has it, else one near it."""
     sizes = [int(size) for size in re.findall(r"\d{1,6}", layout)] if re.search(r"\d", layout) else [2, 2]
     axes = _axes(version)
     sizes = [max(1, size) for size in sizes]
@@ -184,7 +199,7 @@ def _topology_devices(name: str, num_slices: int) -> tuple[jax.Device, ...]:
     for variable, value in _WITHOUT_TPU.items():
         os.environ.setdefault(variable, value)
     if "jax" not in sys.modules:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # the host's own work; the TPU is not here
+        os.environ["JAX_PLATFORMS"] = "cpu"  # for the host's own work
     import jax
     from jax.experimental import topologies
 

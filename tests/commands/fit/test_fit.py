@@ -15,7 +15,8 @@ from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands.fit.choices import Sizes
 from maxbatch.commands.fit.costs import cost
-from maxbatch.commands.fit.search import Line, largest_fitting
+from maxbatch.commands.fit.search import Line, Questions, largest_fitting
+from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile.memory import wanted_bytes
@@ -59,7 +60,9 @@ def test_the_answer_fits_and_the_next_size_does_not(
     estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
     for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
         compiler = Compiler(1_000, 7, limit, bend, mute)
-        size = largest_fitting(lambda i: 4 * i, count, limit, estimate, compiler, at_once, from_above)
+        size = largest_fitting(
+            lambda i: 4 * i, count, limit, estimate, Questions(compiler, at_once, from_above)
+        )
         assert len(compiler.asked) == len(set(compiler.asked)) <= 90
         assert size == 0 or (4 * size in compiler.asked and compiler.says(4 * size).fits)
         if size != count:
@@ -71,7 +74,7 @@ def test_the_answer_fits_and_the_next_size_does_not(
 @pytest.mark.parametrize("count", [None, 2**16])
 def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int | None) -> None:
     compiler = Compiler(1_000, 7, 2_000)
-    assert largest_fitting(lambda i: i, count, 2_000, estimate, compiler) == 142
+    assert largest_fitting(lambda i: i, count, 2_000, estimate, Questions(compiler)) == 142
     assert len(compiler.asked) <= 4
 
 
@@ -80,7 +83,7 @@ def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int | Non
 @pytest.mark.parametrize("estimate", [Line(900, 9), Line(300, 200), Line(0, 1)], ids=str)
 def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: int, estimate: Line) -> None:
     compiler = Compiler(fixed, per_row, 2_000)
-    largest_fitting(lambda i: i, 2**16, 2_000, estimate, compiler, refusals_are_cheap=True)
+    largest_fitting(lambda i: i, 2**16, 2_000, estimate, Questions(compiler, refusals_are_cheap=True))
     begins_too_low = 4 * int(estimate.rows_within(2_000)) * per_row + fixed <= 2_000
     assert len(compiler.fitted) <= (8 if begins_too_low else 1)
 
@@ -88,7 +91,9 @@ def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: i
 def test_sizes_that_end_need_no_failure() -> None:
     for from_above in (False, True):
         compiler = Compiler(0, 1, 10**9)
-        size = largest_fitting(lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), compiler, 2, from_above)
+        size = largest_fitting(
+            lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), Questions(compiler, 2, from_above)
+        )
         assert size == 6
         assert compiler.asked == [32]
 
@@ -147,7 +152,7 @@ def test_recomputation_and_more_passes_cost_what_they_cost() -> None:
     full = load_config(overrides=["model_name=llama2-7b", "remat_policy=full"])
     mesh = MeshShape.from_config(config, 16)
     of = {
-        (name, rows): cost(one, mesh, TPUS["v5p"], rows, 256 // rows, 6_738_415_616, 0)
+        (name, rows): cost(one, mesh, TPUS["v5p"], BatchShape(rows, 256 // rows), 6_738_415_616, 0)
         for name, one in (("none", config), ("full", full))
         for rows in (32, 256)
     }
@@ -165,7 +170,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> int:
     def target(topology: str | None, num_slices: int = 1) -> Target:
         return dataclasses.replace(here(), memory_bytes=small)
 
-    monkeypatch.setattr("maxbatch.commands.compile.find_target", target)
+    monkeypatch.setattr("maxbatch.commands.targets.find_target", target)
     return small
 
 
@@ -211,7 +216,7 @@ def test_where_nothing_fits_it_says_what_is_wanted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "maxbatch.commands.compile.find_target", lambda *_: dataclasses.replace(here(), memory_bytes=1000)
+        "maxbatch.commands.targets.find_target", lambda *_: dataclasses.replace(here(), memory_bytes=1000)
     )
     assert main(["fit", *TINY_RUN]) == 1
     error = capsys.readouterr().err

@@ -214,7 +214,7 @@ def test_data_whose_name_is_that_of_a_mixture_file_are_read_by_a_glob(tmp_path: 
 
 
 def test_a_mixture_with_made_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dataset_type=synthetic.*no mixture"):
+    with pytest.raises(ConfigError, match=r"dataset_type=synthetic.*reads no path"):
         open_stream(config_of(LINE, "dataset_type=synthetic"))
     assert open_stream(config_of("", "dataset_type=synthetic")) is not None
 

@@ -1,4 +1,4 @@
-"""No stage change compiles or waits: one executable can run every stage, the steady state's own comes behind."""
+"""No stage change compiles or waits: one step can run every stage, the steady state's own follows later."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from maxbatch import RampupBatchManager
-from maxbatch.training.compile.ladder import Background, BatchShape, StepExecutables, plan_shapes
+from maxbatch.training.compile.ladder import Background, BatchShape, StepLadder, plan_shapes
 from tests.helpers.tiny import tiny_config
 
 RAMP = (
@@ -36,15 +36,15 @@ def test_a_long_stage_has_an_executable_of_its_own_and_a_short_one_has_not() -> 
     assert plan_shapes(stages) == [BatchShape(16, 8), BatchShape(32, 4), BatchShape(128, 1)]
 
 
-def test_an_executable_whose_stage_is_over_has_no_debut() -> None:
+def test_an_executable_whose_stage_is_over_is_never_used() -> None:
     ramp = ("batch_size_schedule=0:16 1600:24 4000:16", "steps=300", "per_device_batch_size=128")
     stages = RampupBatchManager.from_config(tiny_config(*ramp)).stages
     with Background() as background:
-        steps = StepExecutables(lambda shape: shape.micro_batch, stages)
+        steps = StepLadder(lambda shape: shape.micro_batch, stages)
         steps.compile_first()
         steps.compile_rest(background)
         background.start(lambda: None).result(10)
-        assert steps.shape_for(stages[2], False).micro_batch == 16, "24 is behind; 16 has its debut"
+        assert steps.shape_for(stages[2], False).micro_batch == 16, "24 is behind; 16 runs for the first time"
         assert steps.shape_for(stages[2], False).micro_batch == 16
         assert "micro-batch 8, which divides" in steps.describe()
 
@@ -64,15 +64,17 @@ def test_a_stage_takes_the_coarsest_executable_that_is_ready() -> None:
         return f"step of {shape.micro_batch}"
 
     with Background() as background:
-        steps = StepExecutables(compile_step, stages)
+        steps = StepLadder(compile_step, stages)
         assert steps.shape_for(stages[0], True) == BatchShape(8, 12), "the feed may ask before it is compiled"
         assert steps.compile_first() == [(BatchShape(8, 12), "step of 8")]
         steps.compile_rest(background)
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 8]
         go_on.set()
         background.start(lambda: None).result(10)
-        assert steps.shape_for(stages[-1], True).micro_batch == 8, "no debut in the update that opens a stage"
-        assert steps.shape_for(stages[1], False).micro_batch == 32, "its debut, padded, within a stage"
+        assert steps.shape_for(stages[-1], True).micro_batch == 8, (
+            "no first run in the update that opens a stage"
+        )
+        assert steps.shape_for(stages[1], False).micro_batch == 32, "its first run, padded, within a stage"
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 32]
         assert steps[steps.shape_for(stages[-1], True)] == "step of 32"
 

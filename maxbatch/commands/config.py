@@ -1,0 +1,160 @@
+"""`maxbatch config`: every key with its value, its unit or rule, and the layer the value comes from. Imports no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from maxbatch.commands.arguments import add_config, config_arguments
+from maxbatch.config.keys import Key, names_of
+from maxbatch.config.loading import Origin, Resolved, configs_dir, keys, nearest_key, resolve
+from maxbatch.config.values import NUMBERS, TEXTS, Value, shown
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.terminal import PipeConsole
+
+_PIPE_WIDTH = 200
+_FILES = ("config file", "base_config")
+_KINDS = {
+    "bool": "true or false",
+    "choice": "a choice",
+    "text": "text",
+    "path": "a local path",
+    "paths": "data paths",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what `maxbatch config` takes."""
+    add_config(parser, "KEY")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints every key of a config, or all that is known of one; returns the exit code.
+
+    Raises:
+      ConfigError: a config that cannot be used, an unknown key, or more than one.
+    """
+    asked = [text for text in args.config if text in keys()]
+    if len(asked) > 1:
+        raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
+    args.config = [text for text in args.config if text not in keys()]
+    path, overrides = config_arguments(args)
+    if path is not None and not os.path.exists(path) and not re.search(r"[/.]", path):
+        raise ConfigError(f"{shown(path)}: unknown key; nearest: {nearest_key(path)}")
+    resolved = resolve(path, overrides)
+    sections = {
+        heading: [_facts(keys()[name], resolved, comment) for name, comment in comments.items()]
+        for heading, comments in _sections().items()
+    }
+    facts = {facts["key"]: facts for section in sections.values() for facts in section}
+    if args.json:
+        print(json.dumps(facts[asked[0]] if asked else facts, indent=2))
+    elif asked:
+        _print_key(_console(), facts[asked[0]])
+    else:
+        _print_all(_console(), sections)
+    return 0
+
+
+def _console() -> Console:
+    console = PipeConsole(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH
+    return console
+
+
+def _sections() -> dict[str, dict[str, str]]:
+    """Returns the headings of base.yml, and under each its keys with their comments."""
+    sections: dict[str, dict[str, str]] = {}
+    for line in (configs_dir() / "base.yml").read_text(encoding="utf-8").splitlines():
+        heading, key = re.match(r"# --- (.*?)(:.*)? -+$", line), re.match(r"(\w+):.*?\s# (.*)", line)
+        if heading:
+            section = sections.setdefault(heading[1], {})
+        elif key:
+            section[key[1]] = key[2]
+    return sections
+
+
+def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]]) -> None:
+    """Prints a line per key: value, layer, and unit and rule, of which a narrow terminal shows the beginning."""
+    for heading, keys_below in sections.items():
+        console.print(f"# {heading}", style="bold")
+        for facts in keys_below:
+            layer = Path(facts["where"]).name if facts["layer"] in _FILES else facts["layer"]
+            rule = f"{facts['rule']} | null" if facts["rule"] and facts["nullable"] else facts["rule"]
+            said = ", ".join(filter(None, (facts["unit"], rule))) or facts["comment"]
+            if facts["displaced_by"]:
+                said = f"displaced by {facts['displaced_by']}"
+            setting = _cropped(f"{facts['key']}: {facts['text']}", 36)
+            style = "dim" if layer == "base.yml" else ""
+            console.print(
+                f"{setting}  {_cropped(layer, 12)}  {said}", style=style, no_wrap=True, overflow="ellipsis"
+            )
+        console.print()
+
+
+def _cropped(text: str, width: int) -> str:
+    return f"{text:<{width}}" if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _print_key(console: Console, facts: dict[str, Any]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    console.print(f"{facts['key']}: {facts['text']}", style="bold")
+    where = f" ({facts['where']})" if facts["where"] else ""
+    by = f"; displaced by {facts['displaced_by']}, which is stated there" if facts["displaced_by"] else ""
+    said = {
+        "meaning": facts["comment"],
+        "from": f"{facts['layer']}{where}{by}",
+        "default": facts["default"] or '""',
+        "type": facts["type"],
+        "rule": facts["rule"],
+        "unit": facts["unit"],
+        "null": "allowed" if facts["nullable"] else "not allowed",
+        "MaxText": facts["maxtext"] or "no such key",
+        "fixes": ", ".join(f"the {what}" for what in facts["fixes"]) or "nothing: it may change on a resume",
+        "states": facts["part"],
+    }
+    for label, text in said.items():
+        if text:
+            table.add_row(f"  {label}", text)
+    console.print(table)
+
+
+def _facts(key: Key, resolved: Resolved, comment: str) -> dict[str, Any]:
+    """Returns all that is known of a key; JSON."""
+    value, origin = resolved.config[key.name], resolved.origins[key.name]
+    return {
+        "key": key.name,
+        "value": value if isinstance(value, bool | int | float | str | None) else str(value),
+        "text": _text(key, value, origin),
+        "layer": origin.layer,
+        "where": None if origin.layer == "base.yml" else origin.where or None,
+        "displaced_by": origin.displaced_by or None,
+        "default": key.default,
+        "type": _KINDS.get(key.kind) or NUMBERS[key.kind][1],
+        "rule": " | ".join(key.choices) or str(key.bounds or ""),
+        "unit": key.unit,
+        "nullable": key.nullable,
+        "maxtext": key.maxtext_name,
+        "fixes": list(key.fixed),
+        "part": f"{key.part.value}, with {', '.join(names_of(key.part))}" if key.part else None,
+        "comment": comment,
+    }
+
+
+def _text(key: Key, value: Value, origin: Origin) -> str:
+    """Returns the value of a key as a person would write it."""
+    is_default = origin.layer == "base.yml" and not origin.displaced_by
+    text = key.default if is_default else key.write(value)
+    is_plain = key.kind not in TEXTS or (text and text == text.strip() and text.isprintable())
+    return text if is_plain else json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,59 @@
+"""The devices that `compile` and `fit` compile for, from their flags."""
+
+from __future__ import annotations
+
+import argparse
+
+from ml_collections import ConfigDict
+
+from maxbatch.commands.arguments import add_config, count
+from maxbatch.commands.simulation import simulate_devices
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.target import Target, find_target
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the config and the flags that name the devices."""
+    add_config(parser)
+    parser.add_argument(
+        "--topology",
+        metavar="T",
+        help="a TPU slice that is not here, in chips: v5p:4x4x4 (default: this machine)",
+    )
+    parser.add_argument(
+        "--slices", type=count, metavar="S", default=1, help="slices of that topology (default 1)"
+    )
+    parser.add_argument(
+        "--simulate-devices", type=count, metavar="N", help="compile for N CPU devices made in this process"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def chosen_target(args: argparse.Namespace) -> Target:
+    """Returns the devices that the flags name.
+
+    Raises:
+      ConfigError: the flags contradict each other, or name no topology.
+    """
+    if args.topology and args.simulate_devices:
+        raise ConfigError(
+            f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which says how "
+            f"many devices there are; works: --topology {args.topology}"
+        )
+    if args.simulate_devices:
+        simulate_devices(args.simulate_devices)
+    return find_target(args.topology, args.slices)
+
+
+def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
+    """Returns the batch plan on those devices."""
+    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+
+    return BatchPlan.from_config(
+        config,
+        len(target.devices),
+        target.num_hosts,
+        num_slices=target.num_slices,
+        samples_per_epoch=samples_per_epoch_if_cached(config),
+    )

@@ -1,0 +1,120 @@
+"""Keys that displace or exclude each other."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.config.loading import dump_config
+from maxbatch.config.rules import check_data_paths
+from tests.helpers.configs import error_of, write
+
+RAMP = "enable_rampup_batch_size: true\nper_device_batch_size_start: 2\nper_device_batch_size_increment: 2\n"
+
+
+def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
+    broken = ("learning_rate_schedule=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5")
+    message = error_of(overrides=broken)
+    assert message.startswith("wsd_decay_steps_fraction=0.5: must be at most 0.4")
+    load_config(overrides=[*broken, message.partition("works: ")[2]])
+
+
+@pytest.mark.parametrize("length", ["train_samples=7", "train_tokens=7", "num_epochs=7", "steps=7"])
+def test_a_length_displaces_those_of_lower_layers(tmp_path: Path, length: str) -> None:
+    run = write(tmp_path / "run.yml", "num_epochs: 3\n")
+    config = load_config(run, [length])
+    stated = {
+        n: config[n]
+        for n in ("steps", "train_samples", "train_tokens", "num_epochs")
+        if config[n] is not None
+    }
+    assert stated == {length.partition("=")[0]: 7}
+
+
+BATCH_KEYS = (
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "batch_size_schedule",
+    "enable_rampup_batch_size",
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "expected"),
+    [
+        ("", [], (1, None, None, False)),
+        ("", ["global_batch_size=64"], (None, 64, None, False)),
+        ("global_batch_size: 64", ["gradient_accumulation_steps=4"], (4, None, None, False)),
+        ("global_batch_size: 64", ["batch_size_schedule=0:8"], (None, None, "0:8", False)),
+        ("gradient_accumulation_steps: 2\n" + RAMP, [], (2, None, None, True)),
+        (RAMP, ["gradient_accumulation_steps=4"], (4, None, None, True)),
+        (RAMP, ["per_device_batch_size_start=4"], (1, None, None, True)),
+        (RAMP, ["global_batch_size=64"], (None, 64, None, False)),
+        (RAMP, ["batch_size_schedule=0:8 9:16"], (None, None, "0:8 9:16", False)),
+        (RAMP, ["global_batch_size=64", "enable_rampup_batch_size=false"], (None, 64, None, False)),
+        (RAMP, ["enable_rampup_batch_size=false"], (1, None, None, False)),
+        ("batch_size_schedule: 0:8", ["enable_rampup_batch_size=true"], (None, None, None, True)),
+        ("global_batch_size: 64\nper_device_batch_size_start: 2", [], (None, 64, None, False)),
+        ("global_batch_size: 64", ["global_batch_size=null"], (None, None, None, False)),
+        ("global_batch_size: 64\ngradient_accumulation_steps: 4", [], (4, 64, None, False)),
+    ],
+)
+def test_a_statement_of_the_batch_displaces_those_of_lower_layers(
+    tmp_path: Path, file: str, overrides: list[str], expected: tuple[object, ...]
+) -> None:
+    config = load_config(write(tmp_path / "run.yml", file + "\n"), overrides)
+    assert tuple(config[name] for name in BATCH_KEYS) == expected
+    again = load_config(write(tmp_path / "again.yml", dump_config(config)))
+    assert again == config
+
+
+def test_a_ramp_beside_another_batch_in_one_layer_is_refused(tmp_path: Path) -> None:
+    for other in ("global_batch_size: 64", "batch_size_schedule: 0:8"):
+        run = write(tmp_path / "run.yml", RAMP + other + "\n")
+        message = error_of(run)
+        assert message.startswith(other.replace(": ", "=", 1))
+        load_config(run, shlex.split(message.partition("works: ")[2]))
+        load_config(run, ["enable_rampup_batch_size=false"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (("adam_scaling=sde",), "learning_rate_scaling=sqrt"),
+        (("adam_scaling=sde", "learning_rate_scaling=sqrt", "opt_type=lion"), "opt_type=adamw"),
+        (("packing=false", "packing_strategy=best_fit"), "packing_strategy=concatenate"),
+        (("batch_size=8", "warm_start_steps=2", "enable_checkpointing=false"), "enable_checkpointing=true"),
+    ],
+)
+def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...], works: str) -> None:
+    message = error_of(overrides=overrides)
+    assert message.endswith(f"works: {works}")
+    load_config(overrides=[*overrides, *shlex.split(works)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (("dataset_type=synthetic", "dataset_path=gs://x"), "dataset_path=''"),
+        (
+            ("dataset_type=arithmetic", "dataset_path=a", "eval_dataset_path=b"),
+            "dataset_path='' eval_dataset_path=''",
+        ),
+        (("dataset_path=gs://x/*.parquet",), "dataset_type=parquet"),
+        (("eval_dataset_path=held/out.jsonl.gz",), "dataset_type=jsonl"),
+        (("dataset_path=books",), "dataset_type=text"),
+        (("dataset_type=text", "eval_dataset_path=a.txt", "eval_fraction=0.1"), "eval_fraction=0"),
+    ],
+)
+def test_a_path_that_nothing_would_read_is_refused(overrides: tuple[str, ...], works: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_data_paths(load_config(overrides=overrides))
+    assert str(caught.value).endswith(f"works: {works}")
+    check_data_paths(load_config(overrides=[*overrides, *shlex.split(works)]))
+
+
+def test_the_sources_of_a_mixture_file_have_types_of_their_own() -> None:
+    check_data_paths(load_config(overrides=["dataset_path=mixture.yml"]))

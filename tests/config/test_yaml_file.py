@@ -1,0 +1,116 @@
+"""Config files that cannot be read: one line each, and nothing that hangs; lists of paths."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from maxbatch import load_config
+from maxbatch.config.yaml_file import file_text
+from tests.helpers.configs import error_of, write
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1, 2", "is no valid YAML"),
+        ("a: b: c", "is no valid YAML"),
+        ("steps: 3\n\tlog_period: 3", "is no valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is no valid YAML"),
+        ("- steps\n- 3\n", "must be lines of `key: value`"),
+        ("just words\n", "must be lines of `key: value`"),
+        ("? [a, b]\n: 3\n", "must be lines of `key: value`"),
+        ("\nsteps: 1\nsteps: 2\n", ":3: steps is stated twice (first in line 2)"),
+        ("steps: [1]\n", ":1: steps takes one value"),
+        ("steps: {a: 1}\n", ":1: steps takes one value"),
+        ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
+        ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
+        ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
+        ("1: 2\n", ":1: unknown key 1"),
+        ("steps: many\n", ":1: steps=many: must be a whole number"),
+        ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
+        ("a: &x [*x]\n", "takes one value"),
+        ("a: *nothing\n", "is no valid YAML"),
+        ("[" * 5000, "nested too deeply"),
+    ],
+)
+def test_a_bad_file_is_one_line_with_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    message = error_of(write(tmp_path / "run.yml", text))
+    assert (said in message and "run.yml" in message) or "nowhere.yml" in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert error_of(tmp_path / "none.yml").endswith("none.yml: does not exist")
+    assert "is a folder" in error_of(tmp_path)
+    (tmp_path / "image.yml").write_bytes(b"\xff\xfe\x00")
+    assert "image.yml" in error_of(tmp_path / "image.yml")
+    assert "is no path" in error_of(Path("a\0b"))
+
+
+def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp_path: Path) -> None:
+    stated = write(tmp_path / "c.yml", "dataset_path: [a.jsonl, 'b/*.txt']\n")
+    assert load_config(stated).dataset_path == "a.jsonl;b/*.txt"
+    weighted = write(tmp_path / "d.yml", "dataset_path:\n- {path: a, weight: 0.70}\n- {path: b, weight: 3}\n")
+    assert load_config(weighted).dataset_path == "a,0.70;b,3"
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "[a]",
+        "{path: a}",
+        "{path: a, weight: 1, more: 2}",
+        "'a;b'",
+        "''",
+        "{path: a, weight: 1, [x]: 3}",
+        "{path: [a], weight: 1}",
+    ],
+)
+def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item: str) -> None:
+    message = error_of(write(tmp_path / "c.yml", f"steps: 3\ndataset_path:\n- {item}\n"))
+    assert "dataset_path, line 3" in message
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "fifo"])
+def test_a_pipe_or_a_device_is_refused_and_not_read(tmp_path: Path, device: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    message = error_of(tmp_path / device)
+    assert message.startswith("config file ") and "not a regular file" in message
+    assert "not a regular file" in error_of(write(tmp_path / "run.yml", f"base_config: {device}\n"))
+    with pytest.raises(OSError, match="not a regular file"):  # as sweep files and mixture files are read
+        file_text(tmp_path / device)
+
+
+def test_a_file_of_more_than_a_megabyte_is_refused_and_not_parsed(tmp_path: Path) -> None:
+    assert "more than 1 MB" in error_of(write(tmp_path / "run.yml", "#" * (2**20 + 1)))
+    assert load_config(write(tmp_path / "run.yml", "#" * 2**20)) == load_config()
+
+
+@pytest.mark.parametrize("written", ['"a\\0b"', '"a\\ud800"'])
+@pytest.mark.parametrize("key", ["run_dir", "dataset_path", "text_field", "steps", "base_config"])
+def test_a_value_with_nul_or_half_of_a_surrogate_pair_is_one_line(
+    tmp_path: Path, key: str, written: str
+) -> None:
+    message = error_of(write(tmp_path / "run.yml", f"{key}: {written}\n"))
+    assert message.isprintable() and ("UTF-8 text" in message or key == "base_config")
+
+
+def test_a_message_repeats_little_of_a_long_path_or_value(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 200)
+    for text in ("- steps", "steps: 1\nsteps: 2", "a: [", "stepz: 1", "steps: x", "base_config: run.yml"):
+        assert len(error_of(write(folder / "run.yml", text))) < 250
+    assert len(error_of(folder / ("f" * 200))) < 150
+    for value in ("x" * 5000, "[" + "x, " * 2000 + "]", "!" + "x" * 5000, "9" * 5000):
+        for key in (
+            "steps",
+            "run_dirs",
+            "dtype",
+            "learning_rate",
+            "train_tokens",
+            "batch_size_schedule",
+            "x" * 999,
+        ):
+            text = f"enable_rampup_batch_size: true\n{key}: {value}\n"
+            assert len(error_of(write(tmp_path / "run.yml", text))) < 400

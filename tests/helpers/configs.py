@@ -1,0 +1,23 @@
+"""Config files of a test, and the error that a config ends in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxbatch import ConfigError, load_config
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(path: Path | None = None, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
