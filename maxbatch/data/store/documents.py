@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -157,14 +156,18 @@ class DocumentSource:
         """
         for piece in self._pieces() if pieces is None else pieces:
             held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
-            with self._reading(piece.file):
+            try:
                 for utf8 in self._format.documents(piece):
                     yield Document(utf8, held_out)
+            except OSError as error:
+                raise self._unreadable(piece.file, error) from error
 
     def _pieces(self) -> Iterator[Piece]:
         for file in self.files:
-            with self._reading(file):
+            try:
                 yield from self._format.pieces(file)
+            except OSError as error:
+                raise self._unreadable(file, error) from error
 
     def refuse_changed(self) -> None:
         """Raises ConfigError if a file is no longer what was listed."""
@@ -185,12 +188,8 @@ class DocumentSource:
             return b""
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
 
-    @contextmanager
-    def _reading(self, file: SourceFile) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self.error(f"cannot read {file.path}: {error.strerror or error}") from error
+    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError:
+        return self.error(f"cannot read {file.path}: {error.strerror or error}")
 
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:

@@ -12,6 +12,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
@@ -55,7 +56,7 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
 
 def _list_path(key: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
     where = f"{key}={shown(repr(path))}"
-    storage, place = storage_of(path, where)
+    storage, place = storage_of(path if is_remote(path) else str(Path(os.path.expanduser(path))), where)
     is_single = False
     try:
         if storage.is_folder(place):

@@ -72,7 +72,7 @@ class Storage(Protocol):
 
 
 def storage_of(path: str, where: str = "") -> tuple[Storage, str]:
-    """Returns the storage that a path or URL is in, and the path there.
+    """Returns the storage of an absolute path or a URL, and the path there.
 
     Args:
       where: `key=value` for messages; by default the path.
@@ -80,15 +80,12 @@ def storage_of(path: str, where: str = "") -> tuple[Storage, str]:
     Raises:
       ConfigError: the storage needs a package that is not installed, or cannot be reached.
     """
-    path = path.strip()
-    if not is_remote(path):
-        return LocalDisk(), os.path.expanduser(path)
-    return _remote(path, where or shown(path))
+    return _remote(path, where or shown(path)) if is_remote(path) else (_DISK, path)
 
 
 def is_remote(path: str) -> bool:
     """Whether a path has a scheme and is read through fsspec."""
-    return _SCHEME.match(path.strip()) is not None
+    return _SCHEME.match(path) is not None
 
 
 def check_path(where: str, path: str) -> None:
@@ -144,6 +141,9 @@ def _entries(folder: str, prefix: str, enter: Matches) -> Iterator[tuple[str, st
                 yield prefix + entry.name, entry.path
             elif enter(entry.name):
                 yield from _entries(entry.path, f"{prefix}{entry.name}/", enter)
+
+
+_DISK = LocalDisk()
 
 
 class _Remote:

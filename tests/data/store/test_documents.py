@@ -43,6 +43,12 @@ def test_a_glob_finds_files_in_folders_below(tmp_path: Path) -> None:
     assert texts(source("text", f"{tmp_path}/**/*.md")) == ["x/1.md", "x/y/2.md"]
 
 
+@pytest.mark.parametrize("path", ["x/*.md", "./x/*.md", "x//*.md"])
+def test_files_have_the_same_names_however_their_path_is_spelled(tmp_path: Path, path: str) -> None:
+    write(tmp_path / "x/1.md", "one")
+    assert [file[:3] for file in source("text", path).files] == [(f"{tmp_path}/x/1.md", "x/1.md", 3)]
+
+
 def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> None:
     write(tmp_path / "a[1].txt", "it")
     write(tmp_path / "a1.txt", "other")
