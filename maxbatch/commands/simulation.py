@@ -11,15 +11,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from types import FrameType
-from typing import IO
 
 from maxbatch.system.child_process import last_line, start_child
-from maxbatch.system.errors import EXIT_STOPPED, ConfigError
+from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, TrainingError, report
+from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 _MOST_HOSTS = 64  # processes, each with JAX of its own
@@ -75,22 +73,12 @@ def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
     Returns:
       The exit code of the run.
     """
-    hosts = _Hosts(arguments, num_hosts)
-    previous = {number: signal.signal(number, hosts.stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        return hosts.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        hosts.close()
-
-
-class _Hosts:
-    def __init__(self, arguments: Sequence[str], num_hosts: int) -> None:
-        port = _free_port()
-        self._logs: list[IO[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for index in range(num_hosts):
+    port = _free_port()
+    with Stopping() as stop, contextlib.ExitStack() as closing:
+        logs = [closing.enter_context(tempfile.TemporaryFile()) for _ in range(1, num_hosts)]
+        hosts: list[subprocess.Popen[bytes]] = []
+        closing.callback(_end, hosts)
+        for index, output in enumerate([None, *logs]):
             variables = {
                 "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
                 "JAX_NUM_PROCESSES": str(num_hosts),
@@ -98,63 +86,46 @@ class _Hosts:
                 "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
                 "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
             }
-            output = None
-            if index:
-                self._logs.append(tempfile.TemporaryFile())  # noqa: SIM115  closed by close()
-                output = self._logs[-1]
-            self._processes.append(start_child(arguments, output, variables=variables))
+            hosts.append(start_child(arguments, output, variables=variables))
+        failed = _first_failed(hosts, stop)
+        if failed is None:
+            return max(host.returncode for host in hosts)
+        return _end_after(failed, hosts, last_line(logs[failed - 1]) if failed else "")
 
-    def stop(self, number: int, frame: FrameType | None) -> None:
-        for process in self._processes:
-            process.send_signal(signal.SIGTERM)
 
-    def wait(self) -> int:
-        """Waits for all hosts; returns the exit code of the first to fail, or 0 or 75 if none failed."""
-        while (failed := self._first_failed()) is None:
-            codes = [process.poll() for process in self._processes]
-            if None not in codes:
-                return max(code or 0 for code in codes)
-            time.sleep(_POLL_S)
-        code = self._processes[failed].returncode
-        first = self._processes[0]
-        if code > 0:  # it told the others, and the first host prints why
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                first.wait(_GRACE_S)
-        self.end()
-        if code < 0 or first.returncode <= 0:
-            how = (
-                f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-            )
-            said = self._last_line(failed)
-            print(
-                f"maxbatch: error: host {failed} of {len(self._processes)} {how}{said}; all hosts were ended",
-                file=sys.stderr,
-            )
-        return code if code > 0 else 1
+def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> int | None:
+    """Waits until a host has failed, and returns its index, or until all have ended without failure."""
+    is_told = False
+    while True:
+        codes = [host.poll() for host in hosts]
+        failed = [i for i, code in enumerate(codes) if code not in (None, EXIT_DONE, EXIT_STOPPED)]
+        if failed or None not in codes:
+            return failed[0] if failed else None
+        if stop.is_asked and not is_told:
+            is_told = True
+            for host in hosts:
+                host.terminate()
+        time.sleep(_POLL_S)
 
-    def _first_failed(self) -> int | None:
-        for index, process in enumerate(self._processes):
-            if process.poll() not in (None, 0, EXIT_STOPPED):
-                return index
-        return None
 
-    def _last_line(self, index: int) -> str:
-        line = last_line(self._logs[index - 1]) if index else ""
-        return f" ({line})" if line else ""
+def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str) -> int:
+    """Ends all hosts after one has failed, says so unless the first host did, and returns the exit code."""
+    code = hosts[failed].returncode
+    if code > 0:  # it told the others, and the first host prints why
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            hosts[0].wait(_GRACE_S)
+    _end(hosts)
+    if code < 0 or hosts[0].returncode <= 0:
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        said = f" ({said})" if said else ""
+        report(TrainingError(f"host {failed} of {len(hosts)} {how}{said}; all hosts were ended"))
+    return code if code > 0 else EXIT_FAILED
 
-    def end(self) -> None:
-        """Kills the hosts that still run."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
 
-    def close(self) -> None:
-        self.end()
-        for process in self._processes:
-            if process.stdin:
-                process.stdin.close()
-        for log in self._logs:
-            log.close()
+def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
+    for host in hosts:
+        host.kill()
+        host.communicate()
 
 
 def _free_port() -> int:

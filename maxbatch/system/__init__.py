@@ -1,1 +1,1 @@
-"""What every room stands on: errors, the terminal, processes, locks, files, storage, the table of chips."""
+"""The ground floor: errors, the terminal, processes and their pool, stop requests, locks, files, the table of chips."""

@@ -1,4 +1,4 @@
-"""Stopping a command on request. Without JAX, which would take the accelerator of processes that a command starts."""
+"""Requests to stop a command, by SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Self
 
 
 class Stopping:
-    """Remembers that SIGTERM or SIGINT asked to stop; a second SIGINT raises KeyboardInterrupt."""
+    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt.
 
-    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)  # that are listened to
+    Attributes:
+      numbers: the signals that are handled.
+      signal_name: the signal that asked; None before.
+    """
+
+    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.signal_name: str | None = None

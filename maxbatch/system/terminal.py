@@ -12,12 +12,12 @@ class PipeConsole(Console):
     """A console that raises BrokenPipeError where rich would end the process with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Leave it to the command line, for which a reader who has read enough is no failure."""
+        """Raises for the command line, which takes a reader who has read enough for no failure."""
         raise BrokenPipeError
 
 
 class TrainingConsole(Console):
-    """Standard output that may go away: training goes on without it."""
+    """A console without which training goes on when its reader leaves."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -25,5 +25,5 @@ class TrainingConsole(Console):
 
 
 def discard_output() -> None:
-    """Sends standard output nowhere: the interpreter must not flush into the closed pipe when it ends."""
+    """Sends standard output nowhere, so that the interpreter does not flush into a closed pipe when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
