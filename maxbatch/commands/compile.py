@@ -38,13 +38,12 @@ def run(args: argparse.Namespace) -> int:
     target = chosen_target(args)
     plan = plan_for(config, target)
     from maxbatch.training.compile.ladder import plan_shapes
-    from maxbatch.training.compile.lowering import Programs, checked_mesh_shape, step_name
+    from maxbatch.training.compile.lowering import Programs, step_name
     from maxbatch.training.compile.memory import compile_for, known_parts
     from maxbatch.training.compile.saved import save_programs
 
-    mesh_shape = checked_mesh_shape(config, target.devices)
     expansion = max(1, int(expansion_factor(config, target.num_hosts)))
-    programs = Programs(config, target.devices, mesh_shape, expansion)
+    programs = Programs(config, target.devices, plan.mesh, expansion)
     shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])
     say = (lambda text: None) if args.json else note
     verdicts: dict[str, Verdict] = {}

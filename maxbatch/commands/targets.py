@@ -47,13 +47,14 @@ def chosen_target(args: argparse.Namespace) -> Target:
 
 
 def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
-    """Returns the batch plan on those devices."""
-    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+    """Returns the batch plan on the mesh of those devices.
 
-    return BatchPlan.from_config(
-        config,
-        len(target.devices),
-        target.num_hosts,
-        num_slices=target.num_slices,
-        samples_per_epoch=samples_per_epoch_if_cached(config),
-    )
+    Raises:
+      ConfigError: the devices cannot run the model, or a rule of the batch is broken.
+    """
+    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+    from maxbatch.training.compile.lowering import checked_mesh_shape
+
+    shape = checked_mesh_shape(config, target.devices)
+    epoch = samples_per_epoch_if_cached(config)
+    return BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)

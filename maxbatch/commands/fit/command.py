@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.commands.fit.choices import Sizes, choose
     from maxbatch.commands.fit.oracle import CORES, CompilerOracle
     from maxbatch.commands.fit.view import record, show
-    from maxbatch.training.compile.lowering import checked_mesh_shape
 
-    mesh_shape = checked_mesh_shape(config, target.devices)
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
     wants_batch = config.gradient_accumulation_steps is None
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = Sizes.of(config, plan)
     say = (lambda text: None) if args.json else note
     oracles = [
-        CompilerOracle(_with(config, remat_policy=policy), target, mesh_shape, say) for policy in policies
+        CompilerOracle(_with(config, remat_policy=policy), target, plan.mesh, say) for policy in policies
     ]
     # Side by side: several policies, or a size and the next one, which has to fail.
     at_once = min(2, max(1, CORES // len(oracles)))

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _LARGEST = 2**14  # chips of a slice, more than any has
 _MOST_CHIPS = 2**16  # of all slices together; describing them takes the compiler a second
 
+_BY_COMPILER = "the TPU compiler's"  # source of a memory size
+
 # libtpu looks for its own TPU in files, at the metadata server and in these variables, whose values only have to be
 # well-formed. Nothing runs on a device, so several processes may load it at the same time.
 _WITHOUT_TPU = {
@@ -43,22 +45,21 @@ class Target:
     Attributes:
       name: their name for a person.
       devices: all of them, over all slices.
-      num_slices: slices that they span.
-      num_hosts: processes of a run on them.
       chip: public figures of a device; None if they are not known.
       memory_bytes: memory of one device for a program; None if unknown.
       memory_source: the source of that number, for a person.
-      is_here: whether they are this machine's own.
     """
 
     name: str
     devices: tuple[jax.Device, ...]
-    num_slices: int
-    num_hosts: int
     chip: Chip | None
     memory_bytes: int | None
     memory_source: str
-    is_here: bool
+
+    @property
+    def num_hosts(self) -> int:
+        """The processes of a run on them."""
+        return len({device.process_index for device in self.devices})
 
     @property
     def facts(self) -> Mapping[str, object]:
@@ -105,12 +106,9 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
     return Target(
         f"{name}, {num_slices} slices" if num_slices > 1 else name,
         devices,
-        num_slices,
-        len({device.process_index for device in devices}),
         chip,
         chip.hbm_bytes,
-        "the TPU compiler's",
-        is_here=False,
+        _BY_COMPILER,
     )
 
 
@@ -120,7 +118,6 @@ def here() -> Target:
 
     devices = tuple(jax.devices())
     first = devices[0]
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
     stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
     chip = chip_of(first.device_kind)
     memory, source = stats.get("bytes_limit"), "what JAX may allocate of the device"
@@ -128,10 +125,10 @@ def here() -> Target:
         memory = host_memory() // len(devices)
         source = "the host's memory, shared by its CPU devices, since a CPU has no memory of its own"
     elif memory is None and chip is not None:
-        memory, source = chip.hbm_bytes, "the TPU compiler's"
+        memory, source = chip.hbm_bytes, _BY_COMPILER
     kind = "CPU" if first.platform == "cpu" else first.device_kind
     name = f"this machine's {len(devices)} x {kind}"
-    return Target(name, devices, slices, jax.process_count(), chip, memory, source, is_here=True)
+    return Target(name, devices, chip, memory, source)
 
 
 def host_memory() -> int:
