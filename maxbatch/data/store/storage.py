@@ -88,19 +88,6 @@ def is_remote(path: str) -> bool:
     return _SCHEME.match(path) is not None
 
 
-def check_path(where: str, path: str) -> None:
-    """Raises ConfigError if no file system can hold the path; `where` is `key=value` for the message."""
-    try:
-        if b"\0" not in os.fsencode(path):
-            return
-        problem = "the character NUL"
-    except UnicodeEncodeError:
-        problem = "half of a surrogate pair"
-    raise ConfigError(
-        f"{where}: {shown(ascii(path))} contains {problem}, which no path can; give another path"
-    )
-
-
 class LocalDisk:
     """The file systems of this machine."""
 

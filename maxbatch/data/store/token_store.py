@@ -23,7 +23,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
-from maxbatch.data.store.storage import check_path
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
@@ -156,13 +155,8 @@ class TokenStore:
 
 
 def cache_folder(config: ConfigDict) -> Path:
-    """Returns the folder of all stores: below `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch.
-
-    Raises:
-      ConfigError: `data_cache_dir` is not a path.
-    """
+    """Returns the folder of all stores: in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch."""
     if config.data_cache_dir:
-        check_path("data_cache_dir", config.data_cache_dir)
         return Path(os.path.expanduser(config.data_cache_dir)) / "tokens"
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "maxbatch" / "tokens"
 

@@ -31,13 +31,13 @@ from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Scalar, exact, nearest_name, shown
 from maxbatch.config.yaml_file import file_text
-from maxbatch.data.store.storage import check_path
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
 SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *SOURCE_KEYS)
 _WEIGHT = Scalar("weight", "exact", default="1")
+_PATH = Scalar("path", "text")
 
 
 class MixtureSource(NamedTuple):
@@ -171,7 +171,6 @@ def _file_items(path: str) -> Iterator[_Item]:
 
 def _parsed(path: str, file: Path) -> yaml.Node | None:
     where = f"dataset_path={shown(repr(path))}"
-    check_path(where, path)
     try:
         text = file_text(file)
         if file.suffix.lower() == ".json":
@@ -206,6 +205,10 @@ def _fields(where: str, node: yaml.Node) -> dict[str, str]:
         if not isinstance(value_node, yaml.ScalarNode):
             raise ConfigError(f"{where}: field {name} takes one value, not a list or a mapping")
         fields[name] = value_node.value
+    try:
+        _PATH.read(fields.get("path", ""))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return fields
 
 
@@ -243,7 +246,6 @@ def _weight(item: _Item) -> Fraction:
 def _refuse_same_paths(items: list[_Item]) -> None:
     first: dict[str, str] = {}
     for item in items:
-        check_path(item.where, item.path)
         for path in {part if "://" in part else _real(part) for part in item.path.split(";")}:
             if path in first:
                 raise ConfigError(

@@ -113,7 +113,7 @@ def test_a_file_that_is_no_text_is_named_or_left_out(tmp_path: Path) -> None:
         ("empty", "the folder holds no"),
         ("loop", "no such file or folder"),
         ("around", "Too many levels of symbolic links"),
-        ("a\0b", "no such file or folder"),
+        ("a\0b", "must be UTF-8 text without NUL characters"),
     ],
 )
 @pytest.mark.parametrize("kind", ["text", "jsonl"])

@@ -281,10 +281,9 @@ def test_several_paths_follow_one_another_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_names_need_not_be_utf8(tmp_path: Path, name: str) -> None:
     kind, file_name, write = WRITERS[name]
-    odd = tmp_path / "od\udcffd"
-    odd.mkdir()
-    os.rename(write(tmp_path / file_name, TEXTS), odd / file_name)
-    assert texts(source(kind, odd)) == TEXTS
+    (tmp_path / "d").mkdir()
+    os.rename(write(tmp_path / file_name, TEXTS), tmp_path / f"d/\udcff{file_name}")
+    assert texts(source(kind, tmp_path / "d")) == TEXTS
 
 
 @pytest.fixture
@@ -331,4 +330,6 @@ def test_a_scheme_that_cannot_be_read_says_what_it_needs(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=problem) as raised:
         source("jsonl", path)
-    assert str(raised.value).startswith(f"dataset_path={path!r}") and "\n" not in str(raised.value)
+    assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(
+        raised.value
+    )

@@ -219,12 +219,6 @@ def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: C
     assert fingerprint([stream.read(0, 20)]) == "ffd1191b84bd6e02"
 
 
-@pytest.mark.parametrize("folder", ["a\0b", "a\ud800b"])
-def test_a_cache_that_no_path_names_is_refused(config: ConfigDict, folder: str) -> None:
-    with pytest.raises(ConfigError, match=r"data_cache_dir: 'a\\.*b' contains .*give another path"):
-        opened(changed(config, data_cache_dir=folder))
-
-
 def test_those_who_want_the_same_new_entry_do_the_work_once(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
