@@ -40,27 +40,19 @@ def entries(path: Path) -> Iterator[Entry]:
     Raises:
       ConfigError: the file cannot be read, or is not lines of `key: value`.
     """
-    node = _compose(path)
-    if node is None:
-        return
-    file = shown_path(path)
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{file}:{node.start_mark.line + 1}: must be lines of `key: value`")
-    seen: dict[str, int] = {}
-    for name_node, value_node in node.value:
-        line = name_node.start_mark.line + 1
-        where = f"{file}:{line}"
-        if not isinstance(name_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: must be lines of `key: value`")
-        name = name_node.value
-        if name in seen:
-            raise ConfigError(f"{where}: {shown(name)} is stated twice (first in line {seen[name]})")
-        seen[name] = line
-        yield _entry(name, value_node, where)
+    node = compose(path)
+    if node is not None:
+        for name, value_node, where in pairs(path, node):
+            yield _entry(name, value_node, where)
 
 
-def _compose(path: Path) -> yaml.Node | None:
-    where = f"config file {shown_path(path)}"
+def compose(path: Path, what: str = "config file") -> yaml.Node | None:
+    """Returns a YAML file as a tree of nodes, None for an empty one; `what` names it in messages.
+
+    Raises:
+      ConfigError: the file cannot be read, or is no YAML.
+    """
+    where = f"{what} {shown_path(path)}"
     try:
         return yaml.compose(file_text(path), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -91,6 +83,28 @@ def file_text(path: Path) -> str:
     if len(content) > _MOST_BYTES:
         raise ValueError(f"more than {_MOST_BYTES // 2**20} MB")
     return content.decode("utf-8")
+
+
+def pairs(path: Path, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
+    """Yields the keys of a mapping, their values, and where they stand: file and line.
+
+    Raises:
+      ConfigError: the node is not a mapping of texts, or states a key twice.
+    """
+    file = shown_path(path)
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{file}:{node.start_mark.line + 1}: must be lines of `key: value`")
+    seen: dict[str, int] = {}
+    for name_node, value_node in node.value:
+        line = name_node.start_mark.line + 1
+        where = f"{file}:{line}"
+        if not isinstance(name_node, yaml.ScalarNode):
+            raise ConfigError(f"{where}: must be lines of `key: value`")
+        name = name_node.value
+        if name in seen:
+            raise ConfigError(f"{where}: {shown(name)} is stated twice (first in line {seen[name]})")
+        seen[name] = line
+        yield name, value_node, where
 
 
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:

@@ -1,34 +1,16 @@
-"""What `maxbatch critical-batch` measured, on a page: loss against batch size, the table, the schedule that follows."""
+"""Critical batch sizes on a page: loss against batch size, the table of branches, the command that follows."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from maxbatch.pages.page import Page
 from maxbatch.pages.plots import BatchCurve, loss_against_batch
-from maxbatch.system.errors import ConfigError
-
-
-def read_critical_batch(run: Path) -> dict[str, Any] | None:
-    """Return what was measured from the checkpoints of a run, None where nothing was.
-
-    Raises:
-      ConfigError: the file is there and cannot be read.
-    """
-    path = run / "critical-batch" / "critical_batch.json"
-    try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); `maxbatch critical-batch {run}` writes it"
-        ) from None
 
 
 def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
-    """Add a measurement, as `critical_batch.json` holds it, to a page."""
+    """Adds a measurement, as `critical_batch.json` holds it, to a page."""
     page.heading(f"Critical batch size along {found['run']}")
     checkpoints = found["checkpoints"]
     page.figures([loss_against_batch([_curve(checkpoint, found["tolerance"]) for checkpoint in checkpoints])])

@@ -11,17 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _COLOURS = (
-    "#3b82f6",
-    "#f97316",
-    "#10b981",
-    "#e11d48",
-    "#8b5cf6",
-    "#ca8a04",
-    "#06b6d4",
-    "#ec4899",
-    "#65a30d",
-    "#a16207",
-)
+    "#3b82f6", "#f97316", "#10b981", "#e11d48", "#8b5cf6", "#ca8a04", "#06b6d4", "#ec4899", "#65a30d", "#a16207",
+)  # fmt: skip
 _MOST_GROUPS = 10
 
 
@@ -61,28 +52,6 @@ class Panel:
     is_log: bool = False
     tick_format: str = "~g"
     note: str = ""
-
-
-PANELS = (
-    Panel("Loss", "loss per token (nats)", (("loss", "faint"), ("smoothed loss", "line"), ("eval_loss", "points"))),
-    Panel("Global batch", "samples per update", (("global_batch_size", "stairs"),)),
-    Panel("Learning rate", "learning rate", (("learning_rate", "line"),)),
-    Panel("Throughput", "tokens per second", (("tokens_per_second", "line"),), tick_format="~s"),
-    Panel("Step time", "seconds per update", (("step_time_s", "line"),), is_log=True),
-    Panel("Gradient norm", "norm before clipping", (("grad_norm", "line"),), is_log=True),
-    Panel("Gradient noise scale", "samples",
-          (("gradient_noise_scale", "faint"), ("critical_batch_estimate", "line")), is_log=True),
-    Panel("Model FLOPs utilisation", "share of the peak", (("mfu", "line"),)),
-    # Of a run of reinforcement learning, besides.
-    Panel("Reward", "mean of a batch", (("reward", "line"),)),
-    Panel("pass@1 on held-out prompts, sampled", "share of the responses", (("eval_pass_at_1", "points"),)),
-    Panel("pass@1 on held-out prompts, greedy", "share of the responses", (("eval_greedy_pass_at_1", "points"),)),
-    Panel("Response length", "tokens", (("response_length", "line"),)),
-    Panel("Entropy", "per token (nats)", (("entropy", "line"),)),
-    Panel("Divergence from the reference", "per token (nats)", (("kl", "line"),)),
-    Panel("Clipped", "share of the tokens", (("clip_fraction", "line"),)),
-)  # fmt: skip
-COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 
 
 def colour(index: int) -> str:

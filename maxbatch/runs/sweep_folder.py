@@ -1,4 +1,4 @@
-"""What a sweep leaves on disk: a folder per trial, each an ordinary run, with what was tried and how it ended.
+"""The folder of a sweep: a folder for each trial, an ordinary run with what was tried and how it ended.
 
     sweep_dir/sweep.json            what is swept: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share
@@ -7,8 +7,8 @@
         log.txt                     what the training printed
         outcome.json                how it ended, once it did
 
-Everything that says how far a sweep is lies here, so that a sweep that was killed knows it as well as one that was
-not. Values of the metric are read from the trials' own `metrics.jsonl` and stored nowhere else.
+These files alone say how far a sweep is, so it goes on after a kill as after a stop. Values of the metric are read from
+the trials' own `metrics.jsonl` and stored nowhere else.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from maxbatch.config.keys import Key
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import take_lock
 
-METRICS = {
-    "eval_loss": "eval_loss, the last one of the trial",
-    "loss": "loss, mean of the last tenth of the trial's updates",
+SWEEP_METRICS: dict[str, str] = {
+    Metric.EVAL_LOSS: "eval_loss, the last one of the trial",
+    Metric.LOSS: "loss, mean of the last tenth of the trial's updates",
 }
+UNFINISHED = "unfinished"
+_BEST_FIRST = (Status.DONE, Status.PRUNED, UNFINISHED, Status.DIVERGED, Status.FAILED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +39,10 @@ class Trial:
     """One combination of a sweep.
 
     Attributes:
-      number: from 0 on; names the folder.
+      number: from 0; names the folder.
       folder: its run_dir.
       overrides: swept key to the text of its value.
-      config: every key to its text as the config resolved it; None where the config refused the combination.
+      config: every key to its text in the resolved config; None for a combination that the config refused.
     """
 
     number: int
@@ -51,6 +54,14 @@ class Trial:
     def title(self) -> str:
         return " ".join(f"{key}={text}" for key, text in self.overrides.items())
 
+    @property
+    def is_finished(self) -> bool:
+        return (self.folder / OUTCOME_FILE).exists()
+
+    def claim(self) -> BinaryIO | None:
+        """Returns an open lock on the trial, None while another process holds it."""
+        return take_lock(self.folder / ".claim")
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -58,9 +69,9 @@ class Result:
 
     Attributes:
       trial: the trial.
-      status: `done`, `diverged` (its loss is not finite), `failed`, `pruned`, or `unfinished`.
-      reason: one line, for what is not done.
-      value: the metric; of a pruned or unfinished trial what it had reached; None of one that diverged or failed.
+      status: that of its outcome, or `unfinished`.
+      reason: one line, "" for a trial that is done or unfinished.
+      value: the metric; of a pruned or unfinished trial the one so far, None of one that diverged or failed.
       steps: updates that it recorded.
     """
 
@@ -72,14 +83,12 @@ class Result:
 
 
 def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """Return the metric of a run (`METRICS` says what that is); None where there is none or it is not finite."""
-    if metric == "eval_loss":
-        evals = [record["eval_loss"] for record in records if "eval_loss" in record]
+    """Returns the metric of a run as `SWEEP_METRICS` defines it; None if it is missing or not finite."""
+    if metric == Metric.EVAL_LOSS:
+        evals = [record[metric] for record in records if metric in record]
         return evals[-1] if evals else None
-    losses = [record["loss"] for record in records[-max(1, len(records) // 10) :]]
-    if not losses or any(loss is None for loss in losses):
-        return None
-    return sum(losses) / len(losses)
+    losses = [record[metric] for record in records[-max(1, len(records) // 10) :]]
+    return None if not losses or None in losses else sum(losses) / len(losses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +97,9 @@ class SweepFolder:
 
     path: Path
 
-    @classmethod
-    def is_one(cls, path: Path) -> bool:
-        """Whether a folder is that of a sweep."""
-        return (path / "sweep.json").is_file()
+    @property
+    def is_sweep(self) -> bool:
+        return (self.path / "sweep.json").is_file()
 
     @property
     def base(self) -> Path:
@@ -99,17 +107,17 @@ class SweepFolder:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
-        """Return what is swept: `sampler`, `metric`, `seed`, `parameters`; empty for a new folder."""
+        """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
         return _read_json(self.path / "sweep.json") or {}
 
     def write(self, settings: Mapping[str, Any]) -> None:
         write_atomically(self.path / "sweep.json", json.dumps(settings, indent=1) + "\n")
 
-    def folder_of(self, number: int) -> Path:
+    def trial_folder(self, number: int) -> Path:
         return self.path / "trials" / f"{number:04d}"
 
     def trials(self) -> list[Trial]:
-        """Return the trials that there are, by number."""
+        """Returns the recorded trials, by number."""
         trials = []
         for path in self.path.glob("trials/*/trial.json"):
             found = _read_json(path)
@@ -118,65 +126,58 @@ class SweepFolder:
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:
-        """Record a trial before it starts."""
-        trial = Trial(number, self.folder_of(number), overrides, config)
+        """Records a trial before it starts."""
+        trial = Trial(number, self.trial_folder(number), overrides, config)
         trial.folder.mkdir(parents=True, exist_ok=True)
         record = {"number": number, "overrides": overrides, "config": config}
         write_atomically(trial.folder / "trial.json", json.dumps(record, indent=1) + "\n")
         return trial
 
     def finish(self, trial: Trial, status: str, reason: str = "") -> None:
-        """Record how a trial ended; it is not started again."""
-        write_atomically(
-            trial.folder / "outcome.json", json.dumps({"status": status, "reason": reason}, indent=1) + "\n"
-        )
-
-    def is_finished(self, trial: Trial) -> bool:
-        return (trial.folder / "outcome.json").exists()
+        """Records how a trial ended; it is not started again."""
+        write_outcome(trial.folder, RecordedOutcome(Status(status), reason))
 
     def result(self, trial: Trial, metric: str) -> Result:
-        """Return how a trial ended or how far it is."""
-        outcome = _read_json(trial.folder / "outcome.json") or {"status": "unfinished", "reason": ""}
-        status, reason = outcome["status"], outcome["reason"]
+        """Returns how a trial ended, or how far it is."""
+        outcome = read_outcome(trial.folder)
+        status, reason = outcome or (UNFINISHED, "")
         records = read_metrics(trial.folder)
         value = metric_value(records, metric)
-        if status == "done" and value is None:
+        if status == Status.DONE and value is None:
             status, reason = _without_value(records, metric)
-        if status in ("diverged", "failed"):
+        if status in (Status.DIVERGED, Status.FAILED):
             value = None
         return Result(trial, status, reason, value, len(records))
 
     def results(self, metric: str) -> list[Result]:
-        """Return every trial's result, the best first, those that are not done last."""
-        results = [self.result(trial, metric) for trial in self.trials()]
-        order = ("done", "pruned", "unfinished", "diverged", "failed")
+        """Returns every trial's result, the best first, those that are not done last."""
 
         def rank(result: Result) -> tuple[int, float, int]:
             value = float("inf") if result.value is None else result.value
-            return order.index(result.status), value, result.trial.number
+            return _BEST_FIRST.index(result.status), value, result.trial.number
 
-        return sorted(results, key=rank)
+        return sorted((self.result(trial, metric) for trial in self.trials()), key=rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the sweep as plain data: its settings, where it lies, what its metric means and its trials."""
+        settings = self.read()
+        results = self.results(settings["metric"])
+        return settings | {
+            "sweep_dir": str(self.path),
+            "metric_meaning": SWEEP_METRICS[settings["metric"]],
+            "trials": [
+                {"number": r.trial.number, "overrides": r.trial.overrides, "value": r.value, "steps": r.steps,
+                 "status": str(r.status), "reason": r.reason}
+                for r in results
+            ],
+        }  # fmt: skip
 
 
-def claim(trial: Trial) -> BinaryIO | None:
-    """Return the open claim on a trial, or None while another process holds it.
-
-    It goes with the processes that hold it open, also when they are killed.
-    """
-    return take_lock(trial.folder / ".claim")
-
-
-def config_texts(config: Mapping[str, Any], keys: Mapping[str, Key]) -> dict[str, str]:
-    """Return a config as texts, every key but run_dir: what a trial is compared by."""
-    return {name: key.write(config[name]) for name, key in keys.items() if name != "run_dir"}
-
-
-def _without_value(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[str, str]:
-    if records and (metric == "loss" or "eval_loss" in records[-1]):
-        return "diverged", f"its last {metric} is not finite"
-    return "failed", f"its metrics.jsonl holds no {metric}" + (
-        "; is anything held out?" if metric == "eval_loss" else ""
-    )
+def _without_value(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[Status, str]:
+    if records and metric in records[-1]:
+        return Status.DIVERGED, f"its last {metric} is not finite"
+    hint = "; is anything held out?" if metric == Metric.EVAL_LOSS else ""
+    return Status.FAILED, f"its metrics.jsonl holds no {metric}{hint}"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -8,9 +8,7 @@ from typing import Any
 
 from maxbatch import load_config
 from maxbatch.config.loading import dump_config
-from maxbatch.pages.plots import (
-    BatchCurve,
-)
+from maxbatch.pages.plots import BatchCurve
 from maxbatch.runs.sweep_folder import SweepFolder
 
 
@@ -46,7 +44,7 @@ TRIALS = [({"global_batch_size": b, "learning_rate": r}, float(b) + float(r), f"
 def make_sweep() -> SweepFolder:
     folder = SweepFolder(Path("sw"))
     for number, rate in enumerate(("0.001", "0.01", "0.1")):
-        write_run(folder.folder_of(number), 4, f"learning_rate={rate}")
+        write_run(folder.trial_folder(number), 4, f"learning_rate={rate}")
         trial = folder.add(number, {"learning_rate": rate}, {})
         folder.finish(trial, *(("failed", "no <luck>") if number == 2 else ("done", "")))
     folder.write({"sampler": "grid", "metric": "loss", "seed": 0, "parameters": {"learning_rate": []},

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
+from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.commands.sweep.trials import PlannedTrials
-from maxbatch.runs.sweep_folder import SweepFolder, Trial, claim
+from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from tests.helpers.tiny import TINY_RUN
 
 BASE = dict(pair.split("=", 1) for pair in TINY_RUN) | {"steps": 4, "per_device_batch_size": 2}
@@ -25,10 +25,12 @@ def write_sweep(parameters: Any, base: dict[str, Any] | None = None, **settings:
 
 
 def planned(parameters: Any, base: dict[str, Any] | None = None, **settings: Any) -> SweepFolder:
-    """Plan a sweep as the command does, without running it."""
+    """Take all trials of a sweep as the command does, without running them."""
     sweep = SweepFile.read(write_sweep(parameters, base, **settings))
     folder = SweepFolder(sweep.sweep_dir)
-    PlannedTrials(sweep, folder)
+    study = SweepStudy(sweep, folder)
+    for claimed in list(iter(study.next, None)):
+        claimed.claim.close()
     return folder
 
 
@@ -37,10 +39,10 @@ RATES = {"learning_rate": ["1e-3", "3e-3"]}
 
 def wait_until_free(trial: Any) -> None:
     end = time.monotonic() + 20
-    while (hold := claim(trial)) is None:
+    while (claim := trial.claim()) is None:
         assert time.monotonic() < end, f"{trial.folder} is still being trained"
         time.sleep(0.05)
-    hold.close()
+    claim.close()
 
 
 def write_evals(trial: Trial, *losses: float) -> None:

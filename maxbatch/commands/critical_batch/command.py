@@ -20,8 +20,7 @@ from rich.console import Console
 from maxbatch.commands.arguments import local_path
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
-from maxbatch.commands.critical_batch.plan import Plan, check_plan, make_plan
-from maxbatch.commands.critical_batch.progress import Progression
+from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, make_plan
 from maxbatch.commands.critical_batch.results import (
     ForkResult,
     fork_results,
@@ -31,10 +30,13 @@ from maxbatch.commands.critical_batch.results import (
     train_command,
     warmup_schedule,
 )
+from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
+from maxbatch.runs.critical_batch import CRITICAL_BATCH_FILE, CRITICAL_BATCH_FOLDER
+from maxbatch.runs.supervisor import Supervisor
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.stopping import Stopping
@@ -79,20 +81,19 @@ def run(args: argparse.Namespace) -> int:
       TrainingError: a branch failed, or all of a checkpoint diverged.
     """
     measured = MeasuredRun.read(Path(args.run), args.simulate_devices or _num_devices())
-    folder = measured.path / "critical-batch"
+    folder = measured.path / CRITICAL_BATCH_FOLDER
     console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
     with Stopping() as stop, locked(folder) as lock:
         plan = _plan(measured, args, folder)
-        branches = Branches(measured, plan, folder, lock, flags)
+        branches = Branches(measured, plan, folder)
         _introduce(plan, branches, console)
         branches.fork()
-        with Progression(console, branches) as progression:
-            is_done = branches.train(stop, progression.show)
-        if not is_done:
-            left = len(branches.left())
+        with BranchProgress(console, branches) as progress:
+            Supervisor(BranchRuns(branches, lock, flags, progress), 1, progress.say).train(stop)
+        if left := branches.left():
             console.print(
-                f"stopped; {left} of {len(branches.all)} branches are left. The same command goes on."
+                f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on."
             )
             return EXIT_STOPPED
         results = fork_results(measured, plan, branches, args.tolerance)
@@ -100,17 +101,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> Plan:
+def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> MeasurementPlan:
     """Return the plan of this command; the one that it had when it was first given, whatever the run did since."""
     path = folder / "plans.json"
     plans = _read_plans(path)
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     key = " ".join(f"--{name} {_text(value)}" for name, value in stated.items() if value is not None)
-    if key not in plans or not check_plan(measured, Plan.from_json(plans[key])):
+    if key not in plans or not check_plan(measured, MeasurementPlan.from_json(plans[key])):
         plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling)
         plans[key] = plan.to_json()
         write_atomically(path, json.dumps(plans, indent=1) + "\n")
-    return Plan.from_json(plans[key])
+    return MeasurementPlan.from_json(plans[key])
 
 
 def _read_plans(path: Path) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _introduce(plan: Plan, branches: Branches, console: Console) -> None:
+def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> None:
     forks = ", ".join(f"{fork.step:,}" for fork in plan.forks)
     total = len(branches.all) * plan.samples
     console.print(
@@ -139,14 +140,14 @@ def _introduce(plan: Plan, branches: Branches, console: Console) -> None:
 
 def _conclude(
     measured: MeasuredRun,
-    plan: Plan,
+    plan: MeasurementPlan,
     results: list[ForkResult],
     tolerance: float,
     folder: Path,
     console: Console,
 ) -> None:
     found = to_json(measured, plan, results, tolerance)
-    write_atomically(folder / "critical_batch.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(folder / CRITICAL_BATCH_FILE, json.dumps(found, indent=1) + "\n")
     console.print(results_table(results, tolerance))
     console.print(
         f"tolerance: {tolerance:g} nats per token, absolute; *: the critical batch size; ?: within the noise"

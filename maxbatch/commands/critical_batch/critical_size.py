@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
     weight: float  # tokens that count
 
 
-class Critical(NamedTuple):
+class CriticalSize(NamedTuple):
     """The critical batch size at one checkpoint.
 
     Attributes:
@@ -84,7 +84,7 @@ def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | No
     return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
 
 
-def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: float) -> Critical:
+def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: float) -> CriticalSize:
     """Return the critical batch size at a checkpoint.
 
     It is the largest B with L(b) <= L(base) + tolerance for every b that was tried from the base to B. Where a smaller
@@ -107,7 +107,7 @@ def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: flo
         found = batch
     if is_below:
         found = min(found, max((b for b in batches if b < base), default=base))
-    return Critical(found, found == batches[-1], is_below and found == batches[0], is_below)
+    return CriticalSize(found, found == batches[-1], is_below and found == batches[0], is_below)
 
 
 def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, int]]:

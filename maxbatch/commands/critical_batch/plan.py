@@ -42,7 +42,7 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """What is measured.
 
     Attributes:
@@ -72,7 +72,7 @@ class Plan:
         return {**dataclasses.asdict(self), "factors": [str(factor) for factor in self.factors]}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Plan:
+    def from_json(cls, record: Mapping[str, Any]) -> MeasurementPlan:
         forks = tuple(Fork(**fork) for fork in record["forks"])
         factors = tuple(Fraction(text) for text in record["factors"])
         return cls(forks, factors, record["scaling"], record["samples"], record["chunk"])
@@ -84,7 +84,7 @@ def make_plan(
     factors: Sequence[Fraction] | None,
     samples: int | None,
     scaling: str,
-) -> Plan:
+) -> MeasurementPlan:
     """Return what is measured.
 
     Args:
@@ -103,7 +103,7 @@ def make_plan(
     half = run.samples_seen // 2
     while factors is None and samples is None and chosen[-1] > 2 and _wanted(forks, chosen) > half:
         chosen = chosen[:-1]
-    plan = Plan(forks, chosen, scaling, 0, _chunk(forks, chosen))
+    plan = MeasurementPlan(forks, chosen, scaling, 0, _chunk(forks, chosen))
     largest = int(max(fork.batch_size for fork in forks) * chosen[-1])
     least = -(-LEAST_UPDATES * largest // plan.chunk) * plan.chunk
     rounded = -(-samples // plan.chunk) * plan.chunk if samples else _wanted(forks, chosen)
@@ -117,7 +117,7 @@ def make_plan(
     return dataclasses.replace(plan, samples=rounded)
 
 
-def check_plan(run: MeasuredRun, plan: Plan) -> bool:
+def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
     """Return whether a plan made before is one of this run as it is now.
 
     Raises:
@@ -223,7 +223,9 @@ def _held(
     return tuple(fitting)
 
 
-def _too_short(run: MeasuredRun, plan: Plan, largest: int, samples: int, least: int) -> ConfigError:
+def _too_short(
+    run: MeasuredRun, plan: MeasurementPlan, largest: int, samples: int, least: int
+) -> ConfigError:
     half, chunk = run.samples_seen // 2, plan.chunk
     smaller = [factor for factor in plan.factors if factor <= 1 or _wanted(plan.forks, (factor,)) <= half]
     if max(smaller) > 1 and len(smaller) < len(plan.factors) and _wanted(plan.forks, smaller) <= half:

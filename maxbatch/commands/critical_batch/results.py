@@ -11,7 +11,7 @@ from rich.table import Table
 
 from maxbatch.commands.critical_batch.branches import Branches
 from maxbatch.commands.critical_batch.critical_size import (
-    Critical,
+    CriticalSize,
     critical_batch,
     schedule,
     schedule_text,
@@ -19,7 +19,7 @@ from maxbatch.commands.critical_batch.critical_size import (
     standard_error,
 )
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
-from maxbatch.commands.critical_batch.plan import Plan
+from maxbatch.commands.critical_batch.plan import MeasurementPlan
 from maxbatch.system.errors import TrainingError
 
 
@@ -58,10 +58,12 @@ class ForkResult:
 
     fork: Fork
     branches: tuple[BranchResult, ...]
-    critical: Critical
+    critical: CriticalSize
 
 
-def fork_results(run: MeasuredRun, plan: Plan, branches: Branches, tolerance: float) -> list[ForkResult]:
+def fork_results(
+    run: MeasuredRun, plan: MeasurementPlan, branches: Branches, tolerance: float
+) -> list[ForkResult]:
     """Return the results of every checkpoint.
 
     Raises:
@@ -71,7 +73,7 @@ def fork_results(run: MeasuredRun, plan: Plan, branches: Branches, tolerance: fl
 
 
 def _fork_result(
-    run: MeasuredRun, plan: Plan, branches: Branches, fork: Fork, tolerance: float
+    run: MeasuredRun, plan: MeasurementPlan, branches: Branches, fork: Fork, tolerance: float
 ) -> ForkResult:
     of_batch = {branch.batch_size: branches.chunks(branch) for branch in plan.branches(fork)}
     losses = {batch: None if chunks is None else smoothed(chunks) for batch, chunks in of_batch.items()}
@@ -102,7 +104,7 @@ def warmup_schedule(run: MeasuredRun, results: Sequence[ForkResult]) -> list[tup
     return schedule(points, run.first_batch_size)
 
 
-def train_command(run: MeasuredRun, plan: Plan, stages: Sequence[tuple[int, int]]) -> list[str]:
+def train_command(run: MeasuredRun, plan: MeasurementPlan, stages: Sequence[tuple[int, int]]) -> list[str]:
     """Return the words of the command that trains the run anew by a schedule, on as many samples.
 
     The rate of the first batch is the run's own; with the same rule, so is that of every other.
@@ -121,7 +123,9 @@ def train_command(run: MeasuredRun, plan: Plan, stages: Sequence[tuple[int, int]
     return words
 
 
-def to_json(run: MeasuredRun, plan: Plan, results: Sequence[ForkResult], tolerance: float) -> dict[str, Any]:
+def to_json(
+    run: MeasuredRun, plan: MeasurementPlan, results: Sequence[ForkResult], tolerance: float
+) -> dict[str, Any]:
     """Return everything that was measured and what follows."""
     stages = warmup_schedule(run, results)
     return {

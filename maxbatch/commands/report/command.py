@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxbatch.commands.arguments import local_path
+from maxbatch.commands.report.panels import PANELS
 from maxbatch.commands.report.plans import add_config_differences, add_plan
 from maxbatch.commands.report.runs import MOST_POINTS, SUMMARY_HEADS, ReportedRun
-from maxbatch.pages.critical_batch_section import add_critical_batch, read_critical_batch
+from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
-from maxbatch.pages.plots import PANELS
 from maxbatch.pages.sweep_section import add_sweep
+from maxbatch.runs.critical_batch import read_critical_batch
 from maxbatch.runs.sweep_folder import SweepFolder
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
@@ -32,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page.
+    """Writes the page.
 
     Raises:
-      ConfigError: a folder is none of a run, the page cannot be written, or plotly is not installed.
+      ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
     """
     paths = [Path(text) for text in args.runs]
     page = make_page(paths)
@@ -47,16 +48,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_page(paths: Sequence[Path]) -> Page:
-    """Return the page of these folders.
+    """Returns the page of these folders.
 
     Raises:
-      ConfigError: a folder is none of a run.
+      ConfigError: a folder is not one of a run.
     """
     names = _names(paths)
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}")
     runs: list[ReportedRun] = []
     for path, name in zip(paths, names, strict=True):
-        if SweepFolder.is_one(path):
+        if SweepFolder(path).is_sweep:
             runs += _add_sweep(page, path, name, len(paths) > 1)
         else:
             runs.append(ReportedRun.read(path, name))
@@ -70,21 +71,25 @@ def make_page(paths: Sequence[Path]) -> Page:
 
 
 def _add_sweep(page: Page, path: Path, name: str, is_one_of_many: bool) -> list[ReportedRun]:
-    """Add a sweep's own plots; return its best trials, as runs."""
-    trials = [result.trial for result in add_sweep(page, SweepFolder(path)) if result.steps]
+    """Adds a sweep's own plots, and returns its best trials as runs."""
+    folder = SweepFolder(path)
+    sweep = folder.to_dict()
+    add_sweep(page, sweep)
+    trials = [trial for trial in sweep["trials"] if trial["steps"]]
     drawn = trials[:MOST_CURVES]
     if len(drawn) < len(trials):
-        page.paragraph(f"Below, of {len(trials)} trials the {len(drawn)} best.")
+        page.paragraph(f"Below: the {len(drawn)} best of {len(trials)} trials.")
     prefix = f"{name}: " if is_one_of_many else ""
-    return [ReportedRun.read(t.folder, f"{prefix}{t.number}: {_short(t.overrides)}") for t in drawn]
+    return [
+        ReportedRun.read(
+            folder.trial_folder(trial["number"]), f"{prefix}{trial['number']}: {_short(trial['overrides'])}"
+        )
+        for trial in drawn
+    ]
 
 
 def _short(overrides: dict[str, str]) -> str:
-    return (
-        ", ".join(overrides.values())
-        if len(overrides) > 1
-        else " ".join(f"{k}={v}" for k, v in overrides.items())
-    )
+    return ", ".join(overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items()))
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
@@ -116,7 +121,7 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
+    """Returns the shortest ends of the paths that tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]

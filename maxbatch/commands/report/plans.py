@@ -1,33 +1,23 @@
-"""The batch plan of a reported run, and what the configs of several runs differ in, as tables."""
+"""The devices and the batch plan of a reported run, and the keys in which configs differ, as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 from ml_collections import ConfigDict
 
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.config.loading import keys, load_config
-from maxbatch.config.values import exact
 from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
 from maxbatch.pages.page import Page, paragraph, table
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
+from maxbatch.runs.devices import DevicesUsed
 from maxbatch.system.errors import ConfigError
 
 _STAGE_HEADS = (
-    "stage",
-    "from sample",
-    "from step",
-    "steps",
-    "samples",
-    "p",
-    "g",
-    "micro",
-    "global",
-    "lr scale",
-)
+    "stage", "from sample", "from step", "steps", "samples", "p", "g", "micro", "global", "lr scale",
+)  # fmt: skip
 _STAGE_KEYS = (
     "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
     "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size", "learning_rate_scale",
@@ -37,21 +27,23 @@ _NOT_COMPARED = ("run_dir",)
 
 
 def add_plan(page: Page, run: ReportedRun, is_open: bool) -> None:
-    """Add a run's batch plan and its table of stages, under a fold."""
+    """Adds what a run trained on, its batch plan there and its table of stages, under a fold."""
     if run.config is None:
         return
+    parts = [_devices_table(run.devices)] if run.devices else []
+    now = run.devices[-1] if run.devices else DevicesUsed(1, "", 1, 1, 1, {})
     try:
-        devices = devices_of(run)
         plan = BatchPlan.from_config(
-            run.config, devices or 1, samples_per_epoch=samples_per_epoch_if_cached(run.config)
-        )
+            run.config, now.num_devices, now.num_hosts, num_slices=now.num_slices,
+            samples_per_epoch=samples_per_epoch_if_cached(run.config),
+        )  # fmt: skip
     except ConfigError as error:
-        page.details(run.name, paragraph(f"cannot be planned here: {error}"), is_open=is_open)
+        page.details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)
         return
-    parts = [paragraph(equation(plan))]
-    if devices is None:
-        parts.append(paragraph("Planned for 1 device: the run's metrics do not tell how many it had. The global "
-                               "batch and the steps are the same on any number."))  # fmt: skip
+    parts.append(paragraph(equation(plan)))
+    if not run.devices:
+        parts.append(paragraph("Planned for 1 device: the run did not record its devices. The global batch and the "
+                               "steps are the same on any number."))  # fmt: skip
     found = plan.to_dict()
     stages = found.pop("stages")
     rows = [[i, *(stage[key] for key in _STAGE_KEYS)] for i, stage in enumerate(stages[:_MOST_STAGES])]
@@ -61,30 +53,21 @@ def add_plan(page: Page, run: ReportedRun, is_open: bool) -> None:
     numbers = [[name, value] for name, value in found.items() if name != "warnings"]
     half = -(-len(numbers) // 2)
     padded = [*numbers[half:], *[["", ""]] * (2 * half - len(numbers))]
-    parts.append(table(("", "", "", ""), [[*a, *b] for a, b in zip(numbers[:half], padded, strict=True)]))
+    parts.append(table(("",) * 4, [[*a, *b] for a, b in zip(numbers[:half], padded, strict=True)]))
     page.details(run.name, *parts, is_open=is_open)
 
 
-def devices_of(run: ReportedRun) -> int | None:
-    """Return how many devices a run had, where its batch tells: B = p x devices x g, with p and g stated."""
-    config = run.config
-    if config is None or not run.records:
-        return None
-    if any(config[name] is not None for name in ("global_batch_size", "batch_size_schedule", "batch_size")):
-        return None
-    first = run.records[0]
-    p = exact(
-        config.per_device_batch_size_start
-        if config.enable_rampup_batch_size
-        else config.per_device_batch_size
-    )
-    devices = Fraction(first["global_batch_size"]) / (p * (config.gradient_accumulation_steps or 1))
-    is_first_stage = first["stage"] == 0 and len(run.records) > 1
-    return int(devices) if is_first_stage and devices.denominator == 1 else None
+def _devices_table(history: Sequence[DevicesUsed]) -> str:
+    rows = [
+        [used.first_step, used.device_kind, used.num_devices, used.num_hosts, used.num_slices,
+         ", ".join(f"{axis} {size}" for axis, size in used.mesh.items() if size > 1) or "one device"]
+        for used in history
+    ]  # fmt: skip
+    return table(("from step", "device", "devices", "hosts", "slices", "mesh"), rows)
 
 
 def add_config_differences(page: Page, runs: Sequence[ReportedRun]) -> None:
-    """Add what the runs' configs differ in; for one run, in what it differs from base.yml."""
+    """Adds the keys in which the runs' configs differ; for one run, in which it differs from base.yml."""
     configs = [(run.name, run.config) for run in runs if run.config is not None]
     if not configs:
         return
@@ -95,7 +78,7 @@ def add_config_differences(page: Page, runs: Sequence[ReportedRun]) -> None:
         page.heading("Config, where the runs differ")
         rows = _differences(configs)
     if not rows:
-        page.paragraph("In nothing.")
+        page.paragraph("No key differs.")
         return
     heads = ["base.yml", configs[0][0]] if len(configs) == 1 else [name for name, _ in configs]
     page.table(["key", *heads], rows)

@@ -11,14 +11,16 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxbatch.commands.report.panels import COLUMNS, SMOOTHED_LOSS
 from maxbatch.config.loading import load_config
 from maxbatch.pages.page import RunColumns
-from maxbatch.pages.plots import COLUMNS
+from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
 
 MOST_POINTS = 20_000
-_ALWAYS_DRAWN = ("eval_loss", "eval_pass_at_1")
+_ALWAYS_DRAWN = (Metric.EVAL_LOSS, Metric.EVAL_PASS_AT_1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,32 +30,33 @@ class ReportedRun:
     Attributes:
       name: names it on the page.
       path: its folder.
-      config: its config; None where it has none that can be read.
+      config: its config, None for a folder without one.
       records: the lines of its metrics.
+      devices: what it trained on, the oldest first; nothing for a run that did not record it.
     """
 
     name: str
     path: Path
     config: ConfigDict | None
     records: list[dict[str, Any]]
+    devices: list[DevicesUsed]
 
     @classmethod
     def read(cls, path: Path, name: str) -> ReportedRun:
-        """Read a run folder.
+        """Reads a run folder.
 
         Raises:
-          ConfigError: it is no run folder, or its metrics cannot be read.
+          ConfigError: it is no run folder, or a file in it cannot be read.
         """
         if not is_run(path):
             raise ConfigError(f"{path}: {_no_run(path)}")
-        records = read_metrics(path)
         config_path = path / "config.yml"
         config = load_config(config_path) if config_path.exists() else None
-        return cls(name, path, config, records)
+        return cls(name, path, config, read_metrics(path), read_devices(path))
 
     @property
     def drawn(self) -> list[int]:
-        """Indices of the records that are drawn: all, or every k-th and those that a reader would miss."""
+        """Indices of the records that are drawn: all, or every k-th, the starts of stages, the evals and the last."""
         apart = -(-len(self.records) // MOST_POINTS)
         if apart <= 1:
             return list(range(len(self.records)))
@@ -62,23 +65,25 @@ class ReportedRun:
             for i, record in enumerate(self.records)
             if i % apart == 0
             or i == len(self.records) - 1
-            or record["stage"] != self.records[i - 1]["stage"]
+            or record[Metric.STAGE] != self.records[i - 1][Metric.STAGE]
             or any(key in record for key in _ALWAYS_DRAWN)
         ]
 
     def columns(self, seconds_per_unit: float) -> RunColumns:
-        """Return what is drawn; time in a unit of so many seconds."""
+        """Returns what is drawn, with time in a unit of `seconds_per_unit`."""
         records, drawn = self.records, self.drawn
-        seconds = list(itertools.accumulate(record.get("step_time_s") or 0.0 for record in records))
+        seconds = list(itertools.accumulate(self._seconds()))
         axes = {
-            "steps": [records[i]["step"] for i in drawn],
-            "samples": [records[i]["samples_seen"] for i in drawn],
-            "tokens": [records[i]["tokens_seen"] for i in drawn],
+            "steps": [records[i][Metric.STEP] for i in drawn],
+            "samples": [records[i][Metric.SAMPLES_SEEN] for i in drawn],
+            "tokens": [records[i][Metric.TOKENS_SEEN] for i in drawn],
             "time": [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn],
         }
-        columns = {name: [records[i].get(name) for i in drawn] for name in COLUMNS if name != "smoothed loss"}
-        smooth = smoothed([record["loss"] for record in records], self.smoothing)
-        columns["smoothed loss"] = [smooth[i] for i in drawn]
+        columns = {
+            str(name): [records[i].get(name) for i in drawn] for name in COLUMNS if name != SMOOTHED_LOSS
+        }
+        smoothed_loss = self._smoothed_loss()
+        columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
         return RunColumns(self.name, axes, columns)
 
     @property
@@ -86,24 +91,31 @@ class ReportedRun:
         """Updates that the smoothed loss is the mean of."""
         return max(5, len(self.records) // 50)
 
+    def _smoothed_loss(self) -> list[float | None]:
+        return smoothed([record[Metric.LOSS] for record in self.records], self.smoothing)
+
+    def _seconds(self) -> list[float]:
+        return [record.get(Metric.STEP_TIME_S) or 0.0 for record in self.records]
+
     @property
     def seconds(self) -> float:
-        return sum(record.get("step_time_s") or 0.0 for record in self.records)
+        """Time in updates."""
+        return sum(self._seconds())
 
     def summary(self) -> list[object]:
-        """Return the cells of `SUMMARY_HEADS`."""
+        """Returns the cells of `SUMMARY_HEADS`."""
         if not self.records:
             return [self.name, 0, *[None] * 7]
         last = self.records[-1]
-        batches = [record["global_batch_size"] for record in self.records]
-        evals = [record["eval_loss"] for record in self.records if "eval_loss" in record]
-        rates = [record["tokens_per_second"] for record in self.records if record.get("tokens_per_second")]
+        batches = [record[Metric.GLOBAL_BATCH_SIZE] for record in self.records]
+        evals = [record[Metric.EVAL_LOSS] for record in self.records if Metric.EVAL_LOSS in record]
+        rates = [rate for record in self.records if (rate := record.get(Metric.TOKENS_PER_SECOND))]
         most = max(batches)
         return [
-            self.name, last["step"], last["samples_seen"], last["tokens_seen"],
+            self.name, last[Metric.STEP], last[Metric.SAMPLES_SEEN], last[Metric.TOKENS_SEEN],
             most if batches[0] == most else f"{batches[0]:,} to {most:,}",
-            smoothed([record["loss"] for record in self.records], self.smoothing)[-1],
-            evals[-1] if evals else None, statistics.median(rates) if rates else None, f"{self.seconds:,.1f} s",
+            self._smoothed_loss()[-1], evals[-1] if evals else None, statistics.median(rates) if rates else None,
+            f"{self.seconds:,.1f} s",
         ]  # fmt: skip
 
 
@@ -114,7 +126,7 @@ SUMMARY_HEADS = (
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Return at each place the mean of the last `window` values, of fewer at the start; None is left out."""
+    """Returns at each place the mean of the last `window` values, of fewer at the start; None is left out."""
     sums = [0.0, *itertools.accumulate(value or 0.0 for value in values)]
     counts = [0, *itertools.accumulate(int(value is not None) for value in values)]
     starts = (max(0, end - window) for end in range(1, len(values) + 1))
@@ -125,7 +137,7 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is one of a run."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
 
 

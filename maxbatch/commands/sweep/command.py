@@ -11,13 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import local_path
-from maxbatch.commands.sweep.runner import Runner
+from maxbatch.commands.sweep.runner import TrialRuns
+from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.commands.sweep.trials import PlannedTrials, TrialSource
 from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
-from maxbatch.runs.sweep_folder import METRICS, Result, SweepFolder
+from maxbatch.runs.outcome import OUTCOME_FILE, Status
+from maxbatch.runs.supervisor import Supervisor
+from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.stopping import Stopping
@@ -57,33 +59,25 @@ def run(args: argparse.Namespace) -> int:
     if args.retry_failed:
         _forget_failed(folder, sweep.metric)
     with Stopping() as stop:
-        source = _source(sweep, folder)
+        study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
-        runner = Runner(folder, source, sweep.metric, sweep.parallel, console.print)
-        has_ended = runner.run(stop)
+        runs = TrialRuns(folder, study, sweep.metric, console.print)
+        has_ended = Supervisor(runs, sweep.parallel, console.print).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
-        # Optuna's trials are planned one by one; of a storage that others share, only these are known.
-        total = len(results) if sweep.storage else max(len(results), sweep.trials or 0)
-        left = total - sum(result.status != "unfinished" for result in results)
+        # Of a storage that machines share, only the trials of this one are known.
+        total = len(results) if sweep.storage else max(len(results), study.num_trials)
+        left = total - sum(result.status != UNFINISHED for result in results)
         console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
         return EXIT_STOPPED
     conclude(sweep, folder, results, console)
     return 0
 
 
-def _source(sweep: SweepFile, folder: SweepFolder) -> TrialSource:
-    if sweep.sampler == "optuna":
-        from maxbatch.commands.sweep.optuna_trials import OptunaTrials
-
-        return OptunaTrials(sweep, folder)
-    return PlannedTrials(sweep, folder)
-
-
 def _forget_failed(folder: SweepFolder, metric: str) -> None:
     for result in folder.results(metric):
-        if result.status == "failed":
-            (result.trial.folder / "outcome.json").unlink(missing_ok=True)
+        if result.status == Status.FAILED:
+            (result.trial.folder / OUTCOME_FILE).unlink(missing_ok=True)
 
 
 def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
@@ -93,9 +87,9 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
       TrainingError: not one trial came to its end.
     """
     console.print(results_table(results, sweep.metric))
-    console.print(f"metric: {METRICS[sweep.metric]}; lower is better")
+    console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
-    if best.status != "done":
+    if best.status != Status.DONE:
         raise TrainingError(
             f"none of the {len(results)} trials came to its end; trial {best.trial.number}: {best.reason}"
         )
@@ -108,7 +102,7 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
 def _draw(folder: SweepFolder) -> str:
     """Write the plot; return the line that says where it is, or what it needs."""
     page, path = Page(f"maxbatch sweep: {folder.path.name}"), folder.path / "sweep.html"
-    add_sweep(page, folder)
+    add_sweep(page, folder.to_dict())
     try:
         page.write(path)
     except ConfigError as error:
@@ -129,6 +123,6 @@ def results_table(results: Sequence[Result], metric: str) -> Table:
         texts = [str(result.trial.number), *(result.trial.overrides[key] for key in swept)]
         table.add_row(
             *texts, value, f"{result.steps:,}", Text(f"{result.status}{reason}"),
-            style=None if result.status == "done" else "dim",
+            style=None if result.status == Status.DONE else "dim",
         )  # fmt: skip
     return table

@@ -11,20 +11,14 @@ from typing import Any
 
 import pytest
 
-from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
-from maxbatch.commands.report.plans import devices_of
+from maxbatch.commands.report.panels import COLUMNS, PANELS
 from maxbatch.commands.report.runs import MOST_POINTS, ReportedRun, smoothed
 from maxbatch.pages.page import Page
-from maxbatch.pages.plots import (
-    COLUMNS,
-    PANELS,
-    colour,
-    heat_map,
-    loss_against_batch,
-    metric_against_key,
-)
+from maxbatch.pages.plots import colour, heat_map, loss_against_batch, metric_against_key
+from maxbatch.runs.devices import DevicesUsed, record_devices
+from maxbatch.system.errors import TrainingError
 from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
@@ -143,12 +137,15 @@ def test_a_run_has_one_colour_everywhere_and_no_two_share_one() -> None:
 
 def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> None:
     write_run(Path("a"), 3, "per_device_batch_size=4", "gradient_accumulation_steps=2")
-    run = ReportedRun.read(Path("a"), "a")
-    assert devices_of(run) == 2
+    record_devices(Path("a"), DevicesUsed(1, "TPU v4", 4, 1, 1, {"data": 1, "fsdp": 4}))
+    record_devices(Path("a"), DevicesUsed(3, "TPU v5p", 2, 2, 1, {"data": 2, "fsdp": 1}))
     make_page([Path("a")]).write(Path("page.html"))
     text = Path("page.html").read_text()
     assert "16 samples per update = 4 per device x 2 devices x 2 accumulation steps" in text
     assert "Planned for 1 device" not in text
+    assert re.search(
+        r"1</td><td>TPU v4</td>.*>4<.*fsdp 4</td>.*3</td><td>TPU v5p</td>.*>2<.*>2<.*data 2</td>", text
+    )
 
 
 def test_where_the_devices_are_unknown_the_page_says_that_it_planned_for_one() -> None:
@@ -241,6 +238,6 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(ConfigError, match=r"page\.html: cannot be written \(No space left on device\)"):
+    with pytest.raises(TrainingError, match=r"page\.html: no space left on the disk"):
         Page("new").write(Path("page.html"))
     assert Path("page.html").read_text() == "old" and list(Path().iterdir()) == [Path("page.html")]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.commands.sweep.runner import Runner
+from maxbatch.commands.sweep.runner import TrialRuns
+from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.commands.sweep.trials import PlannedTrials
+from maxbatch.runs.supervisor import Supervisor
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
@@ -43,7 +44,7 @@ def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice(
         return {
             trial.folder: (trial.folder / "metrics.jsonl").read_bytes()
             for trial in folder.trials()
-            if folder.is_finished(trial)
+            if trial.is_finished
         }
 
     for at_least in (2, 6):
@@ -111,7 +112,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
     wait_until(
         lambda: (
             len(trials := folder.trials()) == 4
-            and all(folder.is_finished(trial) for trial in trials[1:])
+            and all(trial.is_finished for trial in trials[1:])
             and (trials[0].folder / "metrics.jsonl").exists()
         ),
         process,
@@ -135,14 +136,14 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
     folder = planned({"learning_rate": ["1e-3"]}, {"steps": 5000})
     folder.base.write_text(SweepFile.read("sweep.yml").base)
 
-    class Pruning(PlannedTrials):
+    class Pruning(SweepStudy):
         def should_prune(self, trial: Trial) -> str | None:
             return "enough" if (trial.folder / "metrics.jsonl").exists() else None
 
-    source = Pruning(SweepFile.read("sweep.yml"), folder)
+    study = Pruning(SweepFile.read("sweep.yml"), folder)
     lines: list[str] = []
-    assert Runner(folder, source, "loss", 1, lines.append).run(Stopping())
+    assert Supervisor(TrialRuns(folder, study, "loss", lines.append), 1, lines.append).train(Stopping())
     (result,) = folder.results("loss")
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 5000
     assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ")
-    assert source.is_exhausted()
+    assert study.is_exhausted()

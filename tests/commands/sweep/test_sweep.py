@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.commands.sweep.space import Choices, Range
+from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.commands.sweep.trials import PlannedTrials, draw
 from maxbatch.config.loading import configs_dir, keys
-from maxbatch.runs.sweep_folder import SweepFolder, claim, metric_value
-from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, write_sweep
+from maxbatch.runs.sweep_folder import SweepFolder, metric_value
+from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals
+
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
 
 
 @pytest.mark.parametrize(
@@ -25,9 +28,9 @@ from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, w
     [
         ("paralel: 2", "unknown key; nearest: parallel"),
         ("learning_rate: 1", "is a config key, which belongs under base or parameters"),
-        ("sampler: bayes", "sampler=bayes: must be one of grid, random, optuna; works: sampler: "),
-        ("metric: loos", "metric=loos: must be one of eval_loss, loss; works: metric: loss"),
-        ("parallel: 0", "parallel=0: must be a whole number from 1 to 1024; works: parallel: 1"),
+        ("sampler: bayes", "sampler=bayes: must be one of grid, random, optuna; works: sampler="),
+        ("metric: loos", "metric=loos: must be one of eval_loss, loss; works: metric=loss"),
+        ("parallel: 0", "parallel=0: must be at least 1; works: parallel=1"),
         ("parallel: [1]", "parallel takes one value"),
         ("sampler: random", "trials must say how many"),
         ("trials: 3", "trials=3: must not be given for a grid"),
@@ -78,7 +81,7 @@ def test_a_bad_sweep_file_is_one_line_and_exit_code_2(
 def test_bad_parameters_are_refused_with_what_works(parameters: str, said: str) -> None:
     Path("sweep.yml").write_text(f"metric: loss\nparameters: {parameters}\n")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        PlannedTrials(sweep := SweepFile.read("sweep.yml"), SweepFolder(sweep.sweep_dir))
+        SweepStudy(sweep := SweepFile.read("sweep.yml"), SweepFolder(sweep.sweep_dir))
     assert not Path("runs").exists()
 
 
@@ -90,8 +93,10 @@ def test_a_missing_file_names_a_ready_one(capsys: pytest.CaptureFixture[str]) ->
 def test_the_ready_sweep_is_found_by_name_and_every_combination_works() -> None:
     sweep = SweepFile.read("batch_size")
     assert sweep.path == configs_dir() / "sweeps" / "batch_size.yml"
-    trials = PlannedTrials(sweep, folder := SweepFolder(Path("sw")))
-    assert len(folder.trials()) == 12 and not trials.is_exhausted()
+    study = SweepStudy(sweep, folder := SweepFolder(Path("sw")))
+    for claimed in list(iter(study.next, None)):
+        claimed.claim.close()
+    assert len(folder.trials()) == 12 and not study.is_exhausted()
     assert all(trial.config is not None for trial in folder.trials())
 
 
@@ -111,7 +116,7 @@ def test_a_swept_alternative_displaces_the_one_in_base() -> None:
 def test_a_combination_that_the_config_refuses_is_a_failed_trial_and_the_others_run() -> None:
     folder = planned({"base_num_query_heads": ["4", "3"], "learning_rate": ["1e-3"]})
     good, refused = folder.trials()
-    assert not folder.is_finished(good)
+    assert not good.is_finished
     result = folder.result(refused, "loss")
     assert result.status == "failed" and "must be a multiple of base_num_kv_heads" in result.reason
     assert "/" not in result.reason.split("base:")[0].replace("sweep.yml, base", "")
@@ -123,6 +128,10 @@ def test_combinations_that_are_all_refused_start_nothing() -> None:
     assert not Path("sw").exists()
 
 
+def overrides_of(folder: SweepFolder) -> list[dict[str, str]]:
+    return [trial.overrides for trial in folder.trials()]
+
+
 def test_the_random_sampler_is_a_function_of_seed_and_number() -> None:
     parameters = {
         "learning_rate": {"low": "1e-4", "high": "1e-2", "log": True},
@@ -132,12 +141,12 @@ def test_the_random_sampler_is_a_function_of_seed_and_number() -> None:
         "warmup_steps_fraction": {"low": 0, "high": 0.5},
         "train_samples": {"low": "1K", "high": "1M", "log": True},
     }
-    few = SweepFile.read(write_sweep(parameters, sampler="random", trials=3))
-    many = SweepFile.read(write_sweep(parameters, sampler="random", trials=50))
-    assert [draw(few, i) for i in range(3)] == [draw(many, i) for i in range(3)]
-    other = SweepFile.read(write_sweep(parameters, sampler="random", trials=3, seed=1))
-    assert draw(other, 0) != draw(few, 0)
-    drawn = [draw(many, i) for i in range(200)]
+    few = overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="few"))
+    assert overrides_of(planned(parameters, sampler="random", trials=5, sweep_dir="more"))[:3] == few
+    assert overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="other", seed=1)) != few
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    swept = SweepFile.read("sweep.yml").parameters
+    drawn = [{p.key.name: p.suggest(trial) for p in swept} for trial in (study.ask() for _ in range(200))]
     assert all(1e-4 <= float(d["learning_rate"]) <= 1e-2 for d in drawn)
     assert 70 < sum(float(d["learning_rate"]) < 1e-3 for d in drawn) < 130
     assert {int(d["global_batch_size"]) for d in drawn} == set(range(4, 65, 4))
@@ -215,9 +224,9 @@ def test_the_environment_of_a_trial_is_part_of_its_config(monkeypatch: pytest.Mo
 
 def test_a_trial_is_claimed_by_one_process_at_a_time() -> None:
     (trial, _) = planned(RATES).trials()
-    hold = claim(trial)
-    assert hold is not None and claim(trial) is None
-    hold.close()
+    claim = trial.claim()
+    assert claim is not None and trial.claim() is None
+    claim.close()
     wait_until_free(trial)
 
 
@@ -230,18 +239,47 @@ def test_the_metric_is_the_last_eval_or_the_mean_of_the_last_tenth() -> None:
     assert metric_value(records, "loss") is None and metric_value([], "loss") is None
 
 
-def test_grid_and_random_need_no_optuna_and_the_plot_says_what_it_needs(
+def test_a_sweep_without_optuna_or_plotly_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("optuna", "plotly.offline"):
-        monkeypatch.setitem(sys.modules, name, None)
     folder = planned(RATES)
     for number, trial in enumerate(folder.trials()):
         write_evals(trial, 3.0 - number)
         folder.finish(trial, "done")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert main(["sweep", "sweep.yml"]) == 0
     out = capsys.readouterr().out
     assert "best: trial 0, loss 1.0000" in out and "pip install 'maxbatch[report]'" in out
-    write_sweep(RATES, sampler="optuna", trials=2)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", "sweep.yml"]) == 2
-    assert "pip install 'maxbatch[sweep]'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error == "maxbatch: error: maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'\n"
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random"])
+def test_a_sweep_begun_before_it_had_a_study_goes_on(sampler: str) -> None:
+    swept = RATES if sampler == "grid" else {"learning_rate": {"low": "1e-4", "high": "1e-2", "log": True}}
+    settings: dict[str, Any] = {"sampler": sampler} | ({"trials": 2} if sampler == "random" else {})
+    folder = planned(swept, **settings)
+    first, second = folder.trials()
+    if sampler == "random":  # numbers that another generator drew
+        second = folder.add(1, {"learning_rate": "0.00123"}, {**second.config, "learning_rate": "0.00123"})
+    write_evals(first, 3.0)
+    folder.finish(first, "done")
+    for path in folder.path.glob("optuna.db*"):
+        path.unlink()
+    study = SweepStudy(SweepFile.read("sweep.yml"), folder)
+    claimed = study.next()
+    assert claimed is not None and claimed.trial == second and study.next() is None
+    folder.finish(second, "done")
+    claimed.claim.close()
+    assert study.is_exhausted() and folder.trials() == [first, second]
+
+
+def test_a_trial_whose_folder_was_removed_runs_again() -> None:
+    folder = planned(RATES)
+    first, second = folder.trials()
+    shutil.rmtree(first.folder)
+    again = planned(RATES).trials()
+    assert [trial.overrides for trial in again] in (
+        [first.overrides, second.overrides], [second.overrides, first.overrides])  # fmt: skip

@@ -24,13 +24,13 @@ ON_EVALS = {"sampler": "optuna", "metric": "eval_loss", "base": BASE | {"eval_in
 
 
 def optuna_trials(trials: int, sweep_dir: str = "sw", **settings: Any) -> Any:
-    from maxbatch.commands.sweep.optuna_trials import OptunaTrials
+    from maxbatch.commands.sweep.study import SweepStudy
 
     name = write_sweep(
         **({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings)
     )
     sweep = SweepFile.read(name)
-    return OptunaTrials(sweep, SweepFolder(sweep.sweep_dir))
+    return SweepStudy(sweep, SweepFolder(sweep.sweep_dir))
 
 
 def end(source: Any, claimed: Any, status: str, *losses: float) -> None:
@@ -38,7 +38,7 @@ def end(source: Any, claimed: Any, status: str, *losses: float) -> None:
     write_evals(claimed.trial, *losses)
     folder.finish(claimed.trial, status)
     source.finished(folder.result(claimed.trial, "eval_loss"))
-    claimed.hold.close()
+    claimed.claim.close()
 
 
 def test_optuna_trials_are_as_many_as_asked_for_and_end_with_their_values(optuna: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned(optuna: An
     assert source.should_prune(good.trial) is None
     assert source.should_prune(bad.trial) == "eval_loss 3.1000 at 128 tokens is above the others' median"
     for claimed in (bad, good):
-        claimed.hold.close()
+        claimed.claim.close()
 
 
 @pytest.mark.slow
@@ -94,11 +94,11 @@ def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began(optuna: Any
     source = optuna_trials(4)
     first, second = source.next(), source.next()
     overrides = first.trial.overrides
-    first.hold.close()
+    first.claim.close()
     # One ended, but the study was not told; one was begun, but has no folder yet.
     SweepFolder(Path("sw")).finish(second.trial, "done")
     write_evals(second.trial, 2.5)
-    second.hold.close()
+    second.claim.close()
     study = optuna.load_study(study_name="sweep", storage="sqlite:///sw/optuna.db")
     study.ask()
 
@@ -139,14 +139,14 @@ def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(
     monkeypatch.setattr(one._study, "ask", ask_behind_the_other)
     assert one.next() is None and one.is_exhausted()
     assert claims[0].trial.number == 0 and not SweepFolder(Path("one")).trials()
-    claims[0].hold.close()
+    claims[0].claim.close()
 
 
 def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters(optuna: Any) -> None:
     end(source := optuna_trials(1), source.next(), "done", 3.0)
     claimed = optuna_trials(2).next()
     assert claimed.trial.number == 1
-    claimed.hold.close()
+    claimed.claim.close()
     with pytest.raises(ConfigError, match="metric: eval_loss, not loss"):
         optuna_trials(2, metric="loss")
     with pytest.raises(ConfigError, match=r"learning_rate: \{low: 0\.0001"):

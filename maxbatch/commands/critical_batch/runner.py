@@ -1,0 +1,108 @@
+"""The branches as child runs, one after the other, and how far they are: a progress bar, or a line for each branch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from maxbatch.commands.critical_batch.branches import Branches
+from maxbatch.commands.critical_batch.plan import Branch
+from maxbatch.runs.outcome import Status
+from maxbatch.runs.supervisor import ChildEnd, ChildRun
+from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
+
+
+class BranchRuns:
+    """The branches of a plan for the supervisor.
+
+    Args:
+      branches: the branches.
+      lock: the lock on their folder.
+      train_flags: flags of `maxbatch train` that every branch gets.
+      progress: is shown how far a branch is.
+    """
+
+    def __init__(
+        self, branches: Branches, lock: BinaryIO, train_flags: Sequence[str], progress: BranchProgress
+    ) -> None:
+        self._branches, self._lock, self._flags = branches, lock, train_flags
+        self._progress = progress
+        self._left = branches.left()
+        self._num_bytes = -1  # of the metrics that were shown last
+
+    def next(self) -> ChildRun[Branch] | None:
+        if not self._left:
+            return None
+        branch, folder = self._left[0], self._branches.folder(self._left[0])
+        arguments = [str(folder / "config.yml"), *self._branches.overrides(branch), *self._flags]
+        return ChildRun(branch, folder, arguments, self._lock)
+
+    def is_exhausted(self) -> bool:
+        return not self._left
+
+    def watch(self, run: ChildRun[Branch]) -> None:
+        metrics = run.run_dir / "metrics.jsonl"
+        num_bytes = metrics.stat().st_size if metrics.exists() else 0
+        if num_bytes != self._num_bytes:
+            self._num_bytes = num_bytes
+            self._progress.show(run.subject, self._branches.samples_done(run.subject))
+
+    def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
+        """Records a branch that is done or diverged.
+
+        Raises:
+          ConfigError, TrainingError: the branch failed.
+        """
+        if end.status is None:  # somebody stopped this branch alone
+            self._left = []
+        elif end.exit_code < 0:
+            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command goes on")
+        elif end.status == Status.FAILED:
+            error = ConfigError if end.exit_code == EXIT_INPUT else TrainingError
+            raise error(f"{run.run_dir}: {end.reason}")
+        else:
+            self._branches.finish(run.subject, end.status, end.reason)
+            self._left.pop(0)
+
+
+class BranchProgress:
+    """Shows how far the branches are, all together."""
+
+    def __init__(self, console: Console, branches: Branches) -> None:
+        self._console, self._branches = console, branches
+        self._current: Branch | None = None
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, TextColumn("left"), console=Console(highlight=False))
+            total = sum(branch.samples for branch in branches.all)
+            self._task = self._bar.add_task("", total=total, completed=self._samples_done())
+
+    def _samples_done(self) -> int:
+        return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
+
+    def show(self, branch: Branch, samples: int) -> None:
+        """Shows the branch that trains and how many of its samples it was trained on."""
+        index = self._branches.all.index(branch) + 1
+        name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self._samples_done() + samples, description=name)
+        elif branch != self._current:
+            self._console.print(name + (f", from sample {samples:,} on" if samples else ""))
+        self._current = branch
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        (self._bar.console if self._bar else self._console).print(line)
+
+    def __enter__(self) -> BranchProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,104 @@
+"""A sweep against what its folder records, and its combinations against the config."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.config.loading import keys, load_config
+from maxbatch.config.values import shown
+from maxbatch.plan.batch import check_batch_keys
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.sweep_folder import SweepFolder, Trial
+from maxbatch.system.errors import ConfigError
+
+
+def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
+    """Returns the config of a combination, every key but run_dir as text: what trials are compared by.
+
+    Raises:
+      ConfigError: the config refuses the base or the combination.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "base.yml"
+        path.write_text(sweep.base, encoding="utf-8")
+        try:
+            config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
+            check_batch_keys(config)
+        except ConfigError as error:
+            place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
+            raise ConfigError(re.sub(place, f"{sweep.path}, base", str(error))) from None
+    if sweep.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
+        raise ConfigError(
+            f"{sweep.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss"
+        )
+    return {name: key.write(config[name]) for name, key in keys().items() if name != "run_dir"}
+
+
+def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
+    """Compares a sweep file with the records of its folder, and records what it says.
+
+    Raises:
+      ConfigError: the trials that are there are of another sweep.
+    """
+    is_grid = sweep.sampler == "grid"
+    settings = {
+        "sampler": sweep.sampler,
+        "metric": sweep.metric,
+        "seed": sweep.seed,
+        "parameters": {parameter.key.name: parameter.to_json() for parameter in sweep.parameters},
+        "log_keys": [parameter.key.name for parameter in sweep.parameters if parameter.is_log],
+    }
+    before = folder.read()
+    may_change = {"metric": sweep.sampler != "optuna", "seed": is_grid}
+    for name in ("sampler", "seed", "metric") if before else ():
+        if before[name] != settings[name] and not may_change.get(name):
+            raise _changed(sweep, f"{name}: {before[name]}, not {settings[name]}")
+    was: dict[str, Any] = before.get("parameters", {})
+    now: dict[str, Any] = settings["parameters"]  # type: ignore[assignment]
+    for key in dict.fromkeys([*was, *now]) if before else ():
+        if key not in was or key not in now:
+            raise _changed(sweep, f"parameters {'with' if key in was else 'without'} {key}")
+        if was[key] != now[key] and not is_grid:  # a grid may grow; its trials are compared one by one
+            raise _changed(sweep, f"{key}: {_shown(was[key])}, not {_shown(now[key])}")
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write(settings)
+
+
+def check_recorded(
+    sweep: SweepFile, recorded: Sequence[Trial], grid: Container[frozenset[tuple[str, str]]] | None
+) -> None:
+    """Compares the recorded trials with what the sweep makes of them now.
+
+    Args:
+      sweep: the sweep.
+      recorded: the trials of its folder.
+      grid: the items of each combination of a grid.
+
+    Raises:
+      ConfigError: a trial has left the grid, its config has changed, or there are more trials than the sweep asks for.
+    """
+    for trial in recorded:
+        if grid is not None and frozenset(trial.overrides.items()) not in grid:
+            raise _changed(sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold")
+    if sweep.sampler == "random" and len(recorded) > (sweep.trials or 0):
+        raise _changed(sweep, f"{len(recorded)} trials, not {sweep.trials}, but trials may only be raised")
+    for trial in recorded:
+        config = resolve(sweep, trial.overrides) if trial.config is not None else {}
+        for key, text in (trial.config or {}).items():
+            if config.get(key, text) != text:
+                raise _changed(sweep, f"{key}={shown(text)}, not {shown(config[key])} (trial {trial.number})")
+
+
+def _shown(parameter: Any) -> str:
+    return shown(str(parameter).replace("'", ""))
+
+
+def _changed(sweep: SweepFile, difference: str) -> ConfigError:
+    return ConfigError(
+        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or what it was made with"
+    )

@@ -1,0 +1,302 @@
+"""The trials of a sweep, as an Optuna study.
+
+The study knows the trials and their results; the folder of each lies on the machine that runs it. In a storage that
+machines share, a trial's `sweep_dir` attribute names the sweep's folder, so that only the same command there goes on
+with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import re
+import socket
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+from maxbatch.commands.sweep.checks import check_recorded, check_settings, resolve
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.outcome import Status
+from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.locks import exclusive
+
+MOST_COMBINATIONS = 100_000
+_LOST_S = (
+    60  # from the start of a trial to the record of who runs it: milliseconds, unless that process was killed
+)
+_SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
+_HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
+Overrides = dict[str, str]
+
+
+class ClaimedTrial(NamedTuple):
+    """A trial that this process, and no other, may run."""
+
+    trial: Trial
+    claim: BinaryIO  # open for as long as it runs
+
+
+class SweepStudy:
+    """The trials of a sweep: which there are, which may start now, and how they ended.
+
+    The combinations of a grid are queued in their order, so that a grid may grow, which Optuna's GridSampler does not
+    allow. Optuna's random sampler and TPE (`optuna`) suggest the values of the others.
+    Trials of TPE are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps of different
+    batches cannot be compared. Several `maxbatch sweep` with one `storage` each take trials; `trials` is what all of
+    them run together.
+
+    Raises:
+      ConfigError: Optuna is not installed, the storage cannot be opened, sweep_dir or storage hold another sweep, or
+        the config refuses every combination that was tried.
+    """
+
+    def __init__(self, sweep: SweepFile, folder: SweepFolder) -> None:
+        self._optuna = _optuna()
+        self._sweep, self._folder = sweep, folder
+        self._grid = _combinations(sweep) if sweep.sampler == "grid" else None
+        recorded = folder.trials()
+        check_recorded(sweep, recorded, None if self._grid is None else set(map(_values, self._grid)))
+        self._check_combinations()
+        check_settings(sweep, folder)
+        self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
+        self._study = self._open()
+        self._num_reported: dict[int, int] = {}  # by trial, the evals that the study knows
+        if sweep.storage is None:
+            with self._lock():
+                self._add_missing(recorded)
+        self._tell_recorded(recorded)
+
+    def _check_combinations(self) -> None:
+        """Refuses a sweep whose config refuses every combination that is tried."""
+        tried, which = self._grid, "the "
+        if tried is None:
+            study = self._optuna.create_study(sampler=self._optuna.samplers.RandomSampler(self._sweep.seed))
+            tried, which = [self._suggested(study.ask()) for _ in range(_SAMPLED)], ""
+        refusal: ConfigError | None = None
+        for overrides in tried:
+            try:
+                resolve(self._sweep, overrides)
+                return
+            except ConfigError as error:
+                refusal = refusal or error
+        others = f" (so is every one of {which}{len(tried)} combinations)" if len(tried) > 1 else ""
+        raise ConfigError(f"{refusal}{others}")
+
+    def _open(self) -> Any:
+        sweep, path = self._sweep, self._folder.path.resolve()
+        url = sweep.storage or f"sqlite:///{path / 'optuna.db'}"
+        settings = {
+            "metric": sweep.metric,
+            "parameters": {parameter.key.name: parameter.to_json() for parameter in sweep.parameters},
+        }
+        text = json.dumps(settings, sort_keys=True)
+        shown_url = re.sub(r"://[^@/]*@", "://...@", url)  # without the password
+        try:
+            pruners = self._optuna.pruners
+            study = self._optuna.create_study(
+                storage=url, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
+                pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.sampler == "optuna" else pruners.NopPruner(),
+            )  # fmt: skip
+            before = study.user_attrs.get(_SETTINGS)
+            if before is None:
+                study.set_user_attr(_SETTINGS, text)
+        except Exception as error:  # whatever the database's own library raises
+            raise ConfigError(
+                f"storage={shown_url}: cannot be opened ({type(error).__name__}); works: sqlite:///sweep.db"
+            ) from error
+        if sweep.storage and before not in (None, text):
+            raise ConfigError(
+                f"storage={shown_url}: holds study {sweep.path.stem} of {before}, not {text}; "
+                "give another storage, or another name to the sweep file"
+            )
+        return study
+
+    def _lock(self) -> contextlib.AbstractContextManager[None]:
+        """The lock under which commands in one sweep_dir take trials from the study."""
+        return exclusive(self._folder.path / ".study.lock")
+
+    def _trials(self) -> list[Any]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _is_mine(self, frozen: Any) -> bool:
+        return self._sweep.storage is None or frozen.user_attrs.get(_HOME) == self._home
+
+    def _is_running(self, frozen: Any) -> bool:
+        return frozen.state == self._optuna.trial.TrialState.RUNNING
+
+    def _add_missing(self, recorded: Sequence[Trial]) -> None:
+        """Adds the recorded trials that the study lacks: all, for a grid begun before grids had a study."""
+        count = len(self._trials())
+        for trial in (trial for trial in recorded if trial.number >= count):
+            number = -1
+            while number < trial.number:
+                self._study.enqueue_trial(trial.overrides)
+                added = self._study.ask()
+                number = added.number
+                if number < trial.number:  # the folder of that one was removed
+                    self._study.tell(added, state=self._optuna.trial.TrialState.FAIL)
+
+    def _tell_recorded(self, recorded: Sequence[Trial]) -> None:
+        """Tells the study of trials that ended just before this sweep was killed."""
+        running = {
+            frozen.number for frozen in self._trials() if self._is_mine(frozen) and self._is_running(frozen)
+        }
+        for trial in recorded:
+            if trial.number in running and trial.is_finished:
+                self.finished(self._folder.result(trial, self._sweep.metric))
+
+    def next(self) -> ClaimedTrial | None:
+        """Returns a trial to start now, None where none may start yet."""
+        if claimed := _claim_first(self._unfinished()):
+            return claimed
+        with self._lock():
+            while (suggested := self._adopt() or self._ask()) is not None:
+                trial = self._record(suggested)
+                if trial.config is not None:
+                    return _claim_first([trial])
+        return None
+
+    def is_exhausted(self) -> bool:
+        """Whether there is nothing left to start, now or later."""
+        return not self._unfinished() and not self._may_ask()
+
+    @property
+    def num_trials(self) -> int:
+        """Trials of the whole sweep."""
+        return len(self._grid) if self._grid is not None else self._sweep.trials or 0
+
+    def _unfinished(self) -> list[Trial]:
+        return [trial for trial in self._folder.trials() if not trial.is_finished]
+
+    def _may_ask(self) -> bool:
+        if self._grid is not None:
+            return self._next_combination() is not None
+        return len(self._trials()) < self.num_trials
+
+    def _next_combination(self) -> Overrides | None:
+        """Returns the first combination of the grid that no folder records."""
+        recorded = {_values(trial.overrides) for trial in self._folder.trials()}
+        return next((one for one in self._grid or () if _values(one) not in recorded), None)
+
+    def _adopt(self) -> Any | None:
+        """Returns a trial without a folder that was begun here, or by a process that was killed at once."""
+        recorded = {trial.number for trial in self._folder.trials()}
+        lost_before = datetime.datetime.now() - datetime.timedelta(seconds=_LOST_S)
+        for frozen in self._trials():
+            if not self._is_running(frozen) or frozen.number in recorded:
+                continue
+            is_lost = frozen.user_attrs.get(_HOME) is None and frozen.datetime_start < lost_before
+            if is_lost or self._is_mine(frozen):
+                self._study.sampler = self._sampler(frozen.number)
+                return self._optuna.trial.Trial(self._study, frozen._trial_id)
+        return None
+
+    def _ask(self) -> Any | None:
+        if not self._may_ask():
+            return None
+        self._study.sampler = self._sampler(len(self._trials()))
+        if self._grid is not None:
+            self._study.enqueue_trial(self._next_combination())
+        asked = self._study.ask()
+        if self._grid is None and asked.number >= self.num_trials:  # another machine took the last one
+            self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
+            return None
+        return asked
+
+    def _sampler(self, number: int) -> Any:
+        """Returns the sampler of one trial, whose seed is its own: a restart does not repeat the first suggestions."""
+        machine = self._home if self._sweep.storage else ""
+        seed = zlib.crc32(f"{self._sweep.seed} {number} {machine}".encode())
+        if self._sweep.sampler == "random":
+            return self._optuna.samplers.RandomSampler(seed)
+        return self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+
+    def _suggested(self, suggested: Any) -> Overrides:
+        if self._grid is not None:
+            return self._trials()[suggested.number].system_attrs["fixed_params"]
+        return {parameter.key.name: parameter.suggest(suggested) for parameter in self._sweep.parameters}
+
+    def _record(self, suggested: Any) -> Trial:
+        """Makes the folder of a trial; one that the config refuses has failed at once."""
+        suggested.set_user_attr(_HOME, self._home)
+        overrides = self._suggested(suggested)
+        try:
+            return self._folder.add(suggested.number, overrides, resolve(self._sweep, overrides))
+        except ConfigError as error:
+            trial = self._folder.add(suggested.number, overrides, None)
+            self._folder.finish(trial, Status.FAILED, str(error))
+            self.finished(self._folder.result(trial, self._sweep.metric))
+            return trial
+
+    def should_prune(self, trial: Trial) -> str | None:
+        """Returns why a running trial is not worth training to its end, or None."""
+        if self._sweep.sampler != "optuna" or self._sweep.metric != Metric.EVAL_LOSS:
+            return None
+        evals = [record for record in read_metrics(trial.folder) if record.get(Metric.EVAL_LOSS) is not None]
+        new = evals[self._num_reported.get(trial.number, 0) :]
+        frozen = next(one for one in self._trials() if one.number == trial.number) if new else None
+        if frozen is None or not self._is_running(frozen):
+            return None
+        running = self._optuna.trial.Trial(self._study, frozen._trial_id)
+        for record in new:
+            if record[Metric.TOKENS_SEEN] not in frozen.intermediate_values:
+                running.report(record[Metric.EVAL_LOSS], record[Metric.TOKENS_SEEN])
+        self._num_reported[trial.number] = len(evals)
+        if not running.should_prune():
+            return None
+        loss, tokens = evals[-1][Metric.EVAL_LOSS], evals[-1][Metric.TOKENS_SEEN]
+        return f"eval_loss {loss:.4f} at {tokens:,} tokens is above the others' median"
+
+    def finished(self, result: Result) -> None:
+        """Tells the study how a trial ended."""
+        state = self._optuna.trial.TrialState
+        # Diverged counts as pruned: the sampler learns to keep away, where it would ignore a failure.
+        told = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}.get(
+            Status(result.status), state.PRUNED
+        )
+        value = result.value if told == state.COMPLETE else None
+        with contextlib.suppress(ValueError):  # told already, by the same command before it was killed
+            self._study.tell(result.trial.number, value, state=told)
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _combinations(sweep: SweepFile) -> list[Overrides]:
+    names = [parameter.key.name for parameter in sweep.parameters]
+    axes = [parameter.grid() for parameter in sweep.parameters]
+    count = math.prod(map(len, axes))
+    if count > MOST_COMBINATIONS:
+        raise ConfigError(
+            f"{sweep.path}: parameters make {count:,} combinations, more than {MOST_COMBINATIONS:,}; "
+            "works: sampler: random"
+        )
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*axes)]
+
+
+def _values(overrides: Overrides) -> frozenset[tuple[str, str]]:
+    return frozenset(overrides.items())
+
+
+def _claim_first(trials: Iterable[Trial]) -> ClaimedTrial | None:
+    """Returns the first trial that is neither finished nor claimed, by another process or by this one."""
+    for trial in trials:
+        if trial.is_finished or (claim := trial.claim()) is None:
+            continue
+        if not trial.is_finished:  # it may have ended just before its claim was let go
+            return ClaimedTrial(trial, claim)
+        claim.close()
+    return None

@@ -1,0 +1,169 @@
+"""Child runs: `maxbatch train` in processes that end with the command that started them.
+
+How a child ended is told by its exit code and by the `outcome.json` that a run leaves when it diverges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
+
+from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
+from maxbatch.system.child_process import last_line, start_child
+from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED
+from maxbatch.system.stopping import Stopping
+
+LOG_FILE = "log.txt"
+_POLL_S = 0.1
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChildRun(Generic[T]):
+    """A run to train in a process of its own.
+
+    Attributes:
+      subject: what the command trains it for: a trial, a branch.
+      run_dir: its folder, where `log.txt` takes what it prints.
+      arguments: what follows `maxbatch train`.
+      claim: an open lock. The child holds it too, so that no other command starts the run while one of both lives.
+    """
+
+    subject: T
+    run_dir: Path
+    arguments: Sequence[str]
+    claim: BinaryIO
+
+
+class ChildEnd(NamedTuple):
+    """How the process of a child run ended.
+
+    Attributes:
+      status: how the run ended; None where it was stopped and the same command goes on with it.
+      reason: one line, "" for a run that is done or stopped.
+      exit_code: of the process, negative for the signal that killed it.
+      seconds: how long the process lived.
+    """
+
+    status: Status | None
+    reason: str
+    exit_code: int
+    seconds: float
+
+
+class ChildRuns(Protocol[T]):
+    """The runs that a command wants trained."""
+
+    def next(self) -> ChildRun[T] | None:
+        """Returns a run to start now, None where none may start yet."""
+        ...
+
+    def is_exhausted(self) -> bool:
+        """Whether nothing is left to start, now or later; asked while no child runs."""
+        ...
+
+    def watch(self, run: ChildRun[T]) -> str | None:
+        """Looks at a run that trains, some times a second, and returns why to prune it, or None."""
+        ...
+
+    def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
+        """Takes note of how a run ended, while the claim on it is still held."""
+        ...
+
+
+@dataclasses.dataclass
+class _Child(Generic[T]):
+    run: ChildRun[T]
+    process: subprocess.Popen[bytes]
+    started: float
+    pruned: RecordedOutcome | None = None
+
+    def end(self, is_stopping: bool) -> ChildEnd:
+        status, reason = self.pruned or self._outcome()
+        if is_stopping and status == Status.FAILED:  # the signal may have reached it before it could save
+            status, reason = None, ""
+        return ChildEnd(status, reason, self.process.returncode, time.monotonic() - self.started)
+
+    def _outcome(self) -> tuple[Status | None, str]:
+        code = self.process.returncode
+        if code == EXIT_DONE:
+            return Status.DONE, ""
+        if code == EXIT_STOPPED:
+            return None, ""
+        if recorded := read_outcome(self.run.run_dir):
+            return recorded
+        if code < 0:
+            return Status.FAILED, f"killed by {signal.Signals(-code).name}"
+        with open(self.run.run_dir / LOG_FILE, "rb") as log:
+            return Status.FAILED, last_line(log) or f"exit code {code}"
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin:
+            self.process.stdin.close()
+
+
+class Supervisor(Generic[T]):
+    """Trains child runs, some at a time. It starts each run once and repeats none by itself.
+
+    Args:
+      runs: the runs, and what is told of them.
+      parallel: runs at a time.
+      say: takes a line for the user.
+    """
+
+    def __init__(self, runs: ChildRuns[T], parallel: int, say: Callable[[str], None]) -> None:
+        self._runs, self._parallel, self._say = runs, parallel, say
+        self._children: list[_Child[T]] = []
+
+    def train(self, stop: Stopping) -> bool:
+        """Trains until nothing is left, or until a signal asks to stop and every child has saved.
+
+        Returns:
+          Whether nothing is left.
+        """
+        try:
+            while not stop.is_asked:
+                self._collect(stop)
+                self._watch()
+                while len(self._children) < self._parallel and (run := self._runs.next()):
+                    self._start(run)
+                if not self._children and self._runs.is_exhausted():
+                    return True
+                time.sleep(_POLL_S)
+            self._say(f"{stop.signal_name}: {len(self._children)} runs save and stop")
+            for child in self._children:
+                child.process.terminate()
+            while self._children:
+                self._collect(stop)
+                time.sleep(_POLL_S)
+            return False
+        finally:
+            for child in self._children:
+                child.close()
+
+    def _start(self, run: ChildRun[T]) -> None:
+        (run.run_dir / OUTCOME_FILE).unlink(missing_ok=True)
+        with open(run.run_dir / LOG_FILE, "ab") as log:
+            process = start_child(["train", *run.arguments], log, keep_open=[run.claim.fileno()])
+        self._children.append(_Child(run, process, time.monotonic()))
+
+    def _collect(self, stop: Stopping) -> None:
+        for child in [child for child in self._children if child.process.poll() is not None]:
+            self._children.remove(child)
+            child.close()
+            self._runs.ended(child.run, child.end(stop.is_asked))
+
+    def _watch(self) -> None:
+        for child in self._children:
+            reason = None if child.pruned else self._runs.watch(child.run)
+            if reason:
+                child.pruned = RecordedOutcome(Status.PRUNED, reason)
+                write_outcome(child.run.run_dir, child.pruned)  # first: a kill in between must not undo it
+                child.process.terminate()

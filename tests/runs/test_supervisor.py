@@ -1,0 +1,158 @@
+"""The supervisor of child runs: how they end is told by exit codes and outcome files, and nothing of theirs is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from maxbatch.runs import supervisor
+from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
+from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
+from maxbatch.system.locks import take_lock
+from maxbatch.system.stopping import Stopping
+
+SLEEP = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
+DIVERGE = (
+    "import json, sys; json.dump({'status': 'diverged', 'reason': 'loss'}, open(sys.argv[2] + '/outcome.json', 'w'));"
+    "print('maxbatch: error: the loss'); sys.exit(1)"
+)
+
+
+@pytest.fixture(autouse=True)
+def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Children are short Python scripts, the first argument after `train`; returns their processes."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(arguments: list[str], log: BinaryIO, keep_open: list[int]) -> subprocess.Popen[bytes]:
+        assert arguments[0] == "train"
+        command = [sys.executable, "-c", arguments[1], *arguments[1:]]
+        processes.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open)
+        )
+        return processes[-1]
+
+    monkeypatch.setattr(supervisor, "start_child", start)
+    return processes
+
+
+class Scripts:
+    """Scripts by name; `prune` names one that is pruned once it runs."""
+
+    def __init__(self, folder: Path, scripts: dict[str, str], prune: str = "") -> None:
+        self.folder, self.left, self.prune = folder, list(scripts.items()), prune
+        self.ends: dict[str, ChildEnd] = {}
+        self.running: set[str] = set()
+        self.most = 0
+        self.stop: Stopping | None = None
+
+    def next(self) -> ChildRun[str] | None:
+        if not self.left:
+            return None
+        name, script = self.left.pop(0)
+        run_dir = self.folder / name
+        run_dir.mkdir()
+        claim = take_lock(run_dir / ".claim")
+        assert claim is not None
+        self.running.add(name)
+        self.most = max(self.most, len(self.running))
+        return ChildRun(name, run_dir, [script, str(run_dir)], claim)
+
+    def is_exhausted(self) -> bool:
+        return not self.left
+
+    def watch(self, run: ChildRun[str]) -> str | None:
+        if "up" not in (run.run_dir / "log.txt").read_text():
+            return None
+        if self.stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.stop = None
+        return "too slow" if run.subject == self.prune else None
+
+    def ended(self, run: ChildRun[str], end: ChildEnd) -> None:
+        assert take_lock(run.run_dir / ".claim") is None, "the claim is held until the end is recorded"
+        run.claim.close()
+        self.running.discard(run.subject)
+        self.ends[run.subject] = end
+
+
+def train(runs: Scripts, parallel: int = 2) -> bool:
+    with Stopping() as stop:
+        return Supervisor(runs, parallel, lambda line: None).train(stop)
+
+
+def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(tmp_path: Path) -> None:
+    scripts = {
+        "done": "print('a gradient that is not finite')",
+        "diverged": DIVERGE,
+        "failed": "import sys; sys.exit('maxbatch: error: a gradient that is not finite')",
+        "silent": "import sys; sys.exit(3)",
+        "killed": "import os; os.kill(os.getpid(), 9)",
+        "stopped": "import sys; sys.exit(75)",
+    }
+    runs = Scripts(tmp_path, scripts)
+    assert train(runs, parallel=3) and runs.most == 3
+    found = {name: (end.status, end.reason, end.exit_code) for name, end in runs.ends.items()}
+    assert found == {
+        "done": (Status.DONE, "", 0),
+        "diverged": (Status.DIVERGED, "loss", 1),
+        "failed": (Status.FAILED, "a gradient that is not finite", 1),
+        "silent": (Status.FAILED, "exit code 3", 3),
+        "killed": (Status.FAILED, "killed by SIGKILL", -9),
+        "stopped": (None, "", 75),
+    }
+
+
+def test_an_outcome_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:
+    class Again(Scripts):
+        def next(self) -> ChildRun[str] | None:
+            if run := super().next():
+                write_outcome(run.run_dir, RecordedOutcome(Status.DIVERGED, "before"))
+            return run
+
+    runs = Again(tmp_path, {"a": "import sys; sys.exit('now')"})
+    assert train(runs) and runs.ends["a"].reason == "now"
+
+
+def test_a_pruned_run_is_recorded_before_it_is_stopped(tmp_path: Path) -> None:
+    check = "import os, sys; sys.exit(75 if os.path.exists(sys.argv[2] + '/outcome.json') else 3)"
+    script = SLEEP.replace("sys.exit(75)", f"exec({check!r})")
+    runs = Scripts(tmp_path, {"slow": script, "other": "pass"}, prune="slow")
+    assert train(runs)
+    assert runs.ends["slow"][:3] == (Status.PRUNED, "too slow", 75)
+    assert read_outcome(tmp_path / "slow") == (Status.PRUNED, "too slow")
+
+
+def test_a_stop_request_reaches_every_child_and_starts_nothing_new(tmp_path: Path) -> None:
+    runs = Scripts(tmp_path, {"a": SLEEP, "b": "import sys, time; time.sleep(60)", "c": "pass"})
+    runs.stop = Stopping()
+    assert not train(runs)
+    assert {name: end.status for name, end in runs.ends.items()} == {"a": None, "b": None}, (
+        "b died of the signal"
+    )
+    assert [name for name, _ in runs.left] == ["c"]
+
+
+def test_children_end_with_an_exception(
+    tmp_path: Path, scripts_for_children: list[subprocess.Popen[bytes]]
+) -> None:
+    class Failing(Scripts):
+        def ended(self, run: ChildRun[str], end: ChildEnd) -> None:
+            super().ended(run, end)
+            raise RuntimeError("no")
+
+        def watch(self, run: ChildRun[str]) -> str | None:
+            claims.append(run.claim)
+            return None
+
+    claims: list[BinaryIO] = []
+    with pytest.raises(RuntimeError):
+        train(Failing(tmp_path, {"long": SLEEP, "short": "pass"}))
+    assert [process.returncode for process in scripts_for_children] == [-signal.SIGKILL, 0]
+    for claim in claims:
+        claim.close()
