@@ -30,7 +30,7 @@ class DivergedError(TrainingError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, or the user's quota on it, is full."""
+    """Returns whether an error says that a disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -25,18 +25,24 @@ def take_lock(path: Path, wait_s: float = 0.0) -> BinaryIO | None:
       OSError: the file cannot be opened, or its file system has no locks.
     """
     end = time.monotonic() + wait_s
-    with contextlib.ExitStack() as closing:
-        file = closing.enter_context(open(path, "wb"))
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    return None
-                time.sleep(_POLL_S)
-            else:
-                closing.pop_all()
-                return file
+    file = open(path, "wb")  # noqa: SIM115  held by the caller
+    while not _try_to_lock(file):
+        if time.monotonic() >= end:
+            file.close()
+            return None
+        time.sleep(_POLL_S)
+    return file
+
+
+def _try_to_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        file.close()
+        raise
+    return True
 
 
 @contextlib.contextmanager
