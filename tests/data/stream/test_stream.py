@@ -375,9 +375,9 @@ def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "synthetic with a path": (["dataset_path=x"], "dataset_path='x'"),
+    "synthetic with a path": (["dataset_path=x"], "dataset_path=x: "),
     "standard library with a path": (
-        ["dataset_type=python_stdlib", "eval_dataset_path=x"], "eval_dataset_path='x'",
+        ["dataset_type=python_stdlib", "eval_dataset_path=x"], "eval_dataset_path=x: ",
     ),
     "nothing held out": (["synthetic_samples=9", "eval_fraction=0.1"], "eval_fraction=0.1.*9 samples"),
     "more rows than 32 bits": (["synthetic_samples=4294967297"], "enable_data_shuffling=true.*4294967297"),
