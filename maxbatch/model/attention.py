@@ -56,25 +56,8 @@ def same_segment_mask(segments_MxL: jax.Array) -> jax.Array:
     return (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
 
 
-def choose_implementation(config: ConfigDict, constrain: Constrain) -> Implementation:
-    """Returns the implementation of attention for the devices of a mesh.
-
-    Without a mesh (to inspect a model or sample from it) it is dot_product, whatever the run was trained with.
-
-    Args:
-      config: `attention`, `dtype`, `max_target_length`, `head_dim`.
-      constrain: the devices, here or not.
-
-    Raises:
-      ConfigError: the platform or the shapes do not allow what `attention` states.
-    """
-    if constrain.mesh is None:
-        return "dot_product"
-    return implementation_on(config, constrain.platform, constrain.mesh.shape.get("context", 1))
-
-
-def implementation_on(config: ConfigDict, platform: str, context: int) -> Implementation:
-    """Returns the implementation of attention for a platform, before there is a mesh or a model.
+def choose_implementation(config: ConfigDict, platform: str, context: int) -> Implementation:
+    """Returns the implementation of attention.
 
     Args:
       config: `attention`, `dtype`, `max_target_length`, `head_dim`.
@@ -181,7 +164,11 @@ class Attention(nnx.Module):
             config, rngs, (heads, h, d), ("heads", "head_dim", "embed"), fan_in=heads * h
         )
         self.constrain = constrain
-        self.implementation = choose_implementation(config, constrain)
+        # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
+        self.implementation: Implementation = "dot_product"
+        if constrain.mesh is not None:
+            context = constrain.mesh.shape.get("context", 1)
+            self.implementation = choose_implementation(config, constrain.platform, context)
 
     def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
         """Returns the attention output, [M, L, D], in x's dtype."""

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch import ConfigError
-from maxbatch.model.attention import attend, choose_implementation
+from maxbatch.model.attention import Attention, attend, choose_implementation
 from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.parallel.sharding import Constrain, activation_constraint, unconstrained
+from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.training.state import abstract_state
 from maxbatch.training.step import make_train_step
 from tests.helpers.tiny import tiny_config
@@ -24,9 +25,8 @@ from tests.helpers.tiny import tiny_config
 M, L, H, HEAD_DIM = 2, 256, 4, 16
 
 
-def on(platform: str, config: ConfigDict) -> Constrain:
-    constrain = activation_constraint(make_mesh(config), ("fsdp",))
-    return type("Elsewhere", (Constrain,), {"platform": platform})(constrain.mesh, constrain.spec)
+def chosen_on(platform: str, config: ConfigDict) -> str:
+    return choose_implementation(config, platform, make_mesh(config).shape["context"])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_auto_takes_what_the_devices_of_the_mesh_can_run(
     platform: str, overrides: tuple[str, ...], chosen: str
 ) -> None:
     config = tiny_config(*overrides)
-    assert choose_implementation(config, on(platform, config)) == chosen
+    assert chosen_on(platform, config) == chosen
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ def test_a_stated_choice_that_cannot_run_is_refused_with_what_works(
 ) -> None:
     config = tiny_config(*overrides)
     with pytest.raises(ConfigError, match=re.escape(reason)) as refusal:
-        choose_implementation(config, on(platform, config))
+        chosen_on(platform, config)
     message = str(refusal.value)
     assert message.startswith(overrides[0]) and "\n" not in message
     works = re.search(r"works: (\S+)", message)
     assert works
     config = tiny_config(*overrides, works[1])
-    assert choose_implementation(config, on(platform, config)) in message
+    assert chosen_on(platform, config) in message
 
 
 def test_the_train_step_refuses_it_before_anything_compiles() -> None:
@@ -138,7 +138,8 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
 
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
     config = tiny_config("attention=splash", "max_target_length=256")
-    assert choose_implementation(config, unconstrained) == "dot_product"
+    attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0), constrain=unconstrained))
+    assert attention.implementation == "dot_product"
 
 
 # libtpu looks for a TPU in these variables; the values only keep it from looking further.

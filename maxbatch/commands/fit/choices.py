@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -65,7 +66,7 @@ class Sizes:
             return len(self._divisors)
         return max(0, (self.most_rows - self.first) // self.step + 1)
 
-    @property
+    @cached_property
     def _divisors(self) -> list[int]:
         assert self.global_batch is not None
         units = self.global_batch // self.step

@@ -12,6 +12,7 @@ and the next one does not. The way there depends on what a question costs:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -20,7 +21,6 @@ _LINES = 5  # rounds after which the search bisects, in case memory is not a lin
 _DESCENTS = 24  # the same from above; what is left is then quartered from its upper end, for more refusals
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
-_MOST = 2**40  # sizes, if there is no last one
 
 
 class Answer(Protocol):
@@ -130,22 +130,18 @@ class _Search:
 
 
 def largest_fitting(
-    rows_at: Callable[[int], int],
-    count: int | None,
-    limit: int,
-    line: Line,
-    questions: Questions,
+    rows_at: Callable[[int], int], count: int, limit: int, line: Line, questions: Questions
 ) -> int:
     """Returns the largest size that fits; 0 if not even the first does.
 
     Args:
       rows_at: rows of the micro-batch of a size.
-      count: number of sizes; None: no limit.
+      count: number of sizes.
       limit: bytes of a device.
       line: an estimate of memory.
       questions: how the compiler is asked.
     """
-    search = _Search(rows_at, limit, line, fails=_MOST if count is None else count + 1)
+    search = _Search(rows_at, limit, line, fails=count + 1)
     while search.fails - search.fits > 1:
         guess = search.from_above() if questions.refusals_are_cheap else search.along_the_line()
         sizes = range(guess, min(guess + questions.at_once, search.fails))
@@ -158,14 +154,4 @@ def largest_fitting(
 
 def _last_within(rows_at: Callable[[int], int], rows: float, most: int) -> int:
     """Returns the last size, up to `most`, whose rows are at most `rows`; 0 if there is none."""
-    low, high = 0, 1
-    while high <= most and rows_at(high) <= rows:
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if rows_at(middle) <= rows:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect.bisect_right(range(1, most + 1), rows, key=rows_at)

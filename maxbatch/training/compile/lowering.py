@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.fingerprint import MAX_ROWS
-from maxbatch.model.attention import implementation_on
+from maxbatch.model.attention import choose_implementation
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
@@ -44,7 +44,7 @@ def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> Mes
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
     """
     shape = mesh_shape(config, devices)
-    implementation_on(config, devices[0].platform, shape.sizes["context"])
+    choose_implementation(config, devices[0].platform, shape.sizes["context"])
     return shape
 
 

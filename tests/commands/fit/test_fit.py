@@ -53,9 +53,9 @@ class Compiler:
 @pytest.mark.parametrize("from_above", [False, True], ids=["line", "above"])
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("limit", [1_000, 1_006, 1_007, 5_000, 100_000])
-@pytest.mark.parametrize("count", [None, 9, 2**16])
+@pytest.mark.parametrize("count", [9, 2**16, 2**40])
 def test_the_answer_fits_and_the_next_size_does_not(
-    from_above: bool, at_once: int, limit: int, count: int | None
+    from_above: bool, at_once: int, limit: int, count: int
 ) -> None:
     estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
     for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
@@ -71,8 +71,8 @@ def test_the_answer_fits_and_the_next_size_does_not(
 
 
 @pytest.mark.parametrize("estimate", [Line(900, 9), Line(1_000, 4), Line(300, 20)], ids=str)
-@pytest.mark.parametrize("count", [None, 2**16])
-def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int | None) -> None:
+@pytest.mark.parametrize("count", [2**16, 2**40])
+def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int) -> None:
     compiler = Compiler(1_000, 7, 2_000)
     assert largest_fitting(lambda i: i, count, 2_000, estimate, Questions(compiler)) == 142
     assert len(compiler.asked) <= 4
