@@ -1,1 +1,1 @@
-"""What runs and sweeps leave on disk, and the supervisor of child runs. No JAX."""
+"""The files that runs and sweeps leave, and the supervisor of child runs. No JAX."""

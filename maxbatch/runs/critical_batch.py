@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from maxbatch.system.errors import ConfigError
+from maxbatch.runs.json_file import read_json
 
 CRITICAL_BATCH_FOLDER, CRITICAL_BATCH_FILE = "critical-batch", "critical_batch.json"
 
@@ -18,9 +17,4 @@ def read_critical_batch(run_dir: Path) -> dict[str, Any] | None:
       ConfigError: the file cannot be read.
     """
     path = run_dir / CRITICAL_BATCH_FOLDER / CRITICAL_BATCH_FILE
-    try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); `maxbatch critical-batch {run_dir}` writes it"
-        ) from None
+    return read_json(path, f"`maxbatch critical-batch {run_dir}` writes it")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
-from maxbatch.system.atomic_files import write_atomically
+from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.system.errors import ConfigError
 
 _FILE = "devices.json"
@@ -42,8 +41,7 @@ def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
     if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
         history.append(devices)
-    entries = [dataclasses.asdict(entry) for entry in history]
-    write_atomically(run_dir / _FILE, json.dumps(entries, indent=1) + "\n")
+    write_json(run_dir / _FILE, [dataclasses.asdict(entry) for entry in history])
 
 
 def read_devices(run_dir: Path) -> list[DevicesUsed]:
@@ -52,12 +50,10 @@ def read_devices(run_dir: Path) -> list[DevicesUsed]:
     Raises:
       ConfigError: the file cannot be read.
     """
-    path = run_dir / _FILE
+    path, remedy = run_dir / _FILE, "restore it, or remove it"
+    entries = read_json(path, remedy)
+    names = [field.name for field in dataclasses.fields(DevicesUsed)]
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        names = [field.name for field in dataclasses.fields(DevicesUsed)]
-        return [DevicesUsed(**{name: entry[name] for name in names}) for entry in entries]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}); restore it, or remove it") from None
+        return [DevicesUsed(**{name: entry[name] for name in names}) for entry in entries or ()]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None

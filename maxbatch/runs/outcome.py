@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.system.atomic_files import write_atomically
+from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.system.errors import ConfigError
 
 OUTCOME_FILE = "outcome.json"
@@ -39,7 +38,7 @@ def write_outcome(run_dir: Path, outcome: RecordedOutcome) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
-    write_atomically(run_dir / OUTCOME_FILE, json.dumps(outcome._asdict(), indent=1) + "\n")
+    write_json(run_dir / OUTCOME_FILE, outcome._asdict())
 
 
 def read_outcome(run_dir: Path) -> RecordedOutcome | None:
@@ -48,13 +47,9 @@ def read_outcome(run_dir: Path) -> RecordedOutcome | None:
     Raises:
       ConfigError: the file cannot be read.
     """
-    path = run_dir / OUTCOME_FILE
+    path, remedy = run_dir / OUTCOME_FILE, "restore it, or remove it to train again"
+    found = read_json(path, remedy)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return RecordedOutcome(Status(found["status"]), str(found["reason"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); restore it, or remove it to train again"
-        ) from None
+        return None if found is None else RecordedOutcome(Status(found["status"]), str(found["reason"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None

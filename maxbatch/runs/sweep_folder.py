@@ -14,16 +14,14 @@ the trials' own `metrics.jsonl` and stored nowhere else.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import take_lock
 
 SWEEP_METRICS: dict[str, str] = {
@@ -31,6 +29,7 @@ SWEEP_METRICS: dict[str, str] = {
     Metric.LOSS: "loss, mean of the last tenth of the trial's updates",
 }
 UNFINISHED = "unfinished"
+_REMEDY = "restore it, or remove its folder"
 _BEST_FIRST = (Status.DONE, Status.PRUNED, UNFINISHED, Status.DIVERGED, Status.FAILED)
 
 
@@ -108,10 +107,10 @@ class SweepFolder:
 
     def read(self) -> dict[str, Any]:
         """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
-        return _read_json(self.path / "sweep.json") or {}
+        return read_json(self.path / "sweep.json", _REMEDY) or {}
 
     def write(self, settings: Mapping[str, Any]) -> None:
-        write_atomically(self.path / "sweep.json", json.dumps(settings, indent=1) + "\n")
+        write_json(self.path / "sweep.json", settings)
 
     def trial_folder(self, number: int) -> Path:
         return self.path / "trials" / f"{number:04d}"
@@ -120,8 +119,7 @@ class SweepFolder:
         """Returns the recorded trials, by number."""
         trials = []
         for path in self.path.glob("trials/*/trial.json"):
-            found = _read_json(path)
-            if found is not None:
+            if found := read_json(path, _REMEDY):
                 trials.append(Trial(found["number"], path.parent, found["overrides"], found["config"]))
         return sorted(trials, key=lambda trial: trial.number)
 
@@ -129,8 +127,7 @@ class SweepFolder:
         """Records a trial before it starts."""
         trial = Trial(number, self.trial_folder(number), overrides, config)
         trial.folder.mkdir(parents=True, exist_ok=True)
-        record = {"number": number, "overrides": overrides, "config": config}
-        write_atomically(trial.folder / "trial.json", json.dumps(record, indent=1) + "\n")
+        write_json(trial.folder / "trial.json", {"number": number, "overrides": overrides, "config": config})
         return trial
 
     def finish(self, trial: Trial, status: str, reason: str = "") -> None:
@@ -178,12 +175,3 @@ def _without_value(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[S
         return Status.DIVERGED, f"its last {metric} is not finite"
     hint = "; is anything held out?" if metric == Metric.EVAL_LOSS else ""
     return Status.FAILED, f"its metrics.jsonl holds no {metric}{hint}"
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); restore it, or remove its folder") from None

@@ -11,7 +11,6 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 from pathlib import Path
@@ -21,6 +20,7 @@ from maxbatch.commands.critical_batch.critical_size import Chunk, last_chunks
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Branch, MeasurementPlan
 from maxbatch.config.loading import dump_config, load_config
+from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
@@ -123,12 +123,13 @@ class Branches:
                 folder.mkdir(parents=True)
                 config = load_config(self._run.path / "config.yml", self.overrides(branch))
                 write_atomically(folder / "config.yml", dump_config(config))
-                write_atomically(folder / "branch.json", json.dumps(dataclasses.asdict(branch)) + "\n")
+                write_json(folder / "branch.json", dataclasses.asdict(branch))
                 self._link_checkpoint(branch.fork.step, folder)
 
     def _check_origin(self, branch: Branch) -> None:
         path = self.folder(branch) / "branch.json"
-        if path.exists() and json.loads(path.read_text()) != dataclasses.asdict(branch):
+        found = read_json(path, "remove its folder")
+        if found is not None and found != dataclasses.asdict(branch):
             raise ConfigError(
                 f"{path.parent}: was forked from another run of this name; remove {self._folder} to measure anew"
             )

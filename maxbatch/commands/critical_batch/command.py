@@ -1,12 +1,8 @@
-"""`maxbatch critical-batch`: from a run's folder to the batch size schedule that follows from it."""
+"""`maxbatch critical-batch`: from a run's folder to a batch size schedule."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import math
-import re
 import shlex
 import subprocess
 import sys
@@ -17,11 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import local_path
+from maxbatch.commands.arguments import count, local_path
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, make_plan
 from maxbatch.commands.critical_batch.results import (
+    TOLERANCE_UNIT,
     ForkResult,
     fork_results,
     in_words,
@@ -32,13 +29,13 @@ from maxbatch.commands.critical_batch.results import (
 )
 from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.config.loading import keys
-from maxbatch.config.values import shown
+from maxbatch.config.values import Bounds, Scalar, exact, shown
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.runs.critical_batch import CRITICAL_BATCH_FILE, CRITICAL_BATCH_FOLDER
+from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.supervisor import Supervisor
-from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import EXIT_STOPPED, ConfigError
+from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
@@ -51,34 +48,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=local_path, metavar="RUN", help="the folder of a run that kept several checkpoints"
     )
     parser.add_argument(
-        "--checkpoints", metavar="STEP,...", type=_steps, help="updates to fork at (default: up to 4)"
-    )
+        "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
+        type=_flag(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
+    )  # fmt: skip
     parser.add_argument(
-        "--factors", metavar="F,...", type=_factors, help="of the run's batch there (default: 1/2,1,2,4,8)"
-    )
+        "--factors", metavar="F,...", help="of the run's batch there (default: 1/2,1,2,4,8)",
+        type=_flag(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
+    )  # fmt: skip
     parser.add_argument(
-        "--samples", metavar="N", type=_samples,
-        help="samples of every branch (default: 32 updates of the largest batch)",
+        "--samples", metavar="N", help="samples of every branch (default: 32 updates of the largest batch)",
+        type=_flag(lambda text: _number(text, "quantity", Bounds(at_least=1)),
+                   "a number of samples (suffixes K, M, B)", "4K"),
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
         help="how the learning rate follows the batch (default: sqrt, for Adam)",
     )  # fmt: skip
     parser.add_argument(
-        "--tolerance", metavar="NATS", type=_tolerance, default=TOLERANCE,
+        "--tolerance", metavar="NATS", default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
+        type=_flag(lambda text: _number(text, "real", Bounds(at_least=0)), "a number from 0 on", str(TOLERANCE)),
     )  # fmt: skip
     parser.add_argument(
-        "--simulate-devices", type=_count, metavar="N", help="train every branch on N CPU devices"
+        "--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, or go on measuring; the exit code is 75 where it was asked to stop.
+    """Measures, or goes on measuring, and returns the exit code: 75 after a signal to stop.
 
     Raises:
       ConfigError: the run cannot be measured so; the message names what works.
-      TrainingError: a branch failed, or all of a checkpoint diverged.
+      TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
     measured = MeasuredRun.read(Path(args.run), args.simulate_devices or _num_devices())
     folder = measured.path / CRITICAL_BATCH_FOLDER
@@ -102,23 +103,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> MeasurementPlan:
-    """Return the plan of this command; the one that it had when it was first given, whatever the run did since."""
+    """Returns the plan of these flags: the one of their first use, even if the run went on since."""
     path = folder / "plans.json"
-    plans = _read_plans(path)
+    plans = read_json(path, "remove it") or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     key = " ".join(f"--{name} {_text(value)}" for name, value in stated.items() if value is not None)
     if key not in plans or not check_plan(measured, MeasurementPlan.from_json(plans[key])):
         plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling)
         plans[key] = plan.to_json()
-        write_atomically(path, json.dumps(plans, indent=1) + "\n")
+        write_json(path, plans)
     return MeasurementPlan.from_json(plans[key])
-
-
-def _read_plans(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); remove it") from None
 
 
 def _text(value: object) -> str:
@@ -139,49 +133,41 @@ def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> N
 
 
 def _conclude(
-    measured: MeasuredRun,
-    plan: MeasurementPlan,
-    results: list[ForkResult],
-    tolerance: float,
-    folder: Path,
+    measured: MeasuredRun, plan: MeasurementPlan, results: list[ForkResult], tolerance: float, folder: Path,
     console: Console,
-) -> None:
+) -> None:  # fmt: skip
     found = to_json(measured, plan, results, tolerance)
-    write_atomically(folder / CRITICAL_BATCH_FILE, json.dumps(found, indent=1) + "\n")
+    write_json(folder / CRITICAL_BATCH_FILE, found)
     console.print(results_table(results, tolerance))
     console.print(
-        f"tolerance: {tolerance:g} nats per token, absolute; *: the critical batch size; ?: within the noise"
+        f"tolerance: {tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise"
     )
     for result in results:
         console.print(in_words(result))
-    page = folder / "critical_batch.html"
+    page, path = Page(f"maxbatch critical-batch: {measured.path.name}"), folder / "critical_batch.html"
+    add_critical_batch(page, found)
     try:
-        drawing = Page(f"maxbatch critical-batch: {measured.path.name}")
-        add_critical_batch(drawing, found)
-        drawing.write(page)
-        console.print(f"plot: {page}")
-    except ConfigError as error:
+        page.write(path)
+        console.print(f"plot: {path}")
+    except (ConfigError, TrainingError) as error:
         console.print(f"plot: not written ({error})")
-    console.print(f"everything: {folder / 'critical_batch.json'}")
+    console.print(f"everything: {folder / CRITICAL_BATCH_FILE}")
     stages = warmup_schedule(measured, results)
     if len(stages) == 1:
-        console.print(
-            f"nothing larger than {stages[0][1]:,} is within the tolerance at every later checkpoint"
-        )
+        console.print(f"no batch above {stages[0][1]:,} is within the tolerance at every later checkpoint")
     if all(result.critical.is_at_least for result in results):
         further = _text((*plan.factors, 2 * plan.factors[-1]))
         console.print(
             f"the largest batch tried is within the tolerance everywhere; further: --factors {further}"
         )
     if len(plan.forks) == 1:
-        console.print(
-            "one checkpoint says nothing of how it changes; train with max_num_checkpoints_to_keep=null"
-        )
+        console.print("one checkpoint does not show how the critical batch size changes; train with "
+                      "max_num_checkpoints_to_keep=null")  # fmt: skip
     console.print(f"next: {shlex.join(train_command(measured, plan, stages))}")
 
 
 def _num_devices() -> int:
-    """Return the devices that a branch will see; asked of another process, which leaves them free again."""
+    """Returns the number of devices that a branch will see; another process asks, so they stay free."""
     found = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
     )
@@ -193,65 +179,30 @@ def _num_devices() -> int:
     return int(found.stdout)
 
 
-def _list_of(read: Callable[[str], Any], rule: str, works: str) -> Callable[[str], tuple[Any, ...]]:
-    def parse(text: str) -> tuple[Any, ...]:
-        values = [read(word) for word in text.split(",")]
-        if None in values or len(set(values)) < len(values):
+def _number(text: str, kind: str, bounds: Bounds) -> Any:
+    """Returns the number that a text means, None if there is none."""
+    try:
+        return Scalar("", kind, bounds).read(text)
+    except ConfigError:
+        return None
+
+
+def _numbers(text: str, kind: str) -> tuple[Any, ...] | None:
+    """Returns different numbers greater than 0, sorted; None if the text is no list of them."""
+    values = [_number(word, kind, Bounds(above=0)) for word in text.split(",")]
+    return None if None in values or len(set(values)) < len(values) else tuple(sorted(values))
+
+
+def _factors(text: str) -> tuple[Fraction, ...] | None:
+    factors = tuple(map(exact, _numbers(text, "exact") or (0,)))
+    return factors if 1 in factors and factors[-1] > 1 else None
+
+
+def _flag(read: Callable[[str], Any], rule: str, works: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = read(text)
+        if value is None:
             raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}")
-        return tuple(sorted(values))
+        return value
 
     return parse
-
-
-def _whole(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"\d{1,18}", text.strip()) and int(text) > 0 else None
-
-
-def _fraction(text: str) -> Fraction | None:
-    if not re.fullmatch(r"\d{1,9}(/\d{1,9}|\.\d{1,9})?", text.strip()) or text.strip().endswith("/0"):
-        return None
-    try:
-        return Fraction(text.strip()) or None
-    except ZeroDivisionError:
-        return None
-
-
-_steps = _list_of(_whole, "different numbers of updates", "100,200")
-
-
-def _factors(text: str) -> tuple[Fraction, ...]:
-    rule, works = "different factors, 1 and a larger one among them", "1/2,1,2,4"
-    factors: tuple[Fraction, ...] = _list_of(_fraction, rule, works)(text)
-    if 1 not in factors or factors[-1] == 1:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}")
-    return factors
-
-
-def _samples(text: str) -> int:
-    key = dataclasses.replace(keys()["train_samples"], name="--samples", nullable=False, default="4K")
-    try:
-        value = key.read(text)
-    except ConfigError:
-        value = 0
-    if not isinstance(value, int) or value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)}: must be a number of samples (suffixes K, M, B); works: 4K"
-        )
-    return value
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number from 0 on; works: {TOLERANCE}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = _whole(text)
-    if value is None:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 on; works: 1")
-    return value

@@ -1,4 +1,4 @@
-"""From the losses of branches to a critical batch size, and from critical batch sizes to a schedule. Pure arithmetic.
+"""The arithmetic from the losses of branches to critical batch sizes, and from those to a schedule.
 
 B batch (samples per update), L smoothed loss (nats per token), s position (samples seen).
 """
@@ -9,6 +9,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from maxbatch.runs.metrics_schema import Metric
 
 
 class Chunk(NamedTuple):
@@ -35,7 +37,7 @@ class CriticalSize(NamedTuple):
 
 
 def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size: int) -> list[Chunk] | None:
-    """Return the losses of `stream[first:end]` in chunks of `size` samples.
+    """Returns the losses of `stream[first:end]` in chunks of `size` samples.
 
     Args:
       records: lines of `metrics.jsonl`, of updates that each lie within one chunk.
@@ -53,15 +55,15 @@ def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size
     weights: dict[int, float] = {}
     samples: dict[int, int] = {}
     for record in records:
-        position = record["samples_seen"]
+        position = record[Metric.SAMPLES_SEEN]
         if not first < position <= end:
             continue
-        if record["loss"] is None:
+        if record[Metric.LOSS] is None:
             return None
-        chunk, weight = (position - 1 - first) // size, record["loss_weight"]
-        sums[chunk] = sums.get(chunk, 0.0) + record["loss"] * weight
+        chunk, weight = (position - 1 - first) // size, record[Metric.LOSS_WEIGHT]
+        sums[chunk] = sums.get(chunk, 0.0) + record[Metric.LOSS] * weight
         weights[chunk] = weights.get(chunk, 0.0) + weight
-        samples[chunk] = samples.get(chunk, 0) + record["global_batch_size"]
+        samples[chunk] = samples.get(chunk, 0) + record[Metric.GLOBAL_BATCH_SIZE]
     wanted = range((end - first) // size)
     if any(samples.get(chunk) != size for chunk in wanted):
         raise ValueError(f"the records do not cover samples {first} to {end}")
@@ -69,13 +71,13 @@ def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size
 
 
 def smoothed(chunks: Sequence[Chunk]) -> float:
-    """Return the token-weighted mean loss of chunks."""
+    """Returns the token-weighted mean loss of chunks."""
     total = sum(chunk.weight for chunk in chunks)
     return sum(chunk.loss * chunk.weight for chunk in chunks) / max(total, 1e-9)
 
 
 def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | None:
-    """Return the standard error of the difference of two branches' smoothed losses, paired chunk by chunk.
+    """Returns the standard error of the difference of two branches' smoothed losses, paired chunk by chunk.
 
     The chunks hold the same samples in both, so that what is left is noise of the training and not of the data.
     Chunks follow one another and are not independent: take it as a floor. None for fewer than two chunks.
@@ -85,7 +87,7 @@ def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | No
 
 
 def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: float) -> CriticalSize:
-    """Return the critical batch size at a checkpoint.
+    """Returns the critical batch size at a checkpoint.
 
     It is the largest B with L(b) <= L(base) + tolerance for every b that was tried from the base to B. Where a smaller
     batch b has L(b) < L(base) - tolerance, or the base diverged, the base is beyond it; then it is the largest B with
@@ -111,7 +113,7 @@ def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: flo
 
 
 def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, int]]:
-    """Return the batch warmup that measured critical batch sizes allow, as (samples, batch), the first at 0.
+    """Returns the batch warmup that measured critical batch sizes allow, as (samples, batch), the first at 0.
 
     The batch starts at `start` and is doubled where the allowed batch reaches its double. What is allowed at a
     checkpoint is the smallest critical batch measured there or later, so that no stage exceeds a later
@@ -137,7 +139,7 @@ def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, i
 
 
 def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
-    """Return the position from which on a rising curve through the points is at least `batch`."""
+    """Returns the position from which on a rising curve through the points is at least `batch`."""
     index = next(i for i, (_, value) in enumerate(allowed) if value >= batch)
     position, value = allowed[index]
     if index == 0:
@@ -149,5 +151,5 @@ def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
 
 
 def schedule_text(stages: Sequence[tuple[int, int]]) -> str:
-    """Return stages as `batch_size_schedule` writes them."""
+    """Returns stages as `batch_size_schedule` writes them."""
     return " ".join(f"{position}:{batch}" for position, batch in stages)

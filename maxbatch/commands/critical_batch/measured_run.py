@@ -1,10 +1,10 @@
-"""The run that is measured, as it lies on disk: its config, its updates, its checkpoints."""
+"""The run that is measured: its config, its updates and its checkpoints, read from its folder."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -12,15 +12,9 @@ from maxbatch.config.loading import load_config
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import read_metrics
-from maxbatch.runs.position import DamagedError, committed_steps, read_record
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
-
-
-class Saved(NamedTuple):
-    """What a checkpoint says of itself."""
-
-    samples_seen: int
-    checksum: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +24,9 @@ class Fork:
     Attributes:
       step: updates done there; names the checkpoint.
       samples_seen: its position.
-      batch_size: samples of the run's update there.
+      batch_size: samples of the run's next update there.
       learning_rate: the rate of that update.
-      checksum: of the checkpoint's arrays; tells it from that of another run in the same folder.
+      checksum: of the checkpoint's arrays, which differs from that of another run in the same folder.
     """
 
     step: int
@@ -44,25 +38,25 @@ class Fork:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRun:
-    """The run that is measured, as it lies on disk.
+    """The run that is measured.
 
     Attributes:
       path: its folder.
       config: its config.
       records: its updates.
-      checkpoints: step to what is said of it, of every checkpoint that is committed.
+      checkpoints: the record of every committed checkpoint, by step.
       num_devices: devices of the branches.
     """
 
     path: Path
     config: ConfigDict
     records: list[dict[str, Any]]
-    checkpoints: dict[int, Saved]
+    checkpoints: dict[int, CheckpointRecord]
     num_devices: int
 
     @classmethod
     def read(cls, path: Path, num_devices: int) -> MeasuredRun:
-        """Read a run's folder.
+        """Reads a run's folder.
 
         Raises:
           ConfigError: there is no run, or it cannot be read.
@@ -81,17 +75,17 @@ class MeasuredRun:
     @property
     def samples_seen(self) -> int:
         """Samples that it was trained on."""
-        return self.records[-1]["samples_seen"]
+        return self.records[-1][Metric.SAMPLES_SEEN]
 
     @property
     def total_samples(self) -> int | None:
-        """Samples of the whole run; None where epochs say how long."""
-        state = {"step": self.records[-1]["step"], "samples_seen": self.samples_seen}
+        """Samples of the whole run; None if its length is stated in epochs."""
+        state = {"step": self.records[-1][Metric.STEP], "samples_seen": self.samples_seen}
         return RampupBatchManager.from_state(self.config, state, self.num_devices).total_samples
 
     @property
     def first_batch_size(self) -> int:
-        return self.records[0]["global_batch_size"]
+        return self.records[0][Metric.GLOBAL_BATCH_SIZE]
 
     @property
     def reference_batch_size(self) -> int:
@@ -103,28 +97,29 @@ class MeasuredRun:
         return int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
 
     def scale(self, batch_size: int, scaling: str) -> float:
-        """Return the factor on the learning rate that a rule gives a batch."""
+        """Returns the factor on the learning rate that a rule gives a batch."""
         stated = (f"global_batch_size={batch_size}", f"learning_rate_scaling={scaling}",
                   f"reference_batch_size={self.reference_batch_size}", f"train_samples={batch_size}")  # fmt: skip
         config = load_config(self.path / "config.yml", stated)
         return RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
 
     def fork_at(self, step: int) -> Fork:
-        """Return the fork at a checkpoint: batch and rate of the update that follows it, or of the last one."""
-        index = next((i for i, record in enumerate(self.records) if record["step"] == step), None)
+        """Returns the fork at a checkpoint, with batch and rate of the next update, or of the last one."""
+        index = next((i for i, record in enumerate(self.records) if record[Metric.STEP] == step), None)
         if index is None:
             raise ConfigError(
                 f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of it"
             )
         at = self.records[min(index + 1, len(self.records) - 1)]
         near = self.records[max(0, index - 1) : index + 2]  # a run's last update may be a partial one
-        batch = max(record["global_batch_size"] for record in near if record["stage"] == at["stage"])
-        return Fork(
-            step, batch_size=batch, learning_rate=at["learning_rate"], **self.checkpoints[step]._asdict()
+        batch = max(
+            record[Metric.GLOBAL_BATCH_SIZE] for record in near if record[Metric.STAGE] == at[Metric.STAGE]
         )
+        saved = self.checkpoints[step]
+        return Fork(step, saved.position.samples_seen, batch, at[Metric.LEARNING_RATE], saved.checksum)
 
 
-def _checkpoints(path: Path) -> dict[int, Saved]:
+def _checkpoints(path: Path) -> dict[int, CheckpointRecord]:
     found = {}
     for step in reversed(committed_steps(path)):
         try:
@@ -134,5 +129,5 @@ def _checkpoints(path: Path) -> dict[int, Saved]:
             if not folder.exists():  # the run that still trains has just removed it
                 continue
             raise ConfigError(f"{folder}: cannot be forked ({error}); move it away") from None
-        found[step] = Saved(record.position.samples_seen, record.checksum)
+        found[step] = record
     return found

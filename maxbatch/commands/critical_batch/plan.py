@@ -1,4 +1,4 @@
-"""What a measurement consists of: the checkpoints, the batches, how long a branch is; refused where that tells nothing.
+"""The plan of a measurement: checkpoints, batches, and the length of a branch. One that would tell nothing is refused.
 
 A fork is a checkpoint that branches start from; a branch is a run from there with another batch.
 """
@@ -43,7 +43,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class MeasurementPlan:
-    """What is measured.
+    """The plan of a measurement.
 
     Attributes:
       forks: the checkpoints, in order.
@@ -65,7 +65,7 @@ class MeasurementPlan:
         return -(-(self.samples // self.chunk) // _COMPARED) * self.chunk
 
     def branches(self, fork: Fork) -> list[Branch]:
-        """Return a fork's branches, the smallest batch first."""
+        """Returns a fork's branches, the smallest batch first."""
         return [Branch(fork, int(f * fork.batch_size), self.samples) for f in sorted(self.factors)]
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def make_plan(
     samples: int | None,
     scaling: str,
 ) -> MeasurementPlan:
-    """Return what is measured.
+    """Returns the plan of a measurement.
 
     Args:
       run: the run.
@@ -118,7 +118,7 @@ def make_plan(
 
 
 def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
-    """Return whether a plan made before is one of this run as it is now.
+    """Returns whether a plan made before is one of this run as it is now.
 
     Raises:
       ConfigError: the devices cannot hold one of its batches.
@@ -141,7 +141,7 @@ def _chunk(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
 
 
 def _wanted(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
-    """Return the samples of a branch where nobody says how many."""
+    """Returns the samples of a branch where nobody says how many."""
     chunk = _chunk(forks, factors)
     largest = max(fork.batch_size for fork in forks) * max(factors)
     return math.ceil(DEFAULT_UPDATES * largest / chunk) * chunk
@@ -174,13 +174,13 @@ def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
 
 
 def _spread(run: MeasuredRun) -> list[int]:
-    """Return up to MOST_FORKS steps, evenly over the logarithm of their position.
+    """Returns up to MOST_FORKS steps, evenly over the logarithm of their position.
 
     Those within the warmup of the learning rate and the one that ends the run are left out where others are there.
     """
     total = run.total_samples
     warmup = 0 if total is None else run.config.warmup_steps_fraction * total
-    everywhere = {step: saved.samples_seen for step, saved in run.checkpoints.items()}
+    everywhere = {step: saved.position.samples_seen for step, saved in run.checkpoints.items()}
     within = {s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)}
     places = within or everywhere
     first, last = min(places.values()), max(places.values())
@@ -195,7 +195,7 @@ def _spread(run: MeasuredRun) -> list[int]:
 def _held(
     run: MeasuredRun, forks: Sequence[Fork], factors: Sequence[Fraction] | None
 ) -> tuple[Fraction, ...]:
-    """Return the factors whose batches are whole and held evenly by the devices, or refuse those that are not."""
+    """Returns the factors whose batches are whole and held evenly by the devices, or refuse those that are not."""
     config, devices = run.config, run.num_devices
     unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, devices))
 

@@ -1,11 +1,11 @@
-"""What a measurement says: the table, the JSON, the plot, and the command that trains by its schedule."""
+"""The results of a measurement: the table, the JSON, and the command that trains by the schedule."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -21,6 +21,8 @@ from maxbatch.commands.critical_batch.critical_size import (
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan
 from maxbatch.system.errors import TrainingError
+
+TOLERANCE_UNIT = "nats per token, absolute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,8 @@ class BranchResult:
     folder: str
 
 
-@dataclasses.dataclass(frozen=True)
-class ForkResult:
-    """What the branches of a checkpoint say.
+class ForkResult(NamedTuple):
+    """The results of the branches of a checkpoint.
 
     Attributes:
       fork: the checkpoint.
@@ -64,7 +65,7 @@ class ForkResult:
 def fork_results(
     run: MeasuredRun, plan: MeasurementPlan, branches: Branches, tolerance: float
 ) -> list[ForkResult]:
-    """Return the results of every checkpoint.
+    """Returns the results of every checkpoint.
 
     Raises:
       TrainingError: every branch of a checkpoint diverged.
@@ -99,15 +100,15 @@ def _fork_result(
 
 
 def warmup_schedule(run: MeasuredRun, results: Sequence[ForkResult]) -> list[tuple[int, int]]:
-    """Return the schedule that follows, as (samples, batch)."""
+    """Returns the schedule that follows, as (samples, batch)."""
     points = [(result.fork.samples_seen, result.critical.batch_size) for result in results]
     return schedule(points, run.first_batch_size)
 
 
 def train_command(run: MeasuredRun, plan: MeasurementPlan, stages: Sequence[tuple[int, int]]) -> list[str]:
-    """Return the words of the command that trains the run anew by a schedule, on as many samples.
+    """Returns the words of the command that trains the run anew by a schedule, on as many samples.
 
-    The rate of the first batch is the run's own; with the same rule, so is that of every other.
+    The rate of the first batch is the run's own, and with the same rule that of every other batch too.
     """
     config, first = run.config, run.first_batch_size
     words = [
@@ -126,12 +127,12 @@ def train_command(run: MeasuredRun, plan: MeasurementPlan, stages: Sequence[tupl
 def to_json(
     run: MeasuredRun, plan: MeasurementPlan, results: Sequence[ForkResult], tolerance: float
 ) -> dict[str, Any]:
-    """Return everything that was measured and what follows."""
+    """Returns everything that was measured, and the schedule and the command that follow."""
     stages = warmup_schedule(run, results)
     return {
         "run": str(run.path),
         "tolerance": tolerance,
-        "tolerance_unit": "nats per token, absolute",
+        "tolerance_unit": TOLERANCE_UNIT,
         "learning_rate_scaling": plan.scaling,
         "factors": [str(factor) for factor in plan.factors],
         "samples_per_branch": plan.samples,
@@ -153,25 +154,16 @@ def to_json(
 
 
 def results_table(results: Sequence[ForkResult], tolerance: float) -> Table:
-    """Return the table of all branches; `*` marks the critical batch of a checkpoint."""
+    """Returns the table of all branches; `*` marks the critical batch of a checkpoint."""
     table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
     for head in (
-        "checkpoint",
-        "samples",
-        "batch",
-        "learning rate",
-        "updates",
-        "loss",
-        "against base",
-        "within",
-    ):
+        "checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base", "within",
+    ):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
-    for result in results:
-        fork, critical = result.fork, result.critical
-        for index, branch in enumerate(result.branches):
+    for fork, branches, critical in results:
+        for index, branch in enumerate(branches):
             is_base, is_critical = (
-                branch.batch_size == fork.batch_size,
-                branch.batch_size == critical.batch_size,
+                branch.batch_size == size for size in (fork.batch_size, critical.batch_size)
             )
             table.add_row(
                 f"{fork.step:,}" if index == 0 else "",
@@ -183,7 +175,7 @@ def results_table(results: Sequence[ForkResult], tolerance: float) -> Table:
                 "base" if is_base else _against(branch),
                 "" if is_base else _within(branch, tolerance),
                 style="bold" if is_critical else None,
-            )  # fmt: skip
+            )
     return table
 
 
@@ -195,7 +187,7 @@ def _against(branch: BranchResult) -> str:
 
 
 def _within(branch: BranchResult, tolerance: float) -> str:
-    """Say whether a branch is within the tolerance, with a question mark where its noise is larger than the gap."""
+    """Returns whether a branch is within the tolerance, with a question mark if its noise is larger than the gap."""
     if branch.difference is None:
         return "no" if branch.loss is None else "yes"
     is_doubtful = abs(branch.difference - tolerance) < (branch.standard_error or 0)
@@ -203,7 +195,7 @@ def _within(branch: BranchResult, tolerance: float) -> str:
 
 
 def in_words(result: ForkResult) -> str:
-    """Return one line that says a checkpoint's critical batch size."""
+    """Returns a checkpoint's critical batch size in one line."""
     critical, fork = result.critical, result.fork
     bound = "at least " if critical.is_at_least else "at most " if critical.is_at_most else ""
     line = f"step {fork.step:,} ({fork.samples_seen:,} samples): critical batch size {bound}{critical.batch_size:,}"

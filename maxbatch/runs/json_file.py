@@ -1,0 +1,34 @@
+"""JSON files that a command or a run leaves for the next one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import ConfigError
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Returns what a JSON file holds, None if there is no file.
+
+    Raises:
+      ConfigError: the file cannot be read; the message ends with the remedy.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); {remedy}") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, one line for each item.
+
+    Raises:
+      ConfigError: the file cannot be written.
+      TrainingError: the disk is full.
+    """
+    write_atomically(path, json.dumps(value, indent=1) + "\n")
