@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count, note
@@ -60,19 +59,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        from maxbatch.plan.words import words_of
+        from maxbatch.plan.frameworks import settings_of
 
-        words = {"words": [dataclasses.asdict(words) for words in words_of(plan)]} if args.words else {}
+        words = {"words": [own._asdict() for own in settings_of(plan)]} if args.words else {}
         print(json.dumps({**plan.to_dict(), **whole_layout, **words}, indent=2))
         return 0
-    from maxbatch.plan.view import plan_console, render_layout, render_plan, render_words
+    from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
     render_plan(plan, config, console)
     if args.layout:
         render_layout(plan, console)
     if args.words:
-        render_words(plan, console)
+        render_frameworks(plan, console)
     return 0
 
 

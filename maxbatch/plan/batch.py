@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -18,7 +18,7 @@ from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.mesh_shape import MOST_DEVICES, MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.rampup import RampupBatchManager, Stage
-from maxbatch.plan.refusal import Refusal, accepted, in_words, stated
+from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, stated_batches
@@ -27,26 +27,13 @@ from maxbatch.system.errors import ConfigError
 _EXPANSION = "expansion_factor_real_data"
 
 
-@dataclasses.dataclass(frozen=True)
-class Resume:
-    """The checkpoint that a run goes on from; by default none, and the run is new.
-
-    Attributes:
-      step: updates behind.
-      samples_seen: samples behind.
-      hosts: hosts of the run that wrote the checkpoint; None: unknown.
-      loading_hosts: those of them that read the data.
-    """
+class Resume(NamedTuple):
+    """The checkpoint that a run goes on from: its position, and the hosts of the run that wrote it."""
 
     step: int = 0
     samples_seen: int = 0
-    hosts: int | None = None
-    loading_hosts: int | None = None
-
-    @property
-    def state(self) -> dict[str, int]:
-        """What `RampupBatchManager.state_at` gave."""
-        return {"step": self.step, "samples_seen": self.samples_seen}
+    hosts: int | None = None  # None: unknown
+    loading_hosts: int | None = None  # those of them that read the data
 
 
 NEW_RUN = Resume()
@@ -138,9 +125,9 @@ class BatchPlan:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
         """
 
-        def plan(config: ConfigDict) -> BatchPlan:
-            meshes = RunMeshes.from_config(config, num_devices, num_slices)
-            return cls._on(config, meshes, num_hosts, samples_per_epoch, resume)
+        def plan(tried: ConfigDict) -> BatchPlan:
+            meshes = RunMeshes.from_config(tried, num_devices, num_slices)
+            return cls._on(tried, meshes, num_hosts, samples_per_epoch, resume)
 
         return accepted(config, plan)
 
@@ -154,12 +141,11 @@ class BatchPlan:
         samples_per_epoch: int | None = None,
         resume: Resume = NEW_RUN,
     ) -> BatchPlan:
-        """Plans the batch of a run of pre-training on a mesh whose shape has been built; otherwise as `from_config`."""
+        """Plans the batch of a run of pre-training on a mesh whose shape is built, else as `from_config` does."""
 
         def plan(tried: ConfigDict) -> BatchPlan:
-            mesh = shape
-            if tried is not config:  # what a refusal names may change the axes
-                mesh = MeshShape.from_config(tried, shape.num_devices, shape.num_slices)
+            same = tried is config  # what a refusal names may change the axes
+            mesh = shape if same else MeshShape.from_config(tried, shape.num_devices, shape.num_slices)
             return cls._on(
                 tried, RunMeshes(mesh, mesh, mesh.num_devices), num_hosts, samples_per_epoch, resume
             )
@@ -179,12 +165,21 @@ class BatchPlan:
         e = expansion_factor(config, num_hosts, resume)
         meshes.check_model_fits(config)
         unit = MicrobatchUnit.from_config(config, meshes.training)
-        rl = None if config.batch_size is None else RLBatch.from_config(config, meshes, unit)
-        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume.state)
-        last = manager.stages[-1]
-        batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
-        eval_batch = _eval_batch(config, unit, None if rl is None else micro)
+        rl = RLBatch.if_stated(config, meshes, unit)
+        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
+        total, last = manager.total_samples, manager.stages[-1]
+        batch, micro, rows = (
+            last.global_batch_size,
+            last.micro_batch_size_to_train_on,
+            manager.rows_per_sample,
+        )
+        parts, repeats, length = (
+            unit.num_pipeline_microbatches,
+            config.num_pipeline_repeats,
+            config.max_target_length,
+        )
+        eval_batch = _eval_batch(config, unit, micro if rl else None)
+        is_ramp = len(manager.stages) > 1
         return cls(
             num_devices=meshes.num_devices,
             num_hosts=num_hosts,
@@ -204,15 +199,21 @@ class BatchPlan:
             pipeline_bubble=_bubble(unit.num_pipeline_stages, parts, repeats),
             eval_per_device_batch_size=plain_number(Fraction(eval_batch, unit.num_devices)),
             eval_batch_size=eval_batch,
-            max_target_length=config.max_target_length,
-            tokens_per_step=batch * config.max_target_length,
-            rampup_end_step=last.first_step if len(manager.stages) > 1 else 0,
-            rampup_end_sample=last.first_sample if len(manager.stages) > 1 else 0,
+            max_target_length=length,
+            tokens_per_step=batch * length,
+            total_steps=manager.total_steps,
+            total_samples=total,
+            total_tokens=None if total is None else total * rows * length,
+            samples_per_epoch=samples_per_epoch,
+            steps_per_epoch=samples_per_epoch
+            and -(-samples_per_epoch * rows // batch) * manager.updates_per_batch,
+            epochs=_epochs(config, total, samples_per_epoch),
+            rampup_end_step=last.first_step if is_ramp else 0,
+            rampup_end_sample=last.first_sample if is_ramp else 0,
             warnings=(*_warnings(manager), *(rl.warnings if rl else ())),
             rl=rl,
             manager=manager,
             meshes=meshes,
-            **_lengths(config, manager, samples_per_epoch, rl.num_iterations if rl else 1),
         )
 
     @property
@@ -272,9 +273,8 @@ def _json(value: Any) -> Any:
 def _check_hosts(num_devices: int, num_hosts: int, samples_per_epoch: int | None) -> None:
     if num_hosts < 1 or num_devices % num_hosts:
         nearest = largest_divisor(num_devices, num_hosts) or 1
-        raise ConfigError(
-            f"num_hosts={num_hosts}: must divide the {num_devices} devices; works: num_hosts={nearest}"
-        )
+        rule = f"must divide the {num_devices} devices"
+        raise ConfigError(f"num_hosts={num_hosts}: {rule}; works: num_hosts={nearest}")
     if samples_per_epoch is not None and samples_per_epoch < 1:
         raise ConfigError(
             f"samples_per_epoch={samples_per_epoch}: must be at least 1; works: samples_per_epoch=1"
@@ -283,8 +283,8 @@ def _check_hosts(num_devices: int, num_hosts: int, samples_per_epoch: int | None
 
 def _check_expansion(config: ConfigDict, num_hosts: int = 1) -> Fraction:
     """Returns e, or raises ConfigError where it has no meaning on any number of hosts."""
-    e = exact(config.expansion_factor_real_data)
-    if e == -1 or (e >= 1 and e.denominator == 1) or (0 < e < 1 and e.numerator == 1):
+    e = exact(config[_EXPANSION])
+    if e == -1 or (e > 0 and 1 in (e.numerator, e.denominator)):
         return e
     works: int | Fraction = -1
     if e <= 0:
@@ -294,7 +294,7 @@ def _check_expansion(config: ConfigDict, num_hosts: int = 1) -> Fraction:
     else:
         rule = "below 1 it must be 1 / a whole number (hosts now / hosts then)"
         works = Fraction(1, round(1 / e)) if 1 / e < MOST_DEVICES else -1
-    raise Refusal(f"{stated(config, _EXPANSION)}: {rule}", {_EXPANSION: works})
+    raise Refusal(config, _EXPANSION, rule, {_EXPANSION: works})
 
 
 def expansion_factor(config: ConfigDict, num_hosts: int, resume: Resume = NEW_RUN) -> Fraction:
@@ -310,18 +310,14 @@ def expansion_factor(config: ConfigDict, num_hosts: int, resume: Resume = NEW_RU
     """
     e = _check_expansion(config, num_hosts)
     if e > 1 and num_hosts % e:
-        raise Refusal(
-            f"{stated(config, _EXPANSION)}: must divide the {num_hosts} hosts, of which one in {in_words(e)} loads",
-            {_EXPANSION: largest_divisor(num_hosts, int(e))},
-        )
-    if resume.hosts is None or resume.hosts == num_hosts:
-        return e
-    then = resume.loading_hosts or resume.hosts
-    if 0 < e < 1 and num_hosts != e * then:
+        rule = f"must divide the {num_hosts} hosts, of which one in {e} loads"
+        raise Refusal(config, _EXPANSION, rule, {_EXPANSION: largest_divisor(num_hosts, int(e))})
+    then = resume.loading_hosts or num_hosts
+    if 0 < e < 1 and resume.hosts not in (None, num_hosts) and num_hosts != e * then:
         share = Fraction(num_hosts, then)
+        rule = f"must be hosts now / loading hosts of the checkpoint = {num_hosts}/{then}"
         raise Refusal(
-            f"{stated(config, _EXPANSION)}: must be hosts now / loading hosts of the checkpoint = {num_hosts}/{then}",
-            {_EXPANSION: share if share.numerator == 1 and share < 1 else -1},
+            config, _EXPANSION, rule, {_EXPANSION: share if share.numerator == 1 and share < 1 else -1}
         )
     return e
 
@@ -339,40 +335,22 @@ def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> 
 
     They are those stated, or else as many as a pass of training holds evenly: a chunk of pairs, or p x N samples.
     """
-    stated_rows = config.eval_per_device_batch_size
-    if stated_rows is None:
+    key = "eval_per_device_batch_size"
+    if config[key] is None:
         most = chunk or math.floor(exact(config.per_device_batch_size) * unit.num_devices)
         return max(1, most // unit.rows) * unit.rows
-    rows = exact(stated_rows) * unit.num_devices
+    p = exact(config[key])
+    rows = p * unit.num_devices
     if rows % unit.rows:
-        key = "eval_per_device_batch_size"
-        raise Refusal(
-            f"{stated(config, key)}: x {unit.num_devices} devices = {in_words(rows)} samples must be divisible by "
-            f"{unit}",
-            {key: nearest_multiple(exact(stated_rows), unit.rows_per_device, MOST_ROWS)},
-        )
+        rule = f"x {unit.num_devices} devices = {in_words(rows)} samples must be divisible by {unit}"
+        raise Refusal(config, key, rule, {key: nearest_multiple(p, unit.rows_per_device, MOST_ROWS)})
     return int(rows)
 
 
-def _lengths(
-    config: ConfigDict, manager: RampupBatchManager, samples_per_epoch: int | None, updates_per_batch: int
-) -> dict[str, Any]:
-    """Returns the numbers of the whole run and of an epoch, as the plan's fields."""
-    total, rows = manager.total_samples, manager.rows_per_sample
-    epochs = None if config.num_epochs is None else float(config.num_epochs)
-    steps_per_epoch = None
-    if samples_per_epoch is not None:
-        batches = -(-samples_per_epoch // (manager.stages[-1].global_batch_size // rows))
-        steps_per_epoch = batches * updates_per_batch
-        epochs = epochs if total is None else total / samples_per_epoch
-    return {
-        "total_steps": manager.total_steps,
-        "total_samples": total,
-        "total_tokens": None if total is None else total * rows * config.max_target_length,
-        "samples_per_epoch": samples_per_epoch,
-        "steps_per_epoch": steps_per_epoch,
-        "epochs": epochs,
-    }
+def _epochs(config: ConfigDict, total_samples: int | None, samples_per_epoch: int | None) -> float | None:
+    if total_samples is not None and samples_per_epoch is not None:
+        return total_samples / samples_per_epoch
+    return None if config.num_epochs is None else float(config.num_epochs)
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:

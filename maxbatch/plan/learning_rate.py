@@ -12,7 +12,7 @@ import math
 from ml_collections import ConfigDict
 
 from maxbatch.plan.rampup import RampupBatchManager
-from maxbatch.system.errors import ConfigError
+from maxbatch.plan.refusal import Refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LearningRate:
 
     @classmethod
     def from_config(cls, config: ConfigDict, manager: RampupBatchManager) -> LearningRate:
-        """Take the rate's keys from the config and the run's length from the manager.
+        """Takes the rate's keys from the config and the run's length from the manager.
 
         Raises:
           ConfigError: the schedule depends on the run's length, which is unknown (epochs of unknown data).
@@ -50,9 +50,12 @@ class LearningRate:
         total = manager.total_samples
         needs_total = config.learning_rate_schedule != "constant" or config.warmup_steps_fraction > 0
         if total is None and needs_total:
-            raise ConfigError(
-                f"num_epochs={config.num_epochs}: learning_rate_schedule={config.learning_rate_schedule} "
-                "needs the run's length, but the samples of an epoch are unknown; works: train_samples=100K"
+            raise Refusal(
+                config,
+                "num_epochs",
+                f"learning_rate_schedule={config.learning_rate_schedule} needs the run's length, but the samples of an "
+                "epoch are unknown",
+                {"num_epochs": None, "train_samples": 100_000},
             )
         return cls(
             peak=config.learning_rate,
@@ -66,16 +69,16 @@ class LearningRate:
         )
 
     def at(self, samples_seen: int) -> float:
-        """Return the rate of the step that starts at samples_seen."""
+        """Returns the rate of the step that starts at samples_seen."""
         stage = self.manager.stages[self.manager.stage_at(samples_seen)]
         return self.peak * stage.learning_rate_scale * self._shape(samples_seen)
 
     def batch_ratio_at(self, samples_seen: int) -> float:
-        """Return the batch of the step that starts at samples_seen over the reference batch."""
+        """Returns the batch of the step that starts at samples_seen over the reference batch."""
         return self.manager.batch_size_at(samples_seen) / self.reference_batch_size
 
     def _shape(self, samples_seen: int) -> float:
-        """Return the rate over its peak, from 0 to 1."""
+        """Returns the rate over its peak, from 0 to 1."""
         warmup = self.warmup_fraction * self.total_samples
         if samples_seen < warmup:
             return samples_seen / warmup

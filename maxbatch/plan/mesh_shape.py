@@ -16,7 +16,7 @@ from maxbatch.system.errors import ConfigError
 AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp")
 MOST_DEVICES = 2**31
-# The axis that takes the rest of the devices where another must give them up.
+# The axis that takes the devices which another gives up.
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
 # The key of what an axis splits of the model. The axis must divide it.
 _SPLIT = {
@@ -56,14 +56,12 @@ class MeshShape:
         check_machine(num_devices, num_slices)
         slices = num_slices
         if num_slices == 1:
-            dcn_stated = {axis: max(1, config[_key("dcn", axis)]) for axis in AXES}
-            slices = math.prod(dcn_stated.values())
+            sizes = {axis: max(1, config[_key("dcn", axis)]) for axis in AXES}
+            slices = math.prod(sizes.values())
             if num_devices % slices:
-                raise Refusal(
-                    f"{stated(config, _key('dcn', max(AXES, key=lambda axis: dcn_stated[axis])))}: the dcn axes "
-                    f"multiply to {slices}, which must divide the {num_devices} devices",
-                    _smaller("dcn", dcn_stated, num_devices),
-                )
+                rule = f"the dcn axes multiply to {slices}, which must divide the {num_devices} devices"
+                largest = max(AXES, key=lambda axis: sizes[axis])
+                raise Refusal(config, _key("dcn", largest), rule, _smaller("dcn", sizes, num_devices))
         dcn = _resolve(config, "dcn", slices, "slices")
         name = "devices" if slices == 1 else "devices of a slice"
         return cls(_resolve(config, "ici", num_devices // slices, name), dcn, num_slices)
@@ -92,15 +90,14 @@ class MeshShape:
 def check_machine(num_devices: int, num_slices: int) -> None:
     """Raises ConfigError where there are no such devices, or they are not so many slices."""
     if not 1 <= num_devices <= MOST_DEVICES:
-        nearest = max(1, min(num_devices, MOST_DEVICES))
+        works = max(1, min(num_devices, MOST_DEVICES))
         raise ConfigError(
-            f"num_devices={num_devices}: must be from 1 to {MOST_DEVICES}; works: num_devices={nearest}"
+            f"num_devices={num_devices}: must be from 1 to {MOST_DEVICES}; works: num_devices={works}"
         )
     if num_slices < 1 or num_devices % num_slices:
-        nearest = largest_divisor(num_devices, num_slices) or 1
-        raise ConfigError(
-            f"num_slices={num_slices}: must divide the {num_devices} devices; works: num_slices={nearest}"
-        )
+        works = largest_divisor(num_devices, num_slices) or 1
+        rule = f"must divide the {num_devices} devices"
+        raise ConfigError(f"num_slices={num_slices}: {rule}; works: num_slices={works}")
 
 
 def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
@@ -110,42 +107,28 @@ def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
 
 
 def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
-    """Checks that the axes tensor, context and pipeline divide what they split of the model.
-
-    Raises:
-      ConfigError: one does not.
-    """
-    for axis in _SPLIT:
-        _check_divides(config, shape, axis)
+    """Raises ConfigError where an axis does not divide what it splits of the model."""
+    for axis, name in _SPLIT.items():
+        room, works = config[name], dict[str, Value]()
+        for net, sizes in (("dcn", shape.dcn), ("ici", shape.ici)):
+            fits = math.gcd(sizes[axis], room)
+            room //= fits
+            if fits != sizes[axis]:
+                works[_key(net, axis)] = fits
+                if all(config[_key(net, other)] != -1 for other in AXES if other != axis):
+                    works[_key(net, _TAKES_REST[net])] = -1
+        if works:
+            rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
+            raise Refusal(config, next(iter(works)), rule, works)
     stages, repeats = shape.num_pipeline_stages, config.num_pipeline_repeats
-    layers = config.base_num_decoder_layers
-    most = layers // stages if stages > 1 else 1
+    most = config.base_num_decoder_layers // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
-            rule = f"{stages} stages x {repeats} repeats must divide base_num_decoder_layers={layers}"
-        raise Refusal(
-            f"num_pipeline_repeats={repeats}: {rule}",
-            {"num_pipeline_repeats": nearest_divisor(most, repeats)},
-        )
-
-
-def _check_divides(config: ConfigDict, shape: MeshShape, axis: str) -> None:
-    """Raises Refusal where an axis does not divide what it splits."""
-    name = _SPLIT[axis]
-    room, works, faults = config[name], dict[str, Value](), list[str]()
-    if room % shape.sizes[axis] == 0:
-        return
-    for net, sizes in (("dcn", shape.dcn), ("ici", shape.ici)):
-        fits = math.gcd(sizes[axis], room)
-        room //= fits
-        if fits != sizes[axis]:
-            faults.append(stated(config, _key(net, axis)))
-            works[_key(net, axis)] = fits
-            if all(config[_key(net, other)] != -1 for other in AXES if other != axis):
-                works[_key(net, _TAKES_REST[net])] = -1
-    rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
-    raise Refusal(f"{faults[0]}: {rule}", works)
+            layers = stated(config, "base_num_decoder_layers")
+            rule = f"{stages} stages x {repeats} repeats must divide {layers}"
+        works = {"num_pipeline_repeats": nearest_divisor(most, repeats)}
+        raise Refusal(config, "num_pipeline_repeats", rule, works)
 
 
 def _key(net: str, axis: str) -> str:
@@ -157,38 +140,29 @@ def _resolve(config: ConfigDict, net: str, total: int, name: str) -> dict[str, i
     sizes: dict[str, int] = {axis: config[_key(net, axis)] for axis in AXES}
     rest = [axis for axis in AXES if sizes[axis] == -1]
     if len(rest) > 1:
-        raise Refusal(
-            f"{_key(net, rest[0])}=-1: only one {net} axis may be -1",
-            {_key(net, axis): 1 for axis in rest[1:]},
-        )
+        works = {_key(net, other): 1 for other in rest[1:]}
+        raise Refusal(config, _key(net, rest[0]), f"only one {net} axis may be -1", works)
     fixed = math.prod(size for size in sizes.values() if size != -1)
-    if rest and total % fixed == 0:
-        sizes[rest[0]] = total // fixed
-    elif rest or fixed != total:
+    if total % fixed or (not rest and total != fixed):
         raise _misfit(config, sizes, net, f"the {net} axes must multiply to the {total} {name}", total)
-    return sizes
+    return sizes | dict.fromkeys(rest, total // fixed)
 
 
 def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
     """Returns the refusal of sizes that do not multiply to total: it changes one axis where one is enough."""
-
-    def refusal(axis: str, works: Mapping[str, Value]) -> Refusal:
-        return Refusal(f"{stated(config, _key(net, axis))}: {rule}", works)
-
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
     for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
         limit, remainder = divmod(total, math.prod(sizes[a] for a in AXES if a not in (axis, rest)))
-        if remainder:
-            continue
-        if rest is None:
-            return refusal(axis, {_key(net, axis): -1})
-        of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
-        nearest = nearest_divisor(math.gcd(limit, of_model), sizes[axis])
-        return refusal(axis, {_key(net, axis): nearest})
+        if remainder == 0:
+            of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
+            works = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
+            return Refusal(config, _key(net, axis), rule, {_key(net, axis): works})
     takes_rest = rest or _TAKES_REST[net]
-    works = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
-    return refusal(by_size[0], works if rest else {**works, _key(net, takes_rest): -1})
+    smaller = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
+    return Refusal(
+        config, _key(net, by_size[0]), rule, smaller | ({} if rest else {_key(net, takes_rest): -1})
+    )
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -34,8 +35,7 @@ _MOST_PARTS = 2**20  # pipeline microbatches
 _MOST_NAMED = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitStage:
+class SplitStage(NamedTuple):
     """A stage as it runs, split into micro-batches: batch = micro_batch x accumulation_steps, in samples.
 
     micro_batch and accumulation_steps are 0 where the devices cannot hold the stage; batch is 0 as well where
@@ -59,19 +59,14 @@ class MicrobatchUnit:
 
     @classmethod
     def from_config(cls, config: ConfigDict, mesh: MeshShape) -> MicrobatchUnit:
-        """Resolves `num_pipeline_microbatches` (-1: the stages).
-
-        Raises:
-          ConfigError: it is not a multiple of the stages.
-        """
-        stages = mesh.num_pipeline_stages
+        """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError for no multiple of the stages."""
+        key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
         parts = pipeline_microbatches(config, stages)
         if parts % stages or parts > max(_MOST_PARTS, stages):
             rows = math.floor(exact(config.per_device_batch_size) * mesh.num_devices) // mesh.batch_shards
+            rule = f"must be a multiple of the {stages} pipeline stages, and at most {_MOST_PARTS}"
             raise Refusal(
-                f"{stated(config, 'num_pipeline_microbatches')}: must be a multiple of the {stages} pipeline stages, "
-                f"and at most {_MOST_PARTS}",
-                {"num_pipeline_microbatches": nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1},
+                config, key, rule, {key: nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1}
             )
         return cls(mesh.num_devices, mesh.batch_shards, parts, stages)
 
@@ -92,10 +87,10 @@ class MicrobatchUnit:
 
 
 def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
-    """Returns how the stages of a config run on the devices.
+    """Returns how the stages of a config of pre-training run on the devices.
 
     Args:
-      config: the run's config, of pre-training.
+      config: the run's config.
       unit: that of the devices.
       samples_seen: samples behind. The stages behind need not fit the devices.
 
@@ -106,9 +101,14 @@ def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0
     stages = tuple(_split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices))
     ahead = bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
     unheld = [i for i in range(ahead, len(stages)) if not stages[i].micro_batch]
-    if unheld:
-        raise _unheld_stages(config, unit, unheld, ahead)
-    return stages
+    if not unheld:
+        return stages
+    batches = stated_batches(config)
+    if config.enable_rampup_batch_size:
+        raise _unheld_ramp(config, unit, unheld)
+    if batches is None or config.gradient_accumulation_steps is not None:
+        raise _unheld_micro_batch(config, unit)
+    raise _unheld_batches(config, unit, batches, unheld, ahead)
 
 
 def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
@@ -123,71 +123,15 @@ def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSta
     return SplitStage(stage.threshold, batch, int(micro), int(stage.batch / micro))
 
 
-def _unheld_stages(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int], ahead: int) -> Refusal:
-    """Returns one refusal for all stages that the devices cannot hold evenly."""
-    if config.enable_rampup_batch_size:
-        _, a, c = ramp_numbers(config)
-        rows = [(a + i * c) * unit.num_devices for i in unheld]
-        named = _named([f"stage {i} ({in_words(m)})" for i, m in zip(unheld, rows, strict=True)])
-        names = ("per_device_batch_size_start", "per_device_batch_size_increment")
-        return Refusal(
-            f"{stated(config, *names)}: every micro-batch ahead on {unit.num_devices} devices must be "
-            f"divisible by {unit.rows} ({unit}), but {named} cannot",
-            nearest_ramp(config, unit.rows_per_device),
-        )
-    batches = stated_batches(config)
-    if batches is None or config.gradient_accumulation_steps is not None:
-        return _unheld_micro_batch(config, unit)
-    parts = _fitting_parts(config, unit, [batch for _, batch in batches[ahead:]])
-    if parts is not None:
-        return Refusal(
-            f"{stated(config, 'num_pipeline_microbatches')}: {unit} = {unit.rows} samples must fit into one pass "
-            f"({stated(config, 'per_device_batch_size')} x {unit.num_devices} devices) and divide every global batch "
-            "ahead",
-            {"num_pipeline_microbatches": parts},
-        )
-    return _unheld_batches(config, unit, batches, unheld)
-
-
-def _unheld_batches(
-    config: ConfigDict, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int]
-) -> Refusal:
-    """Returns the refusal of stated global batches: a pass cannot hold one unit, or a batch is not a multiple of it."""
-    rule = f"must be divisible by {unit.rows} ({unit})"
-    if exact(config.per_device_batch_size) * unit.num_devices < unit.rows:
-        return Refusal(
-            f"{stated(config, 'per_device_batch_size')}: x {unit.num_devices} devices must hold at least "
-            f"{unit.rows} samples in one pass ({unit})",
-            {"per_device_batch_size": unit.rows_per_device},
-        )
-    works: dict[str, Value]
-    if config.batch_size_schedule is None:
-        fault = f"{stated(config, 'global_batch_size')}: {rule}"
-        works = {"global_batch_size": nearest_multiple(config.global_batch_size, unit.rows, MOST_SAMPLES)}
-    else:
-        named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
-        fault = f"{stated(config, 'batch_size_schedule')}: every stage ahead {rule}, but {named} cannot"
-        fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
-        works = {"batch_size_schedule": schedule_text(fitting, config.max_target_length)}
-    return Refusal(fault, works if unit.rows <= MOST_SAMPLES else {"num_pipeline_microbatches": -1})
-
-
-def _fitting_parts(config: ConfigDict, unit: MicrobatchUnit, batches: Sequence[int]) -> int | None:
-    """Returns the pipeline microbatches nearest to the stated ones with which the devices hold these batches.
-
-    None: no number is stated, or none would do.
-    """
-    shards, common = unit.batch_shards, math.gcd(*batches)
-    if config.num_pipeline_microbatches == -1 or common % shards:
-        return None
-    most = math.floor(exact(config.per_device_batch_size) * unit.num_devices / shards)
-    parts = nearest_divisor(common // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages)
-    if parts and parts > most:
-        parts = largest_divisor(
-            common // shards // unit.num_pipeline_stages, most // unit.num_pipeline_stages
-        )
-        parts *= unit.num_pipeline_stages
-    return parts or None
+def _unheld_ramp(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
+    _, a, c = ramp_numbers(config)
+    named = _named([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld])
+    increment = stated(config, "per_device_batch_size_increment")
+    rule = (
+        f"with {increment} every micro-batch ahead on {unit.num_devices} devices must be divisible by {unit.rows} "
+        f"({unit}), but {named} cannot"
+    )
+    return Refusal(config, "per_device_batch_size_start", rule, nearest_ramp(config, unit.rows_per_device))
 
 
 def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
@@ -196,17 +140,44 @@ def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
     key, works = "per_device_batch_size", nearest_multiple(p, unit.rows_per_device, MOST_ROWS)
     product = f"x {unit.num_devices} devices = {in_words(micro)}"
     if micro.denominator != 1:
-        rule = f"{product} must be a whole number of samples"
-    elif micro % shards:
-        rule = f"{product} must be divisible by the {shards} batch shards"
-    else:
-        rule = f"the micro-batch of {in_words(micro)} must be divisible by {unit}"
-        parts = nearest_divisor(
-            int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages
+        return Refusal(config, key, f"{product} must be a whole number of samples", {key: works})
+    if micro % shards:
+        return Refusal(config, key, f"{product} must be divisible by the {shards} batch shards", {key: works})
+    parts = nearest_divisor(int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages)
+    if parts:
+        key, works = "num_pipeline_microbatches", Fraction(parts)
+    return Refusal(config, key, f"the micro-batch of {micro} must be divisible by {unit}", {key: works})
+
+
+def _unheld_batches(
+    config: ConfigDict, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
+) -> Refusal:
+    """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is no multiple of it."""
+    most_rows = math.floor(exact(config.per_device_batch_size) * unit.num_devices)
+    p, parts = "per_device_batch_size", "num_pipeline_microbatches"
+    pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
+    common = math.gcd(*(batch for _, batch in batches[ahead:]))
+    if config[parts] != -1 and common % (shards * pipeline) == 0 and shards * pipeline <= most_rows:
+        rule = (
+            f"{unit} = {unit.rows} samples must fit into one pass ({stated(config, p)} x {unit.num_devices} devices) "
+            "and divide every global batch ahead"
         )
-        if parts:
-            key, works = "num_pipeline_microbatches", Fraction(parts)
-    return Refusal(f"{stated(config, key)}: {rule}", {key: works})
+        units, most = common // shards // pipeline, most_rows // shards // pipeline
+        nearest = nearest_divisor(units, unit.num_pipeline_microbatches // pipeline) or 1
+        works = pipeline * (nearest if nearest <= most else largest_divisor(units, most))
+        return Refusal(config, parts, rule, {parts: works})
+    if most_rows < unit.rows:
+        rule = f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass ({unit})"
+        return Refusal(config, p, rule, {p: unit.rows_per_device})
+    rule = f"must be divisible by {unit.rows} ({unit})"
+    fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
+    key = "global_batch_size"
+    batch: Value = fitting[0][1]
+    if config.batch_size_schedule is not None:
+        named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
+        rule = f"every stage ahead {rule}, but {named} cannot"
+        key, batch = "batch_size_schedule", schedule_text(fitting, config.max_target_length)
+    return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
 
 
 def _named(names: Sequence[str]) -> str:

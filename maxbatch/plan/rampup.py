@@ -1,9 +1,8 @@
 """The one owner of where training stands: batch at a position, position after steps, steps, stages, the end.
 
-The batch is a pure function of `samples_seen` at the start of a step.
-
-In reinforcement learning a sample is a prompt: positions count prompts, a stage's batch its prompt-response pairs, and
-a position advances after the last of a batch's updates.
+The batch is a pure function of `samples_seen` at the start of a step. In reinforcement learning a sample is a prompt:
+positions count prompts, a stage's batch its prompt-response pairs, and a position advances after the last of a batch's
+updates.
 
 This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08053) under MaxText's names.
 """
@@ -11,27 +10,28 @@ This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import exact, plain_number
+from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.run_meshes import RunMeshes
-from maxbatch.plan.stages import MOST_SAMPLES
+from maxbatch.plan.stages import MOST_SAMPLES, data_end
 from maxbatch.plan.trajectory import Trajectory
-
-START = {"step": 0, "samples_seen": 0}  # the state of a run that has not begun
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A part of the run with one batch size.
+
+    A stage behind a resume that these devices cannot hold has micro-batches (and a batch that is not whole) of 0.
 
     Attributes:
       per_device_batch_size: rows per device in one pass, M / N.
@@ -44,11 +44,9 @@ class Stage:
       num_samples: samples trained on in the stage; None where the run's end is unknown.
       learning_rate_scale: factor on the learning rate (`learning_rate_scaling`).
       threshold: samples from which on the stage holds; the first step at or after it begins the stage.
-
-    A stage behind a resume that these devices cannot hold has micro-batches (and a batch that is not whole) of 0.
     """
 
-    per_device_batch_size: int | float | Fraction
+    per_device_batch_size: Number
     global_batch_size: int
     gradient_accumulation_steps: int
     micro_batch_size_to_train_on: int
@@ -71,21 +69,18 @@ class PlannedStep(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RampupBatchManager:
+class RampupBatchManager(Trajectory):
     """The batch over the whole run, a ramp, a schedule or a constant.
 
     Attributes:
-      stages: every stage, also one that is skipped or never reached.
-      total_steps: updates of the whole run; None where the epochs' samples are unknown.
-      total_samples: samples of the whole run; None likewise.
+      num_devices: those that train.
       rows_per_sample: 1; in reinforcement learning the responses of a prompt.
+      learning_rate_scales: factor of each stage on the learning rate.
     """
 
-    stages: tuple[Stage, ...]
-    total_steps: int | None
-    total_samples: int | None
+    num_devices: int
     rows_per_sample: int
-    _trajectory: Trajectory
+    learning_rate_scales: tuple[float, ...]
 
     @classmethod
     def from_config(
@@ -95,44 +90,36 @@ class RampupBatchManager:
         *,
         num_slices: int = 1,
         samples_per_epoch: int | None = None,
+        anchor: tuple[int, int] = (0, 0),
     ) -> RampupBatchManager:
-        """Plans the batch of a run from its start.
+        """Plans the batch of a run.
 
         Args:
           config: the run's config.
           num_devices: N.
           num_slices: slices that the devices span.
           samples_per_epoch: samples in one pass over the training split, where it is known.
+          anchor: (step, samples_seen) from which the run goes on. The stages behind need not fit the devices.
 
         Raises:
           ConfigError: a ramp or schedule breaks its rule, the devices cannot hold a stage, lengths disagree.
-        """
-        return cls.from_state(
-            config, START, num_devices, num_slices=num_slices, samples_per_epoch=samples_per_epoch
-        )
-
-    @classmethod
-    def from_state(
-        cls,
-        config: ConfigDict,
-        state: Mapping[str, int],
-        num_devices: int = 1,
-        *,
-        num_slices: int = 1,
-        samples_per_epoch: int | None = None,
-    ) -> RampupBatchManager:
-        """Plans the rest of a run from what `state_at` gave, on these devices and by this config.
-
-        What is behind stays as it was and need not fit the devices.
         """
 
         def plan(config: ConfigDict) -> RampupBatchManager:
             meshes = RunMeshes.from_config(config, num_devices, num_slices)
             unit = MicrobatchUnit.from_config(config, meshes.training)
-            rl = None if config.batch_size is None else RLBatch.from_config(config, meshes, unit)
-            return cls.on_devices(config, unit, rl, samples_per_epoch, state)
+            return cls.on_devices(
+                config, unit, RLBatch.if_stated(config, meshes, unit), samples_per_epoch, anchor
+            )
 
         return accepted(config, plan)
+
+    @classmethod
+    def from_state(
+        cls, config: ConfigDict, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
+    ) -> RampupBatchManager:
+        """Plans the rest of a run from what `state_at` gave; the keywords are those of `from_config`."""
+        return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)
 
     @classmethod
     def on_devices(
@@ -141,67 +128,67 @@ class RampupBatchManager:
         unit: MicrobatchUnit,
         rl: RLBatch | None,
         samples_per_epoch: int | None,
-        state: Mapping[str, int],
+        anchor: tuple[int, int],
     ) -> RampupBatchManager:
-        """Plans the rest of a run on devices whose unit, and whose batch of pairs, is known."""
-        split: tuple[SplitStage, ...]
-        if rl:
-            split = (SplitStage(Fraction(0), rl.batch_size, rl.train_micro_batch_size, rl.num_micro_batches),)
-        else:
-            split = split_stages(config, unit, state["samples_seen"])
-        trajectory = Trajectory(
+        """Plans the rest of a run on devices whose unit and whose batch of pairs are known."""
+        split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
+        manager = cls(
             split,
+            anchor,
             steps=config.steps,
-            data_end=_data_end(config, samples_per_epoch),
-            steps_per_batch=rl.num_iterations if rl else 1,
-            anchor=(state["step"], state["samples_seen"]),
+            data_end=data_end(config, samples_per_epoch),
+            updates_per_batch=rl.num_iterations if rl else 1,
+            num_devices=unit.num_devices,
+            rows_per_sample=rl.num_generations if rl else 1,
+            learning_rate_scales=_learning_rate_scales(config, split),
         )
-        if not trajectory.lengths_agree():
+        if not manager.lengths_agree():
             names = ("train_samples", "train_tokens", "num_epochs")
             other = next(stated(config, name) for name in names if config[name] is not None)
-            raise Refusal(f"steps={config.steps}: must agree with {other}, stated beside it", {"steps": None})
-        rows = rl.num_generations if rl else 1
-        scales = _learning_rate_scales(config, split)
-        return cls(
-            tuple(_stage(trajectory, i, unit, rows, scales[i]) for i in range(len(split))),
-            *trajectory.totals,
-            rows,
-            trajectory,
+            raise Refusal(config, "steps", f"must agree with {other}, stated beside it", {"steps": None})
+        return manager
+
+    @property
+    def total_steps(self) -> int | None:
+        """Updates of the whole run; None where the samples of an epoch are unknown."""
+        return self.totals[0]
+
+    @property
+    def total_samples(self) -> int | None:
+        """Samples of the whole run; None where the samples of an epoch are unknown."""
+        return self.totals[1]
+
+    @functools.cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """Every stage, also one that is skipped or never reached."""
+        return tuple(self._stage(index) for index in range(len(self.split_stages)))
+
+    def _stage(self, index: int) -> Stage:
+        own, rows = self.split_stages[index], self.rows_per_sample
+        return Stage(
+            plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
+            own.batch * rows,
+            own.accumulation_steps,
+            own.micro_batch * rows,
+            *self.span(index),
+            self.learning_rate_scales[index],
+            own.threshold,
         )
 
     def state_at(self, step: int) -> dict[str, int]:
         """Returns what a checkpoint after `step` updates must hold; plain integers for JSON."""
         return {"step": step, "samples_seen": self.position_after(step)}
 
-    def stage_at(self, samples_seen: int) -> int:
-        """Returns the index of the stage in which a step that starts at samples_seen runs.
-
-        Raises:
-          ValueError: samples_seen is negative.
-        """
-        if samples_seen < 0:
-            raise ValueError(f"sample {samples_seen} lies before the stream, which starts at 0")
-        return self._trajectory.stage_at(samples_seen)
-
     def batch_size_at(self, samples_seen: int) -> int:
         """Returns the global batch of a step that starts at samples_seen."""
-        return self.stages[self.stage_at(samples_seen)].global_batch_size
+        return self.split_stages[self.stage_at(samples_seen)].batch * self.rows_per_sample
 
     def rows_at(self, samples_seen: int) -> int:
         """Returns the real rows of a step that starts at samples_seen: its batch, or the rest of the run."""
-        batch, end = self.batch_size_at(samples_seen), self._trajectory.data_end
-        return batch if end is None else max(0, min(batch, (end - samples_seen) * self.rows_per_sample))
-
-    def position_after(self, steps: int) -> int:
-        """Returns samples_seen after so many updates of the whole run.
-
-        A length in data ends the last batch; a length in steps does not: beyond it the plan simply goes on.
-
-        Raises:
-          ValueError: the step lies behind an anchor that this plan did not lead to.
-        """
-        self._check_ahead("step", steps, self._trajectory.visits[0].step)
-        return self._trajectory.position_after(steps)
+        batch = self.batch_size_at(samples_seen)
+        if self.data_end is None:
+            return batch
+        return max(0, min(batch, (self.data_end - samples_seen) * self.rows_per_sample))
 
     def steps_from(self, step: int) -> Iterator[PlannedStep]:
         """Yields the updates that follow the first `step` ones, to the end of the run.
@@ -209,47 +196,14 @@ class RampupBatchManager:
         Raises:
           ValueError: the step lies behind an anchor that this plan did not lead to.
         """
-        first_sample = self.position_after(step)
+        first = self.position_after(step)
         while self.total_steps is None or step < self.total_steps:
-            step += 1
-            end_sample = self.position_after(step)
-            yield PlannedStep(
-                step, first_sample, self.rows_at(first_sample), self.stage_at(first_sample), end_sample
-            )
-            first_sample = end_sample
-
-    def step_at(self, samples_seen: int) -> int:
-        """Returns the updates that are complete when samples_seen samples have been trained on.
-
-        Raises:
-          ValueError: the position lies behind an anchor that this plan did not lead to.
-        """
-        self._check_ahead("sample", samples_seen, self._trajectory.visits[0].sample)
-        return self._trajectory.step_at(samples_seen)
-
-    def _check_ahead(self, name: str, asked: int, first: int) -> None:
-        if asked < first:
-            anchor = self._trajectory.anchor
-            raise ValueError(
-                f"{name} {asked} lies behind the anchor {anchor}, to which this plan did not lead"
-            )
+            step, end = step + 1, self.position_after(step + 1)
+            yield PlannedStep(step, first, self.rows_at(first), self.stage_at(first), end)
+            first = end
 
 
-def _stage(trajectory: Trajectory, index: int, unit: MicrobatchUnit, rows: int, scale: float) -> Stage:
-    """Returns a stage with its part of the run; `rows` are those of a sample."""
-    own, span = trajectory.stages[index], trajectory.span(index)
-    return Stage(
-        per_device_batch_size=plain_number(Fraction(own.micro_batch * rows, unit.num_devices)),
-        global_batch_size=own.batch * rows,
-        gradient_accumulation_steps=own.accumulation_steps,
-        micro_batch_size_to_train_on=own.micro_batch * rows,
-        learning_rate_scale=scale,
-        threshold=own.threshold,
-        **span._asdict(),
-    )
-
-
-def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) -> list[float]:
+def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) -> tuple[float, ...]:
     """Returns the factor of each stage on the learning rate: 1, or a power of batch / reference.
 
     Linear: Goyal et al. 2017, https://arxiv.org/abs/1706.02677. Square root: Krizhevsky 2014,
@@ -263,34 +217,16 @@ def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) ->
     for key in ("adam_b1", "adam_b2") if config.adam_scaling == "sde" else ():
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
+            rule = (
+                f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {largest / reference:.3g} times "
+                f"reference_batch_size={reference}"
+            )
+            has_reference = needed <= MOST_SAMPLES and config.batch_size is None
             raise Refusal(
-                f"{stated(config, key)}: adam_scaling=sde leaves nothing of it at a batch of {largest}, "
-                f"{largest / reference:.3g} times reference_batch_size={reference}",
-                {"reference_batch_size": needed}
-                if needed <= MOST_SAMPLES and config.batch_size is None
-                else {"adam_scaling": "none"},
+                config,
+                key,
+                rule,
+                {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"},
             )
     scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.learning_rate_scaling]
-    return [scale(Fraction(stage.batch, reference)) for stage in stages]
-
-
-def _data_end(config: ConfigDict, samples_per_epoch: int | None) -> int | None:
-    """Returns the samples after which a length in data ends the run; None: there is none, or it is unknown."""
-    ends: dict[str, int] = {}
-    if config.train_samples is not None:
-        ends["train_samples"] = config.train_samples
-    if config.train_tokens is not None:
-        ends["train_tokens"] = -(-config.train_tokens // config.max_target_length)
-    if config.num_epochs is not None and samples_per_epoch is not None:
-        ends["num_epochs"] = math.ceil(exact(config.num_epochs) * samples_per_epoch)
-    if not ends:
-        return None
-    (first, end), *others = ends.items()
-    for name, other in others:
-        if other != end:
-            raise Refusal(
-                f"{stated(config, first)}: {end} samples must agree with {stated(config, name)}, {other} samples, "
-                "stated beside it",
-                {name: None},
-            )
-    return end
+    return tuple(scale(Fraction(stage.batch, reference)) for stage in stages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import TypeVar
 
 from ml_collections import ConfigDict
@@ -18,18 +19,19 @@ class Refusal(ConfigError):
     """A rule that the config breaks.
 
     Attributes:
-      fault: the keys, their values and the rule.
       works: values of keys that keep the rule, the other keys left as they are.
     """
 
-    def __init__(self, fault: str, works: Mapping[str, Value]) -> None:
-        super().__init__(
-            f"{fault}; works: {' '.join(f'{key}={_text(value)}' for key, value in works.items())}"
-        )
-        self.fault, self.works = fault, works
+    def __init__(self, config: Mapping[str, Value], name: str, rule: str, works: Mapping[str, Value]) -> None:
+        super().__init__(f"{stated(config, name)}: {rule}")
+        self.works = {key: plain_number(v) if isinstance(v, Fraction) else v for key, v in works.items()}
+
+    def __str__(self) -> str:
+        works = " ".join(f"{key}={_text(value)}" for key, value in self.works.items())
+        return f"{super().__str__()}; works: {works}"
 
 
-def stated(config: ConfigDict, *names: str) -> str:
+def stated(config: Mapping[str, Value], *names: str) -> str:
     """Returns keys and their values as a message repeats them: "a=1, b=2"."""
     return ", ".join(f"{name}={shown(_text(config[name], quote=''))}" for name in names)
 
@@ -43,26 +45,21 @@ def accepted(config: ConfigDict, plan: Callable[[ConfigDict], _T]) -> _T:
     """Returns `plan(config)`.
 
     Raises:
-      Refusal: the config breaks a rule. Where keeping it breaks another, the message names what keeps both.
+      Refusal: the config breaks a rule. Where keeping it breaks others, the message names what keeps all of them.
     """
     try:
         return plan(config)
     except Refusal as refusal:
-        raise Refusal(refusal.fault, _all_that_must_change(refusal, config, plan)) from None
-
-
-def _all_that_must_change(
-    refusal: Refusal, config: ConfigDict, plan: Callable[[ConfigDict], object]
-) -> Mapping[str, Value]:
-    works = dict(refusal.works)
-    for _ in range(_MOST_TRIES):
-        try:
-            plan(ConfigDict({**config, **works}))
-        except Refusal as further:
-            works |= further.works
-        else:
-            return works
-    return refusal.works
+        works = dict(refusal.works)
+        for _ in range(_MOST_TRIES):
+            try:
+                plan(ConfigDict({**config, **works}))
+            except Refusal as further:
+                works |= further.works
+            else:
+                refusal.works = works
+                break
+        raise refusal from None
 
 
 def _text(value: Value, quote: str = '"') -> str:
@@ -72,5 +69,7 @@ def _text(value: Value, quote: str = '"') -> str:
     if isinstance(value, str):
         return f"{quote}{value}{quote}" if " " in value else value
     number = exact(value)
-    is_short = number.denominator == 1 or abs(number) < 2**64
-    return str(plain_number(number) if is_short else number)
+    bits = number.numerator.bit_length() - number.denominator.bit_length()
+    if max(abs(bits), number.denominator.bit_length()) > 10_000:
+        return f"about 2^{bits}"  # more digits than Python turns into text
+    return str(plain_number(number) if bits < 64 else number)  # a larger one may be beyond any float

@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import exact
 from maxbatch.plan.divisors import nearest_divisor
-from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.plan.refusal import Refusal, stated
+from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
+from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 
@@ -52,19 +53,20 @@ class RLBatch:
     num_sampler_devices: int
 
     @classmethod
-    def from_config(cls, config: ConfigDict, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch:
-        """Takes the batch from the config.
+    def if_stated(cls, config: ConfigDict, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
+        """Returns the batch of the config; None where no `batch_size` states one.
 
         Args:
-          config: the run's config, with a `batch_size`.
+          config: the run's config.
           meshes: the shapes of the devices that train and of those that sample.
           unit: that of the devices that train.
 
         Raises:
           ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
         """
+        if config.batch_size is None:
+            return None
         _check_other_keys(config)
-        _check_pairs(config)
         shards_of = {
             "train_micro_batch_size": unit.rows,
             "rollout_micro_batch_size": meshes.sampling.batch_shards,
@@ -85,59 +87,48 @@ class RLBatch:
         )
 
     @property
+    def stage(self) -> SplitStage:
+        """The one stage of the run, in prompts."""
+        return SplitStage(Fraction(0), self.batch_size, self.train_micro_batch_size, self.num_micro_batches)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings of values that are allowed but hardly meant."""
-        if self.num_generations > 1:
-            return ()
-        return (
-            "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned",
-        )
+        alone = "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned"
+        return (alone,) if self.num_generations == 1 else ()
 
 
 def _check_other_keys(config: ConfigDict) -> None:
-    """Raises Refusal for keys whose values mean nothing beside a batch of prompts."""
-    length = config.max_target_length
-    in_samples = {"train_tokens": None, "train_samples": -(-(config.train_tokens or 0) // length)}
-    for name, works in (
-        ("train_tokens", in_samples),
-        ("reference_batch_size", {"reference_batch_size": None}),
-    ):
-        if config[name] is not None:
-            raise Refusal(
-                f"{stated(config, name)}: must not be stated beside batch_size, since a sample is a prompt",
-                works,
-            )
-    updates = config.num_iterations
-    if config.steps is not None and config.steps % updates:
-        raise Refusal(
-            f"{stated(config, 'steps')}: must be a multiple of num_iterations={updates}, the updates per batch",
-            {"steps": nearest_multiple(config.steps, updates)},
-        )
-    prompt = config.max_prefill_predict_length
-    if prompt >= length:
-        raise Refusal(
-            f"{stated(config, 'max_prefill_predict_length')}: must be less than max_target_length={length}, which "
-            "holds prompt and response",
-            {"max_target_length": 2 * prompt}
-            if prompt < 2**31
-            else {"max_prefill_predict_length": length // 2},
-        )
-    if exact(config.expansion_factor_real_data) not in (1, -1):
-        raise Refusal(
-            f"{stated(config, 'expansion_factor_real_data')}: must be -1 beside batch_size, since every host reads "
-            "the prompts",
-            {"expansion_factor_real_data": -1},
-        )
-
-
-def _check_pairs(config: ConfigDict) -> None:
-    """Raises Refusal for more pairs than any machine trains on."""
+    """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
+    length, prompt, updates = (
+        config.max_target_length,
+        config.max_prefill_predict_length,
+        config.num_iterations,
+    )
     batch, group = config.batch_size, config.num_generations
-    if batch * group > MOST_SAMPLES:
+    a_sample = "must not be stated beside batch_size, since a sample is a prompt"
+    if config.train_tokens is not None:
+        in_samples = {"train_tokens": None, "train_samples": -(-config.train_tokens // length)}
+        raise Refusal(config, "train_tokens", a_sample, in_samples)
+    if config.reference_batch_size is not None:
+        raise Refusal(config, "reference_batch_size", a_sample, {"reference_batch_size": None})
+    if config.steps is not None and config.steps % updates:
+        rule = f"must be a multiple of num_iterations={updates}, the updates per batch"
+        raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.steps, updates)})
+    if prompt >= length:
+        rule = f"must be less than max_target_length={length}, which holds prompt and response"
+        shorter = {"max_prefill_predict_length": length // 2}
+        works = {"max_target_length": 2 * prompt} if prompt < 2**31 else shorter
+        raise Refusal(config, "max_prefill_predict_length", rule, works)
+    if exact(config.expansion_factor_real_data) not in (1, -1):
+        key = "expansion_factor_real_data"
         raise Refusal(
-            f"{stated(config, 'batch_size', 'num_generations')}: {batch} x {group} pairs must be at most "
-            f"{MOST_SAMPLES}",
-            {"batch_size": min(batch, 32), "num_generations": min(group, 8)},
+            config, key, "must be -1 beside batch_size, since every host reads the prompts", {key: -1}
+        )
+    if batch * group > MOST_SAMPLES:
+        rule = f"x num_generations={group} must be at most {MOST_SAMPLES} pairs"
+        raise Refusal(
+            config, "batch_size", rule, {"batch_size": min(batch, 32), "num_generations": min(group, 8)}
         )
 
 
@@ -157,9 +148,7 @@ def _chunks(config: ConfigDict, shards_of: Mapping[str, int]) -> tuple[int, ...]
     def check(name: str, rule: str, whole: int, unit: int) -> None:
         if config[name] % unit or whole % config[name]:
             nearest = nearest_divisor(whole, config[name], unit)
-            raise Refusal(
-                f"{stated(config, name)}: must be {rule}", {name: nearest} if nearest else other_batch
-            )
+            raise Refusal(config, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
 
     unstated = [name for name in shards_of if config[name] == -1]
     if pairs_per_chunk != -1:
@@ -176,9 +165,6 @@ def _chunks(config: ConfigDict, shards_of: Mapping[str, int]) -> tuple[int, ...]
             split = f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""
             check(name, f"a number of prompts that divides batch_size={batch}{split}", batch, units[name])
         elif batch % units[name]:
-            raise Refusal(
-                f"{stated(config, 'batch_size')}: x num_generations={group} = {pairs} pairs must be divisible by "
-                f"{shards} batch shards",
-                other_batch,
-            )
+            rule = f"x num_generations={group} = {pairs} pairs must be divisible by {shards} batch shards"
+            raise Refusal(config, "batch_size", rule, other_batch)
     return tuple(prompts if name in unstated else config[name] for name in shards_of)

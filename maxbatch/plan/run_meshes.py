@@ -41,7 +41,7 @@ class RunMeshes:
             shape = MeshShape.from_config(config, num_devices, num_slices)
             return cls(shape, shape, num_devices)
         per_slice = num_devices // num_slices
-        counts = shared_out(config, num_devices, per_slice)
+        counts = _shared_out(config, num_devices, per_slice)
         training, sampling = (MeshShape.from_config(config, n, -(-n // per_slice)) for n in counts)
         return cls(training, sampling, num_devices)
 
@@ -51,22 +51,11 @@ class RunMeshes:
         check_model_fits(config, self.sampling)
 
 
-def shared_out(config: ConfigDict, num_devices: int, per_slice: int) -> tuple[int, int]:
-    """Returns how many devices train and how many others sample.
-
-    Args:
-      config: the run's config; its two fractions are not both 1.
-      num_devices: N.
-      per_slice: devices of a slice. Whoever needs more takes whole slices.
-
-    Raises:
-      ConfigError: the fractions do not give such numbers of devices, or together more than there are.
-    """
+def _shared_out(config: ConfigDict, num_devices: int, per_slice: int) -> tuple[int, int]:
+    """Returns how many devices train and how many others sample; those of several slices take whole ones."""
     if num_devices == 1:
-        raise Refusal(
-            f"{stated(config, *_SHARES)}: must both be 1, since one device trains and samples",
-            dict.fromkeys(_SHARES, 1),
-        )
+        rule = f"must be 1, and {_SHARES[1]} too, since one device trains and samples"
+        raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))
     counts = {name: exact(config[name]) * num_devices for name in _SHARES}
     for name, count in counts.items():
         in_slices = count <= per_slice or count % per_slice == 0
@@ -77,15 +66,13 @@ def shared_out(config: ConfigDict, num_devices: int, per_slice: int) -> tuple[in
             if nearest > per_slice:
                 nearest = min(round(nearest / per_slice) * per_slice, num_devices - per_slice)
             slices = f", or of slices of {per_slice}," if per_slice != num_devices else ""
-            raise Refusal(
-                f"{stated(config, name)}: x {num_devices} devices = {in_words(count)} must be a whole number{slices} "
-                "that leaves devices to the others",
-                {name: Fraction(nearest, num_devices)},
+            rule = (
+                f"x {num_devices} devices = {in_words(count)} must be a whole number{slices} that leaves devices to "
+                "the others"
             )
+            raise Refusal(config, name, rule, {name: Fraction(nearest, num_devices)})
     trainers, samplers = (int(count) for count in counts.values())
     if trainers + samplers > num_devices:
-        raise Refusal(
-            f"{stated(config, *reversed(_SHARES))}: must be at most 1 together, or both be 1",
-            {_SHARES[1]: Fraction(num_devices - trainers, num_devices)},
-        )
+        rule = f"with {stated(config, _SHARES[0])} must be at most 1 together, or both be 1"
+        raise Refusal(config, _SHARES[1], rule, {_SHARES[1]: Fraction(num_devices - trainers, num_devices)})
     return trainers, samplers

@@ -1,4 +1,4 @@
-"""The stages of the batch as a config states them: from a threshold on, so many samples per update.
+"""The stages and the length of a run as a config states them: from a threshold on, so many samples per update.
 
 A constant batch is one stage, a ramp is n + 1 of them, a schedule as many as it lists. All numbers are exact.
 N devices, p rows per device, g accumulation steps, M micro-batch, B global batch = M x g.
@@ -6,10 +6,10 @@ N devices, p rows per device, g accumulation steps, M micro-batch, B global batc
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -20,31 +20,23 @@ from maxbatch.plan.refusal import Refusal, in_words, stated
 MOST_STAGES = 10_000
 MOST_ROWS = 2**31  # per device
 MOST_SAMPLES = 2**40  # per update; far beyond any machine
-_LARGEST = 2**63 - 1
-_MOST_TEXT = 80  # characters of a schedule in a message
+_LARGEST = 2**63 - 1  # of all numbers
+_MOST_TEXT = 80  # characters of a schedule that a message names
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and global batch
 
 
-@dataclasses.dataclass(frozen=True)
-class StatedStage:
-    """One stage as it is stated: from `threshold` samples on, `batch` samples per update.
-
-    `micro_batch` is p x N where the accumulation steps are stated; None where they follow from the batch.
-    """
+class StatedStage(NamedTuple):
+    """One stage as it is stated: from `threshold` samples on, `batch` samples per update."""
 
     threshold: Fraction
     batch: Fraction
-    micro_batch: Fraction | None
+    micro_batch: Fraction | None  # p x N where g is stated; None where both follow from the batch
 
 
 def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
     """Returns the stages that the config states.
-
-    Args:
-      config: the run's config.
-      num_devices: N.
 
     Raises:
       ConfigError: a ramp or a schedule breaks its rule, or two statements disagree.
@@ -62,29 +54,28 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
     if g is not None and any(batch != micro_batch * g for _, batch in batches):
         key = "global_batch_size" if config.batch_size_schedule is None else "batch_size_schedule"
-        raise Refusal(
-            f"gradient_accumulation_steps={g}: per_device_batch_size x {num_devices} devices x {g} = "
-            f"{in_words(micro_batch * g)} must agree with {stated(config, key)}, stated beside it",
-            {"gradient_accumulation_steps": None},
+        rule = (
+            f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)} must agree with "
+            f"{stated(config, key)}, stated beside it"
         )
-    return [
-        StatedStage(threshold, Fraction(batch), None if g is None else micro_batch)
-        for threshold, batch in batches
-    ]
+        raise Refusal(config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None})
+    micro_or_none = None if g is None else micro_batch
+    return [StatedStage(threshold, Fraction(batch), micro_or_none) for threshold, batch in batches]
 
 
 def increments(config: ConfigDict) -> int:
     """Returns n = (p - a) / c, the increments of the ramp; raises ConfigError unless it is a whole number >= 1."""
     p, a, c = ramp_numbers(config)
-    n = (p - a) / c if c else None
-    if n is not None and n.denominator == 1 and 1 <= n <= MOST_STAGES:
-        return int(n)
-    names = ("per_device_batch_size_increment", "per_device_batch_size_start", "per_device_batch_size")
-    increment, start, target = (stated(config, name) for name in names)
     rule = "must not be 0"
-    if n is not None:
+    if c:
+        n = (p - a) / c
+        if n.denominator == 1 and 1 <= n <= MOST_STAGES:
+            return int(n)
+        start, target = (
+            stated(config, name) for name in ("per_device_batch_size_start", "per_device_batch_size")
+        )
         rule = f"increments from {start} to {target} must be a whole number from 1 to {MOST_STAGES}, not {in_words(n)}"
-    raise Refusal(f"{increment}: {rule}", nearest_ramp(config))
+    raise Refusal(config, "per_device_batch_size_increment", rule, nearest_ramp(config))
 
 
 def stated_batches(config: ConfigDict) -> Batches | None:
@@ -94,11 +85,8 @@ def stated_batches(config: ConfigDict) -> Batches | None:
         return None if constant is None else [(Fraction(0), constant)]
     batches = parse_schedule(schedule, config.max_target_length)
     if constant is not None and any(batch != constant for _, batch in batches):
-        raise Refusal(
-            f"{stated(config, 'global_batch_size')}: must agree with {stated(config, 'batch_size_schedule')}, "
-            "stated beside it",
-            {"global_batch_size": None},
-        )
+        rule = f"must agree with {stated(config, 'batch_size_schedule')}, stated beside it"
+        raise Refusal(config, "global_batch_size", rule, {"global_batch_size": None})
     return batches
 
 
@@ -115,7 +103,8 @@ def parse_schedule(text: str, length: int) -> Batches:
     """
 
     def refusal(rule: str, works: str) -> Refusal:
-        return Refusal(f"batch_size_schedule={shown(text)}: {rule}", {"batch_size_schedule": works})
+        key = "batch_size_schedule"
+        return Refusal({key: text}, key, rule, {key: works})
 
     words = text.replace(",", " ").split()
     if not 1 <= len(words) <= MOST_STAGES:
@@ -127,38 +116,33 @@ def parse_schedule(text: str, length: int) -> Batches:
         if threshold is None or batch is None or batch.denominator != 1 or not 1 <= batch <= MOST_SAMPLES:
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
-    thresholds = [threshold for threshold, _ in batches]
-    by_threshold = sorted(dict(batches).items())
-    rising = schedule_text([(Fraction(0), by_threshold[0][1]), *by_threshold[1:]], length)
-    if thresholds[0] != 0:
+    (_, first), *others = sorted(dict(batches).items())
+    rising = schedule_text([(Fraction(0), first), *others], length)
+    if batches[0][0] != 0:
         raise refusal("must start at 0 samples", rising)
     for i in range(1, len(words)):
-        if thresholds[i] <= thresholds[i - 1]:
+        if batches[i][0] <= batches[i - 1][0]:
             raise refusal(f"thresholds must rise, {shown(words[i])} does not", rising)
     return batches
 
 
 def schedule_text(batches: Batches, length: int) -> str:
     """Returns a schedule as it is stated, in whole samples or tokens: its first stages where it is a long one."""
-    exactly: dict[Fraction, str] = {}
+    pairs: dict[Fraction, str] = {}
     for threshold, batch in batches:
-        if threshold.denominator == 1:
-            exactly[threshold] = f"{threshold}:{batch}"
-        else:
-            tokens = math.ceil(threshold * length)
-            exactly[Fraction(tokens, length)] = f"{tokens}t:{batch}"
-    text = ""
-    for pair in exactly.values():
+        tokens = math.ceil(threshold * length)
+        start = f"{threshold}" if threshold.denominator == 1 else f"{tokens}t"
+        pairs[Fraction(tokens, length)] = f"{start}:{batch}"
+    text, *others = pairs.values()
+    for pair in others:
         if len(text) + len(pair) >= _MOST_TEXT:
             break
-        text = f"{text} {pair}".lstrip()
+        text = f"{text} {pair}"
     return text
 
 
-def nearest_multiple(
-    value: int | Fraction, unit: int | Fraction, most: int | Fraction = _LARGEST
-) -> Fraction:
-    """Returns the multiple of unit nearest to value, from one unit to the last one that is not above `most`."""
+def nearest_multiple(value: int | Fraction, unit: int | Fraction, most: int = _LARGEST) -> Fraction:
+    """Returns the multiple of unit nearest to value, from one unit to the last that is not above `most`."""
     return max(1, min(round(Fraction(value) / unit), math.floor(most / Fraction(unit)))) * Fraction(unit)
 
 
@@ -183,6 +167,25 @@ def nearest_ramp(config: ConfigDict, unit: Fraction = Fraction(1)) -> dict[str, 
         "per_device_batch_size_increment": step if target > start else -step,
         "per_device_batch_size": target,
     }
+
+
+def data_end(config: ConfigDict, samples_per_epoch: int | None) -> int | None:
+    """Returns the samples after which a length in data ends the run; None: there is none, or it is unknown."""
+    ends: dict[str, int] = {}
+    if config.train_samples is not None:
+        ends["train_samples"] = config.train_samples
+    if config.train_tokens is not None:
+        ends["train_tokens"] = -(-config.train_tokens // config.max_target_length)
+    if config.num_epochs is not None and samples_per_epoch is not None:
+        ends["num_epochs"] = math.ceil(exact(config.num_epochs) * samples_per_epoch)
+    if not ends:
+        return None
+    (first, end), *others = ends.items()
+    for name, other in others:
+        if other != end:
+            rule = f"{end} samples must agree with {stated(config, name)}, {other} samples, stated beside it"
+            raise Refusal(config, first, rule, {name: None})
+    return end
 
 
 def _amount(text: str, length: int | None) -> Fraction | None:

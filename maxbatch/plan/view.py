@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.frameworks import settings_of
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
-from maxbatch.plan.words import words_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
 
@@ -21,89 +21,66 @@ WIDTH = 400
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
 _GAP = "..."
 
-_NUMBERS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (
-        "machine",
-        (
-            ("num_devices", "N"),
-            ("num_hosts", "H"),
-            ("batch_shards", "parts that every micro-batch is split into"),
-        ),
-    ),
-    (
-        "batch",
-        (
-            ("per_device_batch_size", "p: rows of a device in one pass"),
-            ("micro_batch_size_to_train_on", "p x N: samples in one pass"),
-            ("gradient_accumulation_steps", "g: micro-batches per update"),
-            ("global_batch_size_to_train_on", "p x N x g: samples per update"),
-            ("per_replica_batch_size", "p x g: samples of a device per update"),
-            ("tokens_per_step", "slots per update"),
-        ),
-    ),
-    (
-        "pairs of prompt and response",
-        (
-            ("batch_size", "prompts per batch"),
-            ("num_generations", "G: responses per prompt"),
-            ("effective_batch_size", "pairs per update: batch_size x G"),
-            ("micro_batch_size", "pairs per chunk of training"),
-            ("num_micro_batches", "chunks of training per update"),
-            ("train_micro_batch_size", "prompts per chunk of training"),
-            ("rollout_micro_batch_size", "prompts per chunk of generation"),
-            ("num_iterations", "mu: updates per batch"),
-            ("num_trainer_devices", "devices that train"),
-            ("num_sampler_devices", "devices that sample"),
-        ),
-    ),
-    (
-        "loading",
-        (
-            ("expansion_factor_real_data", "e"),
-            ("num_loading_hosts", "hosts that read the source"),
-            ("global_batch_size_to_load", "batch x e for e > 1"),
-        ),
-    ),
-    (
-        "pipeline",
-        (
-            ("num_pipeline_stages", "groups of layers"),
-            ("num_pipeline_microbatches", "parts of a micro-batch"),
-            ("pipeline_microbatch_size", "samples of a part"),
-            ("num_pipeline_repeats", "groups of layers that each stage holds"),
-            ("pipeline_bubble", "(S - 1) / (parts x repeats + S - 1): share of the time that a stage waits"),
-        ),
-    ),
-    (
-        "eval",
-        (
-            ("eval_per_device_batch_size", "rows of a device in one eval pass"),
-            ("eval_batch_size", "samples in one eval pass"),
-        ),
-    ),
-    (
-        "run",
-        (
-            ("total_steps", "updates"),
-            ("total_samples", "samples"),
-            ("total_tokens", "slots"),
-            ("samples_per_epoch", "samples in one pass over the data"),
-            ("steps_per_epoch", "updates for one pass over the data, rounded up"),
-            ("epochs", "passes over the data"),
-            ("rampup_end_step", "updates before the last stage"),
-            ("rampup_end_sample", "samples before the last stage"),
-        ),
-    ),
-)
+_STAGE_NUMBERS = (
+    "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
+    "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size",
+)  # fmt: skip
+# Titles, and under them the names of numbers with what they are.
+_NUMBERS = """
+machine
+  num_devices                    N
+  num_hosts                      H
+  batch_shards                   parts that every micro-batch is split into
+batch
+  per_device_batch_size          p: rows of a device in one pass
+  micro_batch_size_to_train_on   p x N: samples in one pass
+  gradient_accumulation_steps    g: micro-batches per update
+  global_batch_size_to_train_on  p x N x g: samples per update
+  per_replica_batch_size         p x g: samples of a device per update
+  tokens_per_step                slots per update
+pairs of prompt and response
+  batch_size                     prompts per batch
+  num_generations                G: responses per prompt
+  effective_batch_size           pairs per update: batch_size x G
+  micro_batch_size               pairs per chunk of training
+  num_micro_batches              chunks of training per update
+  train_micro_batch_size         prompts per chunk of training
+  rollout_micro_batch_size       prompts per chunk of generation
+  num_iterations                 mu: updates per batch
+  num_trainer_devices            devices that train
+  num_sampler_devices            devices that sample
+loading
+  expansion_factor_real_data     e
+  num_loading_hosts              hosts that read the source
+  global_batch_size_to_load      batch x e for e > 1
+pipeline
+  num_pipeline_stages            groups of layers
+  num_pipeline_microbatches      parts of a micro-batch
+  pipeline_microbatch_size       samples of a part
+  num_pipeline_repeats           groups of layers that each stage holds
+  pipeline_bubble                (S - 1) / (parts x repeats + S - 1): share of the time that a stage waits
+eval
+  eval_per_device_batch_size     rows of a device in one eval pass
+  eval_batch_size                samples in one eval pass
+run
+  total_steps                    updates
+  total_samples                  samples
+  total_tokens                   slots
+  samples_per_epoch              samples in one pass over the data
+  steps_per_epoch                updates for one pass over the data, rounded up
+  epochs                         passes over the data
+  rampup_end_step                updates before the last stage
+  rampup_end_sample              samples before the last stage
+"""
 
 
 def plan_console() -> Console:
-    """Return a console for standard output that folds nothing; it colours on a terminal only."""
+    """Returns a console for standard output that folds nothing; it colours on a terminal only."""
     return PipeConsole(width=WIDTH, highlight=False, markup=False)
 
 
 def equation(plan: BatchPlan) -> str:
-    """Return the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
+    """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
     last = plan.stages[-1]
     if plan.rl:
         return (
@@ -122,7 +99,7 @@ def equation(plan: BatchPlan) -> str:
 
 
 def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
-    """Print the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
+    """Prints the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
     console.print(_numbers_table(plan))
     try:
@@ -134,7 +111,7 @@ def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
 
 
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
-    """Return the table of stages; with a rate, also that of each one's first and last update."""
+    """Returns the table of stages; with a rate, also that of each one's first and last update."""
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
     heads = ["stage", "from sample", "step", "steps", "samples", "p", "g", "micro", "global"]
     if plan.rl:
@@ -149,7 +126,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
             table.add_row(*[_GAP] * len(heads))
             continue
         stage = plan.stages[index]
-        cells = [str(index), *(_number(value) for value in _stage_numbers(stage))]
+        cells = [str(index), *(_number(getattr(stage, name)) for name in _STAGE_NUMBERS)]
         cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
         cells += _first_and_last_rate(plan, stage, rate) if rate else []
         table.add_row(*cells, style="dim" if stage.num_steps == 0 else None)
@@ -157,7 +134,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
 
 
 def render_layout(plan: BatchPlan, console: Console) -> None:
-    """Draw which sample lands on which device in which micro-batch, in the first and in the last stage."""
+    """Draws which sample lands on which device in which micro-batch, in the first and in the last stage."""
     console.print()
     group = plan.rl.num_generations if plan.rl else 1
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
@@ -169,25 +146,22 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
         console.print(_layout_table(plan, index))
 
 
-def render_words(plan: BatchPlan, console: Console) -> None:
-    """Print the plan in the words of other frameworks: what to write there for the same batch."""
-    spoken = words_of(plan)
+def render_frameworks(plan: BatchPlan, console: Console) -> None:
+    """Prints the plan in the words of other frameworks: what to write there for the same batch."""
+    settings = settings_of(plan)
     together = _counted(plan.num_devices // plan.batch_shards, "device")
     table = _table()
-    for head in (
-        "in the words of",
-        "one update",
-        f"write there, on {_counted(plan.batch_shards, 'replica')} of {together}",
-    ):
+    replicas = _counted(plan.batch_shards, "replica")
+    for head in ("in the words of", "one update", f"write there, on {replicas} of {together}"):
         table.add_column(head, no_wrap=True)
-    for words in spoken:
-        table.add_row(words.framework, words.update, words.settings)
-        for line in words.ramp:
+    for own in settings:
+        table.add_row(own.framework, own.update, own.settings)
+        for line in own.ramp:
             table.add_row("", "", line)
     console.print()
     console.print(table)
     if len(plan.stages) > 1:
-        without = [words.framework for words in spoken if not words.ramp]
+        without = [own.framework for own in settings if not own.ramp]
         console.print(f"no setting for these stages in {', '.join(without)}")
 
 
@@ -216,16 +190,22 @@ def _numbers_table(plan: BatchPlan) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
-    for title, numbers in _NUMBERS:
-        source = plan if hasattr(plan, numbers[0][0]) else plan.rl
+    title = ""
+    for line in _NUMBERS.strip().splitlines():
+        if not line.startswith(" "):
+            title = line
+            continue
+        name, meaning = line.split(maxsplit=1)
+        source = plan if hasattr(plan, name) else plan.rl
         if source is None:
             continue
-        table.add_row()
-        table.add_row(Text(title, style="bold"))
-        for name, meaning in numbers:
-            if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
-                meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
-            table.add_row(f"  {name}", _number(getattr(source, name)), meaning)
+        if title:
+            table.add_row()
+            table.add_row(Text(title, style="bold"))
+            in_run, title = title == "run", ""
+        if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
+            meaning = meaning.replace("samples", "prompts" if in_run else "pairs")
+        table.add_row(f"  {name}", _number(getattr(source, name)), meaning)
     return table
 
 
@@ -240,21 +220,8 @@ def _first_and_last_rate(plan: BatchPlan, stage: Stage, rate: LearningRate) -> l
     return [f"{rate.at(samples_seen):.2e}" for samples_seen in (stage.first_sample, last)]
 
 
-def _stage_numbers(stage: Stage) -> tuple[int | float | Fraction | None, ...]:
-    return (
-        stage.first_sample,
-        stage.first_step,
-        stage.num_steps,
-        stage.num_samples,
-        stage.per_device_batch_size,
-        stage.gradient_accumulation_steps,
-        stage.micro_batch_size_to_train_on,
-        stage.global_batch_size,
-    )
-
-
 def _abridged(count: int, most: int) -> list[int | None]:
-    """Return range(count), of which None replaces the middle where it is longer than most."""
+    """Returns range(count), of which None replaces the middle where it is longer than most."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]

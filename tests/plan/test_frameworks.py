@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
-from maxbatch.plan.words import Words, words_of
+from maxbatch.plan.frameworks import FrameworkSettings, settings_of
 from tests.helpers.ramps_elsewhere import maxtext_batches, megatron_rampup, megatron_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "batch-size.md"
@@ -57,8 +57,8 @@ def plans(draw: st.DrawFn) -> tuple[BatchPlan, int]:
     return BatchPlan.from_config(load_config(overrides=overrides), devices), devices
 
 
-def spoken(plan: BatchPlan) -> dict[str, Words]:
-    return {words.framework: words for words in words_of(plan)}
+def spoken(plan: BatchPlan) -> dict[str, FrameworkSettings]:
+    return {words.framework: words for words in settings_of(plan)}
 
 
 def numbers(text: str) -> dict[str, str]:
@@ -175,7 +175,7 @@ def test_the_page_names_every_framework_and_every_setting_that_plan_prints() -> 
     text = PAGE.read_text()
     table = text[text.index("## Four questions") : text.index("## The same examples")]
     plan = BatchPlan.from_config(load_config(overrides=["gradient_accumulation_steps=2"]), 4)
-    for words in words_of(plan):
+    for words in settings_of(plan):
         assert f"| {words.framework} |" in table
         for name in numbers(words.settings):
             assert name in table, name

@@ -1,4 +1,4 @@
-"""A plan in the words of other frameworks: what to write there for the same update. `docs/batch-size.md` explains them.
+"""A plan in other frameworks' words: what to write there for the same update. `docs/batch-size.md` explains them.
 
 R data-parallel replicas (`batch_shards`), N devices, M micro-batch, g accumulation steps, B = M x g global batch,
 m pipeline microbatches. Where a model lies on several devices, the other frameworks count replicas, not devices.
@@ -6,58 +6,42 @@ m pipeline microbatches. Where a model lies on several devices, the other framew
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from maxbatch.config.values import plain_number
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.rampup import Stage
 
 
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """What one framework is told for the batch of a plan.
-
-    Attributes:
-      framework: its name.
-      settings: what to write there, with its own names.
-      update: its name for the samples of one update, and their number.
-      ramp: what to write there for the stages, one way or another; none where the batch is constant, or cannot ramp.
-    """
+class FrameworkSettings(NamedTuple):
+    """What one framework is told for the batch of a plan."""
 
     framework: str
-    settings: str
-    update: str
-    ramp: tuple[str, ...] = ()
+    settings: str  # what to write there, with its own names
+    update: str  # its name for the samples of one update, and their number
+    ramp: tuple[str, ...] = ()  # ways to write the stages; none where the batch is constant, or cannot ramp
 
 
-def words_of(plan: BatchPlan) -> tuple[Words, ...]:
-    """Return a plan made from the start of its run in the words of each framework, the last stage's where it ramps."""
-    replicas, steps = plan.batch_shards, plan.gradient_accumulation_steps
+def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
+    """Returns what each framework is told for a plan made from the start of its run; of a ramp, its last stage."""
+    replicas, g = plan.batch_shards, plan.gradient_accumulation_steps
     batch, micro = plan.global_batch_size_to_train_on, plan.micro_batch_size_to_train_on
     rows = micro // replicas
-    divided = f", {steps} x backward(loss / {steps}) per step()" if steps > 1 else ""
-    accumulated = f" gradient_accumulation_steps={steps}" if steps > 1 else ""
+    divided = f", {g} x backward(loss / {g}) per step()" if g > 1 else ""
+    strategy = f"BATCH_SIZE_PER_REPLICA={rows} GLOBAL_BATCH_SIZE={micro}"
+    strategy += f" gradient_accumulation_steps={g}" if g > 1 else ""
+    global_batch = f"GLOBAL_BATCH_SIZE x {g}={batch}" if g > 1 else f"GLOBAL_BATCH_SIZE={batch}"
+    trainer = f"per_device_train_batch_size={rows} gradient_accumulation_steps={g}"
+    axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
     return (
         _maxbatch(plan),
-        Words("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
-        Words(
-            "TensorFlow MirroredStrategy",
-            f"BATCH_SIZE_PER_REPLICA={rows} GLOBAL_BATCH_SIZE={micro}{accumulated}",
-            f"GLOBAL_BATCH_SIZE x {steps}={batch}" if steps > 1 else f"GLOBAL_BATCH_SIZE={batch}",
-        ),
-        Words(
-            "Hugging Face Trainer",
-            f"per_device_train_batch_size={rows} gradient_accumulation_steps={steps}",
-            f"total train batch size={batch}",
-        ),
-        Words(
-            "Axolotl",
-            f"micro_batch_size: {rows}, gradient_accumulation_steps: {steps}",
-            f"total batch size={batch}",
-        ),
+        FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
+        FrameworkSettings("TensorFlow MirroredStrategy", strategy, global_batch),
+        FrameworkSettings("Hugging Face Trainer", trainer, f"total train batch size={batch}"),
+        FrameworkSettings("Axolotl", axolotl, f"total batch size={batch}"),
         _deepspeed(plan),
         _megatron(plan),
         _maxtext(plan),
@@ -65,7 +49,7 @@ def words_of(plan: BatchPlan) -> tuple[Words, ...]:
 
 
 def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
-    """Return (first batch, increment, samples until the last stage) of a ramp in equal steps; None: it is not one."""
+    """Returns (first batch, increment, samples until the last stage) of a ramp in equal steps; None: it is not one."""
     if len(stages) < 2:
         return None
     start, apart = stages[0].global_batch_size, stages[1].threshold
@@ -77,8 +61,8 @@ def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
     return (start, rise, stages[-1].threshold) if regular and rise > 0 else None
 
 
-def _maxbatch(plan: BatchPlan) -> Words:
-    """The batch stated globally, which holds on any number of devices; p is then the most rows of a pass."""
+def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
+    """Returns the batch stated globally, which holds on any number of devices; p is then the most rows of a pass."""
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
     settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
     batch = plan.global_batch_size_to_train_on
@@ -87,38 +71,41 @@ def _maxbatch(plan: BatchPlan) -> Words:
         settings += f" global_batch_size={batch}"
     else:
         ramp = (f'batch_size_schedule="{_schedule(plan.stages)}"',)
-    return Words("maxbatch", settings, f"global_batch_size_to_train_on={batch}", ramp)
+    return FrameworkSettings("maxbatch", settings, f"global_batch_size_to_train_on={batch}", ramp)
 
 
-def _deepspeed(plan: BatchPlan) -> Words:
-    """Its pipeline's microbatches are its accumulation steps."""
+def _deepspeed(plan: BatchPlan) -> FrameworkSettings:
+    """Returns the settings of DeepSpeed, whose accumulation steps are the microbatches of its pipeline."""
     steps = plan.gradient_accumulation_steps * plan.num_pipeline_microbatches
     batch = plan.global_batch_size_to_train_on
+    rows = batch // steps // plan.batch_shards
     settings = (
-        f"train_micro_batch_size_per_gpu={batch // steps // plan.batch_shards} "
-        f"gradient_accumulation_steps={steps} train_batch_size={batch}"
+        f"train_micro_batch_size_per_gpu={rows} gradient_accumulation_steps={steps} train_batch_size={batch}"
     )
-    return Words("DeepSpeed", settings, f"train_batch_size={batch}")
+    return FrameworkSettings("DeepSpeed", settings, f"train_batch_size={batch}")
 
 
-def _megatron(plan: BatchPlan) -> Words:
-    """The pipeline's microbatches are its micro-batches. A ramp adds some, so one size must divide every stage."""
+def _megatron(plan: BatchPlan) -> FrameworkSettings:
+    """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline.
+
+    A ramp changes their number, so their one size must divide every stage.
+    """
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
     settings = f"--micro-batch-size {micro // plan.num_pipeline_microbatches // plan.batch_shards}"
     update = f"global batch size={batch}"
     if len(plan.stages) == 1:
-        return Words("Megatron-LM", f"{settings} --global-batch-size {batch}", update)
+        return FrameworkSettings("Megatron-LM", f"{settings} --global-batch-size {batch}", update)
     ramp = [f'--step-batch-size-schedule "{_schedule(plan.stages, plan.max_target_length)}"']
     if linear := linear_ramp(plan.stages):
         start, rise, samples = linear
         older = f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"
         ramp.append(f"older releases: {older}")
-    return Words("Megatron-LM", settings, update, tuple(ramp))
+    return FrameworkSettings("Megatron-LM", settings, update, tuple(ramp))
 
 
-def _maxtext(plan: BatchPlan) -> Words:
-    """The same keys. Below one row per device it loads one all the same; its ramp leaves out accumulation."""
+def _maxtext(plan: BatchPlan) -> FrameworkSettings:
+    """Returns the same keys. MaxText loads at least one row per device, and its ramp leaves out accumulation."""
     devices, steps = plan.num_devices, plan.gradient_accumulation_steps
     batch, micro = plan.global_batch_size_to_train_on, plan.micro_batch_size_to_train_on
     settings = f"per_device_batch_size={_decimal(micro, devices)} gradient_accumulation_steps={steps}"
@@ -135,23 +122,21 @@ def _maxtext(plan: BatchPlan) -> Words:
             f"enable_rampup_batch_size=true per_device_batch_size_start={_decimal(start, devices)} "
             f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}",
         )
-    return Words("MaxText", settings, update, ramp)
+    return FrameworkSettings("MaxText", settings, update, ramp)
 
 
 def _maxtext_ramps_alike(stages: Sequence[Stage]) -> bool:
-    """Its count starts anew at every stage, so only updates that meet each threshold exactly leave it where ours is."""
+    """Returns whether MaxText, which counts anew at every stage, ramps at the same samples.
+
+    It does if updates meet each threshold exactly.
+    """
     apart = stages[1].threshold
-    return (
-        all(
-            stage.gradient_accumulation_steps == 1 and apart % stage.global_batch_size == 0
-            for stage in stages[:-1]
-        )
-        and stages[-1].gradient_accumulation_steps == 1
-    )
+    accumulates = any(stage.gradient_accumulation_steps > 1 for stage in stages)
+    return not accumulates and all(apart % stage.global_batch_size == 0 for stage in stages[:-1])
 
 
 def _schedule(stages: Sequence[Stage], unit: int = 1) -> str:
-    """Return "0:256 100000:512", thresholds in samples, times unit.
+    """Returns "0:256 100000:512", thresholds in samples, times unit.
 
     Positions are whole, so thresholds round up; of stages that begin at the same sample only the last has any.
     """
@@ -160,7 +145,7 @@ def _schedule(stages: Sequence[Stage], unit: int = 1) -> str:
 
 
 def _decimal(rows: int, devices: int) -> str:
-    """Return rows / devices as the shortest number that a program which truncates x devices reads as rows."""
+    """Returns rows / devices as the shortest number that a program which truncates x devices reads as rows."""
     exact = plain_number(Fraction(rows, devices))
     if not isinstance(exact, Fraction):
         return str(exact)
