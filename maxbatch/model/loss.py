@@ -31,7 +31,6 @@ def token_losses(
     weights_MxL: jax.Array,
     *,
     batch_shards: int = 1,
-    max_logits: int | None = None,
     constrain: Constrain = unconstrained,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of cross-entropies of softmax(x @ w), and the sum of the weights.
@@ -44,21 +43,15 @@ def token_losses(
       w_DxV: the output projection, cast to x's dtype.
       targets_MxL: int32 in [0, V): the token to predict at each position.
       weights_MxL: float32: how much each position counts; 0 leaves it out.
-      batch_shards: parts of M that lie on different devices; M is a multiple of it. Each sums its own part of
-        w's gradient, so that they meet once, after the last piece.
-      max_logits: most logits of one shard that are made at once; None: `MAX_LOGITS` of the platform, but at least
-        those of D / 2 tokens, below which summing w's gradient over the pieces costs more than it saves.
-        The length is cut into the fewest equal pieces that keep to it.
+      batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
+        the parts are reduced once, after the last piece.
       constrain: places activations on the mesh, as in `Decoder`.
 
     Returns:
       (loss_sum, weight_sum), float32 scalars.
     """
-    width, vocabulary = w_DxV.shape
-    if max_logits is None:
-        max_logits = max(MAX_LOGITS[constrain.platform], width // 2 * vocabulary)
     rows, length = targets_MxL.shape
-    pieces = _num_pieces(length, rows // batch_shards * vocabulary, max_logits)
+    pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, constrain.platform)
     cut = partial(_cut, shards=batch_shards, pieces=pieces)
     loss_sum = _loss_sum(
         cut(x_MxLxD), w_DxV.astype(x_MxLxD.dtype), cut(targets_MxL), cut(weights_MxL), constrain
@@ -124,10 +117,8 @@ def token_logprobs(
     """
     x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
-    width, vocabulary = w_DxV.shape
     rows, length = tokens_MxL.shape
-    most = max(MAX_LOGITS[decoder.constrain.platform], width // 2 * vocabulary)
-    pieces = _num_pieces(length, rows // batch_shards * vocabulary, most)
+    pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, decoder.constrain.platform)
 
     def cut(array_MxL: jax.Array) -> jax.Array:
         return jnp.moveaxis(array_MxL.reshape(rows, pieces, length // pieces, *array_MxL.shape[2:]), 1, 0)
@@ -150,11 +141,21 @@ def token_logprobs(
     return logprobs_MxL, entropies_MxL
 
 
-def _num_pieces(length: int, logits_per_position: int, max_logits: int) -> int:
-    """Returns the smallest divisor of the length that keeps a piece's logits within the limit, or the length."""
-    fits = (
-        c for c in range(1, length) if length % c == 0 and length // c * logits_per_position <= max_logits
-    )
+def _num_pieces(rows: int, length: int, projection: tuple[int, ...], platform: str) -> int:
+    """Returns the fewest equal pieces of the length whose logits keep within the limit of one shard.
+
+    The limit is `MAX_LOGITS`, but at least the logits of D / 2 tokens: with fewer, summing w's gradient over the pieces
+    costs more than it saves.
+
+    Args:
+      rows: rows of one shard.
+      length: L.
+      projection: (D, V).
+      platform: of the devices.
+    """
+    width, vocabulary = projection
+    most = max(MAX_LOGITS[platform], width // 2 * vocabulary)
+    fits = (c for c in range(1, length) if length % c == 0 and rows * (length // c) * vocabulary <= most)
     return next(fits, length)
 
 

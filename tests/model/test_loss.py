@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.model.loss import loss_sums, token_losses
+from maxbatch.model.loss import MAX_LOGITS, loss_sums, token_losses
 from maxbatch.parallel.sharding import Constrain, unconstrained
 
 M, L, D, V = 8, 12, 16, 96
@@ -35,8 +36,12 @@ def plain(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array) ->
     return jnp.sum(optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, V)) * weights)
 
 
-def fused(**options: Any) -> Callable[..., jax.Array]:
-    return lambda *arrays: token_losses(*arrays, **options)[0]
+def fused(max_logits: int | None = None, **options: Any) -> Callable[..., jax.Array]:
+    def loss(*arrays: jax.Array) -> jax.Array:
+        with mock.patch.dict(MAX_LOGITS, {"cpu": max_logits} if max_logits else {}):
+            return token_losses(*arrays, **options)[0]
+
+    return loss
 
 
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
@@ -52,7 +57,7 @@ CUTS = [
     {"max_logits": M * 4 * V},
     {"max_logits": 1},
     {"batch_shards": 4},
-    {"batch_shards": 4, "max_logits": 2 * 3 * V},
+    {"batch_shards": 4, "max_logits": 2 * 4 * V},
 ]
 
 
