@@ -1,4 +1,4 @@
-"""A page in the making: sections of HTML and figures, written as one file that needs nothing else."""
+"""An HTML page of sections and figures, written as one file that needs nothing else."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from maxbatch.pages.plots import Figure, Panel, colour
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 
 AXES = ("steps", "samples", "tokens", "time")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunColumns:
-    """What is drawn of a run.
+    """The columns of a run that are drawn.
 
     Attributes:
       name: names the run on the page.
@@ -54,25 +54,25 @@ class Page:
     def table(
         self, heads: Sequence[str], rows: Iterable[Sequence[object]], swatches: Sequence[int] = ()
     ) -> None:
-        """Add a table; of each row, the index of the colour before its first cell where swatches are given."""
+        """Adds a table; `swatches` are the colours, by index, before the first cell of each row."""
         self._body.append(_table(heads, rows, swatches))
 
     def details(self, summary: str, *parts: str, is_open: bool = False) -> None:
-        """Add parts, as HTML, that fold away under a summary."""
+        """Adds parts, as HTML, that fold away under a summary."""
         attribute = " open" if is_open else ""
         self._body.append(
             f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
         )
 
     def figures(self, figures: Sequence[Figure]) -> None:
-        """Add figures of their own data."""
-        self._add([{"data": figure.data, "layout": figure.layout} for figure in figures], figures)
+        """Adds figures that hold their own data."""
+        self._add((figure, {"data": figure.data, "layout": figure.layout}) for figure in figures)
 
     def panels(self, panels: Sequence[Panel], runs: Sequence[RunColumns], units: dict[str, str]) -> None:
-        """Add figures of runs, with buttons for their x axis; once a page.
+        """Adds figures of runs, with buttons for their x axis; a page takes them once.
 
         Args:
-          panels: the figures; one of which no run has a value is left out.
+          panels: the figures; one without a value of any run is left out.
           runs: the runs, in the order of their colours.
           units: of each of `AXES`, its label.
         """
@@ -86,46 +86,41 @@ class Page:
         )
         hint = '<span class="hint">drag to zoom, double-click to zoom out</span>'
         self._body.append(f'<nav class="axes">against {buttons}{names}{hint}</nav>')
-        drawn = [
-            panel for panel in panels if any(_has(run, column) for run in runs for column, _ in panel.lines)
-        ]
-        self._add(
-            [
-                {
-                    "units": units,
-                    "unit": panel.unit,
-                    "isLog": panel.is_log,
-                    "tickFormat": panel.tick_format,
-                    "lines": [
-                        {"run": index, "column": column, "style": style}
-                        for index, run in enumerate(runs)
-                        for column, style in panel.lines
-                        if _has(run, column)
-                    ],
-                }
-                for panel in drawn
-            ],
-            drawn,
-        )
+        drawn = {panel: _lines(panel, runs) for panel in panels}
+        self._add([
+            (panel, {"units": units, "unit": panel.unit, "isLog": panel.is_log, "tickFormat": panel.tick_format,
+                     "lines": lines})
+            for panel, lines in drawn.items() if lines
+        ])  # fmt: skip
 
-    def _add(self, specs: list[dict[str, Any]], captions: Sequence[Figure | Panel]) -> None:
+    def _add(self, figures: Iterable[tuple[Figure | Panel, dict[str, Any]]]) -> None:
         parts = []
-        for spec, caption in zip(specs, captions, strict=True):
-            number = len(self._figures)
-            log, plot = "", f'<div class="plot" id="plot{number}"></div>'
-            if isinstance(caption, Panel):
-                pressed = str(caption.is_log).lower()
+        for figure, spec in figures:
+            number, log, note = len(self._figures), "", ""
+            if isinstance(figure, Panel):
+                pressed = str(figure.is_log).lower()
                 log = f'<button data-log="{number}" aria-pressed="{pressed}">log</button>'
-            note = f"<figcaption>{html.escape(caption.note)}</figcaption>" if caption.note else ""
-            parts.append(f"<figure><h3>{html.escape(caption.title)}{log}</h3>{plot}{note}</figure>")
+            elif figure.note:
+                note = f"<figcaption>{html.escape(figure.note)}</figcaption>"
+            plot = f'<div class="plot" id="plot{number}"></div>'
+            parts.append(f"<figure><h3>{html.escape(figure.title)}{log}</h3>{plot}{note}</figure>")
             self._figures.append(spec)
         self._body.append(f'<div class="figures">{"".join(parts)}</div>')
 
+    def save(self, path: Path) -> str:
+        """Writes the page if it can, and returns a line that says where it is or why it was not written."""
+        try:
+            self.write(path)
+        except (ConfigError, TrainingError) as error:
+            return f"plot: not written ({error})"
+        return f"plot: {path}"
+
     def write(self, path: Path) -> None:
-        """Write the page whole or not at all.
+        """Writes the page.
 
         Raises:
           ConfigError: plotly is not installed, or the file cannot be written.
+          TrainingError: the disk is full.
         """
         write_atomically(path, self._html())
 
@@ -150,7 +145,7 @@ class Page:
 
 
 def plotly_js() -> str:
-    """Return plotly.js, which a page carries inside.
+    """Returns plotly.js, which a page carries inside.
 
     Raises:
       ConfigError: plotly is not installed.
@@ -163,12 +158,12 @@ def plotly_js() -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as HTML; whole numbers get thousands separators, None is a dash."""
+    """Returns a table as HTML; whole numbers get thousands separators, None is a dash."""
     return _table(heads, rows, ())
 
 
 def paragraph(text: str) -> str:
-    """Return a paragraph as HTML."""
+    """Returns a paragraph as HTML."""
     return f"<p>{html.escape(text)}</p>"
 
 
@@ -196,8 +191,13 @@ def _cell(value: object) -> str:
     return f'<td class="number">{f"{value:,.0f}" if is_large else f"{value:.5g}"}</td>'
 
 
-def _has(run: RunColumns, column: str) -> bool:
-    return any(value is not None for value in run.columns.get(column, ()))
+def _lines(panel: Panel, runs: Sequence[RunColumns]) -> list[dict[str, Any]]:
+    return [
+        {"run": index, "column": column, "style": style}
+        for index, run in enumerate(runs)
+        for column, style in panel.lines
+        if any(value is not None for value in run.columns.get(column, ()))
+    ]
 
 
 def _asset(name: str) -> str:

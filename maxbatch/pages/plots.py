@@ -1,7 +1,7 @@
-"""The figures of reports and sweeps, as plain plotly.js dictionaries: from lists of numbers to what is drawn.
+"""Figures as plain plotly.js dictionaries, from lists of numbers.
 
-Colours of text, grid and background are not set here; the page sets them for light and dark. One run, or one group,
-has one colour everywhere: `colour(index)`.
+The page sets the colours of text, grid and background, for light and dark. One run, or one group, has one colour
+everywhere: `colour(index)`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Panel:
       lines: (column, style) of each line; the style is `line`, `faint`, `stairs` or `points`.
       is_log: whether the y axis starts logarithmic.
       tick_format: d3 format of the y axis.
-      note: below the figure; may be "".
     """
 
     title: str
@@ -51,40 +50,34 @@ class Panel:
     lines: tuple[tuple[str, str], ...]
     is_log: bool = False
     tick_format: str = "~g"
-    note: str = ""
 
 
 def colour(index: int) -> str:
-    """Return the colour of the run, or group, of this index; readable on white and on black."""
+    """Returns the colour of the run, or group, of this index; readable on white and on black."""
     if index < len(_COLOURS):
         return _COLOURS[index]
     return f"hsl({index * 137.5 % 360:.0f}, 60%, 50%)"  # the golden angle: neighbours differ
 
 
 def metric_against_key(
-    key: str,
-    metric: str,
-    trials: Sequence[tuple[Mapping[str, str], float, str]],
-    is_log: bool,
+    key: str, metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]], is_log: bool
 ) -> Figure:
-    """Draw a sweep's metric against one of its keys.
+    """Draws a metric against one of the keys that were varied.
 
     Args:
       key: the key of the x axis.
       metric: name of the metric.
-      trials: of each, its overrides, its metric and a label; where a sweep has two keys and the other one takes few
-        values, the trials that share one are joined.
-      is_log: whether the x axis is logarithmic; an axis of texts is neither.
+      trials: overrides, metric and label of each. With two keys, of which the other has few values, trials that share
+        its value are joined by a line.
+      is_log: whether the x axis is logarithmic, if its values are numbers.
 
     Returns:
       The figure; hovering shows the label and the exact value.
     """
     others = [name for name in (trials[0][0] if trials else {}) if name != key]
-    groups = (
-        list(dict.fromkeys(overrides[others[0]] for overrides, _, _ in trials)) if len(others) == 1 else []
-    )
+    groups = list({overrides[others[0]] for overrides, _, _ in trials}) if len(others) == 1 else []
     numbers = [_number(overrides[key]) for overrides, _, _ in trials]
-    # One value has no scale: an axis of numbers would show a range around it that nobody swept.
+    # A single value has no scale: an axis of numbers would show a range around it that was not swept.
     is_number = None not in numbers and len(set(numbers)) > 1
     if not 1 < len(groups) <= _MOST_GROUPS:
         groups = [""]
@@ -107,7 +100,7 @@ def metric_against_key(
     ticks: dict[str, Any] = {}
     values = sorted({number for number in numbers if number is not None})
     if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
-        # the values themselves say more than powers of ten
+        # their own values as ticks say more than powers of ten
         ticks = {"tickvals": values, "ticktext": [f"{value:g}" for value in values]}
     layout = {
         "xaxis": {"title": {"text": key}, "type": kind, **ticks},
@@ -120,7 +113,7 @@ def metric_against_key(
 def heat_map(
     keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]]
 ) -> Figure:
-    """Draw the metric over two swept keys, a cell for each pair of values; trials that share one show the best."""
+    """Draws the metric over two keys, a cell for each pair of values; trials that share a cell show the best."""
     across, up = keys
     columns = sorted({overrides[across] for overrides, _, _ in trials}, key=_sort_key)
     rows = sorted({overrides[up] for overrides, _, _ in trials}, key=_sort_key)
@@ -162,7 +155,7 @@ class BatchCurve:
 
 
 def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
-    """Draw loss against batch size, a curve for each checkpoint with its tolerance as a dotted line."""
+    """Draws loss against batch size, a curve for each checkpoint with its tolerance as a dotted line."""
     data: list[dict[str, Any]] = []
     for index, curve in enumerate(curves):
         line = {"type": "scatter", "legendgroup": curve.label, "name": curve.label}

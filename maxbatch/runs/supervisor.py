@@ -147,6 +147,7 @@ class Supervisor(Generic[T]):
         finally:
             for child in self._children:
                 child.close()
+                child.run.claim.close()
 
     def _start(self, run: ChildRun[T]) -> None:
         (run.run_dir / OUTCOME_FILE).unlink(missing_ok=True)

@@ -146,13 +146,6 @@ def test_children_end_with_an_exception(
             super().ended(run, end)
             raise RuntimeError("no")
 
-        def watch(self, run: ChildRun[str]) -> str | None:
-            claims.append(run.claim)
-            return None
-
-    claims: list[BinaryIO] = []
     with pytest.raises(RuntimeError):
         train(Failing(tmp_path, {"long": SLEEP, "short": "pass"}))
     assert [process.returncode for process in scripts_for_children] == [-signal.SIGKILL, 0]
-    for claim in claims:
-        claim.close()

@@ -35,7 +35,7 @@ from maxbatch.pages.page import Page
 from maxbatch.runs.critical_batch import CRITICAL_BATCH_FILE, CRITICAL_BATCH_FOLDER
 from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.supervisor import Supervisor
-from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
@@ -144,13 +144,9 @@ def _conclude(
     )
     for result in results:
         console.print(in_words(result))
-    page, path = Page(f"maxbatch critical-batch: {measured.path.name}"), folder / "critical_batch.html"
+    page = Page(f"maxbatch critical-batch: {measured.path.name}")
     add_critical_batch(page, found)
-    try:
-        page.write(path)
-        console.print(f"plot: {path}")
-    except (ConfigError, TrainingError) as error:
-        console.print(f"plot: not written ({error})")
+    console.print(page.save(folder / "critical_batch.html"))
     console.print(f"everything: {folder / CRITICAL_BATCH_FILE}")
     stages = warmup_schedule(measured, results)
     if len(stages) == 1:

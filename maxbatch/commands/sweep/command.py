@@ -43,21 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a sweep, or go on with one; the exit code is 75 where it was asked to stop.
+    """Runs a sweep, or goes on with one, and returns the exit code: 75 after a signal to stop.
 
     Raises:
-      ConfigError: the sweep file, or what it sweeps, cannot be used.
-      TrainingError: not one trial came to its end.
+      ConfigError: the sweep file, or a config that it makes, cannot be used.
+      TrainingError: no trial came to its end.
     """
     sweep = SweepFile.read(args.file)
     folder = SweepFolder(sweep.sweep_dir)
     console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
     if args.retry_failed and sweep.sampler == "optuna":
         raise ConfigError(
-            "--retry-failed: Optuna's study keeps what failed; works: a larger number of trials"
+            "--retry-failed: a study of sampler optuna keeps its failed trials; works: a larger number of trials"
         )
     if args.retry_failed:
-        _forget_failed(folder, sweep.metric)
+        forget_failed(folder, sweep.metric)
     with Stopping() as stop:
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         has_ended = Supervisor(runs, sweep.parallel, console.print).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
-        # Of a storage that machines share, only the trials of this one are known.
+        # In a storage that machines share, only the trials of this machine are known.
         total = len(results) if sweep.storage else max(len(results), study.num_trials)
         left = total - sum(result.status != UNFINISHED for result in results)
         console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
@@ -74,17 +74,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _forget_failed(folder: SweepFolder, metric: str) -> None:
+def forget_failed(folder: SweepFolder, metric: str) -> None:
+    """Removes the outcomes of the trials that failed, so that they run again."""
     for result in folder.results(metric):
         if result.status == Status.FAILED:
             (result.trial.folder / OUTCOME_FILE).unlink(missing_ok=True)
 
 
 def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
-    """Print the table, write the plot, and say what to type next.
+    """Prints the table, writes the plot, and says what to type next.
 
     Raises:
-      TrainingError: not one trial came to its end.
+      TrainingError: no trial came to its end.
     """
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
@@ -94,24 +95,15 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
             f"none of the {len(results)} trials came to its end; trial {best.trial.number}: {best.reason}"
         )
     words = ["maxbatch", "train", str(folder.base), *(f"{k}={v}" for k, v in best.trial.overrides.items())]
-    console.print(_draw(folder))
+    page = Page(f"maxbatch sweep: {folder.path.name}")
+    add_sweep(page, folder.to_dict())
+    console.print(page.save(folder.path / "sweep.html"))
     console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
     console.print(f"next: {shlex.join([*words, 'run_dir=runs/best'])}")
 
 
-def _draw(folder: SweepFolder) -> str:
-    """Write the plot; return the line that says where it is, or what it needs."""
-    page, path = Page(f"maxbatch sweep: {folder.path.name}"), folder.path / "sweep.html"
-    add_sweep(page, folder.to_dict())
-    try:
-        page.write(path)
-    except ConfigError as error:
-        return f"plot: not written ({error})"
-    return f"plot: {path}"
-
-
 def results_table(results: Sequence[Result], metric: str) -> Table:
-    """Return the table of a sweep's trials."""
+    """Returns the table of a sweep's trials."""
     table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
     swept = list(results[0].trial.overrides)
     for head in ["trial", *swept, metric, "steps"]:

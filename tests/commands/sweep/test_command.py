@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.cli import main
 from maxbatch.commands.sweep.runner import TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
@@ -19,8 +20,10 @@ from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start, wait_until
-from tests.helpers.sweeps import planned, wait_until_free, write_sweep
+from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, write_sweep
 from tests.helpers.tiny import read_metrics
+
+pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
 
 
 def starts_of(folder: Path) -> int:
@@ -147,3 +150,20 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 5000
     assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ")
     assert study.is_exhausted()
+
+
+def test_a_sweep_without_optuna_or_plotly_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = planned(RATES)
+    for number, trial in enumerate(folder.trials()):
+        write_evals(trial, 3.0 - number)
+        folder.finish(trial, "done")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["sweep", "sweep.yml"]) == 0
+    out = capsys.readouterr().out
+    assert "best: trial 0, loss 1.0000" in out and "pip install 'maxbatch[report]'" in out
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["sweep", "sweep.yml"]) == 2
+    error = capsys.readouterr().err
+    assert error == "maxbatch: error: maxbatch sweep needs Optuna; works: pip install 'maxbatch[sweep]'\n"

@@ -1,22 +1,23 @@
-"""Optuna's trials: their number, pruning, going on after a kill, and one storage for several machines."""
+"""The trials of a sweep: which there are, pruning, going on after a kill, and one storage for several machines."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.commands.sweep.command import forget_failed
+from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.config.loading import configs_dir
 from maxbatch.runs.sweep_folder import SweepFolder
 from tests.helpers.command import maxbatch
-from tests.helpers.sweeps import BASE, write_evals, write_sweep
+from tests.helpers.sweeps import BASE, RATES, planned, write_evals, write_sweep
 
-
-@pytest.fixture
-def optuna() -> Any:
-    return pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
 
 
 RANGES = {"learning_rate": {"low": "1e-4", "high": "1e-1", "log": True}, "opt_type": ["adamw", "lion"]}
@@ -24,8 +25,6 @@ ON_EVALS = {"sampler": "optuna", "metric": "eval_loss", "base": BASE | {"eval_in
 
 
 def optuna_trials(trials: int, sweep_dir: str = "sw", **settings: Any) -> Any:
-    from maxbatch.commands.sweep.study import SweepStudy
-
     name = write_sweep(
         **({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings)
     )
@@ -41,7 +40,7 @@ def end(source: Any, claimed: Any, status: str, *losses: float) -> None:
     claimed.claim.close()
 
 
-def test_optuna_trials_are_as_many_as_asked_for_and_end_with_their_values(optuna: Any) -> None:
+def test_optuna_trials_are_as_many_as_asked_for_and_end_with_their_values() -> None:
     source = optuna_trials(4)
     for number, status in enumerate(("done", "done", "failed", "diverged")):
         claimed = source.next()
@@ -57,7 +56,7 @@ def test_optuna_trials_are_as_many_as_asked_for_and_end_with_their_values(optuna
     )
 
 
-def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned(optuna: Any) -> None:
+def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned() -> None:
     source = optuna_trials(8)
     for _ in range(5):
         claimed = source.next()
@@ -74,7 +73,7 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned(optuna: An
 
 
 @pytest.mark.slow
-def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -> None:
+def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others() -> None:
     base = BASE | {"steps": 100, "eval_interval": 2, "eval_fraction": "0.1"}
     source = optuna_trials(8, base=base, parallel=2)
     for _ in range(5):
@@ -90,7 +89,7 @@ def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others(optuna: Any) -
         assert 0 < trial.steps < 100 and "above the others' median" in trial.reason
 
 
-def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began(optuna: Any) -> None:
+def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began() -> None:
     source = optuna_trials(4)
     first, second = source.next(), source.next()
     overrides = first.trial.overrides
@@ -112,7 +111,7 @@ def test_a_killed_optuna_sweep_goes_on_with_the_trials_that_it_began(optuna: Any
     assert again.is_exhausted() and len(study.get_trials()) == 4
 
 
-def test_several_machines_share_one_storage_and_its_number_of_trials(optuna: Any) -> None:
+def test_several_machines_share_one_storage_and_its_number_of_trials() -> None:
     storage = f"sqlite:///{Path('shared.db').resolve()}"
     one, other = (optuna_trials(5, sweep_dir, storage=storage) for sweep_dir in ("one", "other"))
     claims = [source.next() for source in (one, other, one, other, one)]
@@ -126,7 +125,7 @@ def test_several_machines_share_one_storage_and_its_number_of_trials(optuna: Any
 
 
 def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(
-    optuna: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = f"sqlite:///{Path('shared.db').resolve()}"
     one, other = (optuna_trials(1, sweep_dir, storage=storage) for sweep_dir in ("one", "other"))
@@ -142,7 +141,7 @@ def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(
     claims[0].claim.close()
 
 
-def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters(optuna: Any) -> None:
+def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters() -> None:
     end(source := optuna_trials(1), source.next(), "done", 3.0)
     claimed = optuna_trials(2).next()
     assert claimed.trial.number == 1
@@ -155,7 +154,162 @@ def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters(optuna: An
         optuna_trials(2, base=BASE | {"eval_interval": 2, "steps": 5})
 
 
-def test_a_storage_that_cannot_be_opened_is_refused_without_its_password(optuna: Any) -> None:
+def test_a_storage_that_cannot_be_opened_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError, match=r"storage=nodb://\.\.\.@host/x: cannot be opened") as error:
         optuna_trials(2, storage="nodb://me:secret@host/x")
     assert "secret" not in str(error.value)
+
+
+def test_the_ready_sweep_is_found_by_name_and_every_combination_works() -> None:
+    sweep = SweepFile.read("batch_size")
+    assert sweep.path == configs_dir() / "sweeps" / "batch_size.yml"
+    study = SweepStudy(sweep, folder := SweepFolder(Path("sw")))
+    for claimed in list(iter(study.next, None)):
+        claimed.claim.close()
+    assert len(folder.trials()) == 12 and not study.is_exhausted()
+    assert all(trial.config is not None for trial in folder.trials())
+
+
+def test_values_are_read_as_the_config_key_reads_them() -> None:
+    folder = planned({"train_samples": ["1K", "0.5M"], "learning_rate": ["3e-4"]})
+    first, second = folder.trials()
+    assert first.overrides == {"train_samples": "1000", "learning_rate": "0.0003"}
+    assert second.config is not None and second.config["train_samples"] == "500000"
+
+
+def test_a_swept_alternative_displaces_the_one_in_base() -> None:
+    (trial,) = planned({"train_tokens": ["64K"], "global_batch_size": ["8"]}).trials()
+    assert trial.config is not None
+    assert (trial.config["train_tokens"], trial.config["steps"]) == ("64000", "null")
+
+
+def test_a_combination_that_the_config_refuses_is_a_failed_trial_and_the_others_run() -> None:
+    folder = planned({"base_num_query_heads": ["4", "3"], "learning_rate": ["1e-3"]})
+    good, refused = folder.trials()
+    assert not good.is_finished
+    result = folder.result(refused, "loss")
+    assert result.status == "failed" and "must be a multiple of base_num_kv_heads" in result.reason
+    assert "/" not in result.reason.split("base:")[0].replace("sweep.yml, base", "")
+
+
+def test_combinations_that_are_all_refused_start_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"base_num_query_heads=3.*every one of the 2 combinations"):
+        planned({"base_num_query_heads": ["3", "5"]})
+    assert not Path("sw").exists()
+
+
+def overrides_of(folder: SweepFolder) -> list[dict[str, str]]:
+    return [trial.overrides for trial in folder.trials()]
+
+
+def test_the_random_sampler_is_a_function_of_seed_and_number() -> None:
+    parameters = {
+        "learning_rate": {"low": "1e-4", "high": "1e-2", "log": True},
+        "global_batch_size": {"low": 4, "high": 64, "step": 4},
+        "base_num_decoder_layers": {"low": 1, "high": 3},
+        "opt_type": ["adamw", "lion"],
+        "warmup_steps_fraction": {"low": 0, "high": 0.5},
+        "train_samples": {"low": "1K", "high": "1M", "log": True},
+    }
+    few = overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="few"))
+    assert overrides_of(planned(parameters, sampler="random", trials=5, sweep_dir="more"))[:3] == few
+    assert overrides_of(planned(parameters, sampler="random", trials=3, sweep_dir="other", seed=1)) != few
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(0))
+    swept = SweepFile.read("sweep.yml").parameters
+    drawn = [{p.key.name: p.suggest(trial) for p in swept} for trial in (study.ask() for _ in range(200))]
+    assert all(1e-4 <= float(d["learning_rate"]) <= 1e-2 for d in drawn)
+    assert 70 < sum(float(d["learning_rate"]) < 1e-3 for d in drawn) < 130
+    assert {int(d["global_batch_size"]) for d in drawn} == set(range(4, 65, 4))
+    assert {d["base_num_decoder_layers"] for d in drawn} == {"1", "2", "3"}
+    assert {d["opt_type"] for d in drawn} == {"adamw", "lion"}
+    assert 40 < sum(int(d["train_samples"]) < 10_000 for d in drawn) < 95
+
+
+def test_a_grid_may_grow_and_keeps_the_trials_that_it_has() -> None:
+    before = planned(RATES).trials()
+    after = planned({"learning_rate": ["1e-2", "3e-3", "1e-3"]}).trials()
+    assert after[:2] == before and after[2].overrides == {"learning_rate": "0.01"}
+
+
+def test_a_random_sweep_may_have_more_trials() -> None:
+    parameters = {"learning_rate": {"low": "1e-4", "high": "1e-2"}}
+    before = planned(parameters, sampler="random", trials=2).trials()
+    assert planned(parameters, sampler="random", trials=4).trials()[:2] == before
+    with pytest.raises(ConfigError, match="4 trials, not 2"):
+        planned(parameters, sampler="random", trials=2)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "base", "settings", "difference"),
+    [
+        (
+            {"learning_rate": ["1e-3"]},
+            {},
+            {},
+            r"learning_rate=0\.003 \(trial 1\), which parameters no longer hold",
+        ),
+        (RATES, {"steps": 5}, {}, r"steps=4, not 5 \(trial 0\)"),
+        ({"adam_b1": ["0.9"]}, {}, {}, r"no longer hold"),
+        (RATES, {}, {"sampler": "random", "trials": 2}, "sampler: grid, not random"),
+    ],
+)
+def test_a_changed_sweep_is_refused_with_the_difference(
+    parameters: Any, base: dict[str, Any], settings: dict[str, Any], difference: str
+) -> None:
+    records = {p: p.read_bytes() for p in (planned(RATES).path).rglob("*.*")}
+    with pytest.raises(ConfigError, match=rf"sweep_dir=sw: was made with .*{difference}"):
+        planned(parameters, base, **settings)
+    assert {p: p.read_bytes() for p in Path("sw").rglob("*.*")} == records
+
+
+def test_the_environment_of_a_trial_is_part_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned(RATES)
+    monkeypatch.setenv("MAXBATCH_ADAM_B1", "0.5")
+    with pytest.raises(ConfigError, match=r"adam_b1=0\.9, not 0\.5"):
+        planned(RATES)
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random"])
+def test_a_sweep_begun_before_it_had_a_study_goes_on(sampler: str) -> None:
+    swept = RATES if sampler == "grid" else {"learning_rate": {"low": "1e-4", "high": "1e-2", "log": True}}
+    settings: dict[str, Any] = {"sampler": sampler} | ({"trials": 2} if sampler == "random" else {})
+    folder = planned(swept, **settings)
+    first, second = folder.trials()
+    if sampler == "random":  # numbers that another generator drew
+        second = folder.add(1, {"learning_rate": "0.00123"}, {**second.config, "learning_rate": "0.00123"})
+    write_evals(first, 3.0)
+    folder.finish(first, "done")
+    for path in folder.path.glob("optuna.db*"):
+        path.unlink()
+    study = SweepStudy(SweepFile.read("sweep.yml"), folder)
+    claimed = study.next()
+    assert claimed is not None and claimed.trial == second and study.next() is None
+    folder.finish(second, "done")
+    claimed.claim.close()
+    assert study.is_exhausted() and folder.trials() == [first, second]
+
+
+def test_a_trial_whose_folder_was_removed_runs_again() -> None:
+    folder = planned(RATES)
+    first, second = folder.trials()
+    shutil.rmtree(first.folder)
+    again = planned(RATES).trials()
+    assert [trial.overrides for trial in again] in (
+        [first.overrides, second.overrides], [second.overrides, first.overrides])  # fmt: skip
+
+
+def test_a_failed_trial_is_retried_and_one_that_diverged_is_not() -> None:
+    folder = planned(RATES)
+    failed, diverged = folder.trials()
+    folder.finish(failed, "failed", "no disk")
+    folder.finish(diverged, "diverged", "9 updates in a row")
+    sweep = SweepFile.read("sweep.yml")
+    assert SweepStudy(sweep, folder).is_exhausted()
+    forget_failed(folder, "loss")
+    study = SweepStudy(sweep, folder)
+    claimed = study.next()
+    assert claimed is not None and claimed.trial == failed and study.next() is None
+    folder.finish(failed, "done")
+    study.finished(folder.result(failed, "loss"))
+    claimed.claim.close()
+    assert study.is_exhausted()

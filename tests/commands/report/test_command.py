@@ -15,14 +15,11 @@ from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
 from maxbatch.commands.report.panels import COLUMNS, PANELS
 from maxbatch.commands.report.runs import MOST_POINTS, ReportedRun, smoothed
-from maxbatch.pages.page import Page
-from maxbatch.pages.plots import colour, heat_map, loss_against_batch, metric_against_key
+from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
-from maxbatch.system.errors import TrainingError
-from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
+from tests.helpers.reports import make_sweep, write_run
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
-go = pytest.importorskip("plotly.graph_objects")
 
 
 def page_data(path: Path) -> dict[str, Any]:
@@ -190,38 +187,6 @@ def test_every_panels_columns_reach_the_page() -> None:
     assert {line["column"] for figure in figures for line in figure["lines"]} == set(COLUMNS)
 
 
-@pytest.mark.parametrize(
-    "figure",
-    [
-        loss_against_batch(CURVES),
-        metric_against_key("learning_rate", "loss", TRIALS, True),
-        metric_against_key("opt_type", "loss", [({"opt_type": "lion"}, 1.0, "trial 0")], False),
-        heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS),
-    ],
-)  # fmt: skip
-def test_figures_are_what_the_plotting_library_takes(figure: Any) -> None:
-    assert go.Figure({"data": figure.data, "layout": figure.layout}).data
-
-
-def test_an_axis_of_one_value_shows_the_value() -> None:
-    figure = metric_against_key("learning_rate", "loss", [({"learning_rate": "1e-3"}, 1.0, "trial 0")], True)
-    assert figure.layout["xaxis"]["type"] == "category" and figure.data[0]["x"] == ["1e-3"]
-
-
-def test_a_sweep_with_two_keys_joins_the_trials_that_share_the_other() -> None:
-    figure = metric_against_key("learning_rate", "loss", TRIALS, True)
-    assert [line["name"] for line in figure.data] == ["global_batch_size=8", "global_batch_size=16"]
-    assert figure.data[0]["x"] == [0.001, 0.01] and figure.layout["xaxis"]["type"] == "log"
-    heat = heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS).data[0]
-    assert heat["z"] == [[8.001, 16.001], [8.01, 16.01]]
-
-
-def test_a_line_of_the_critical_batch_marks_the_tolerance_and_the_largest_batch_within_it() -> None:
-    lines = loss_against_batch(CURVES).data
-    assert [line["y"] for line in lines if line["mode"] == "lines"] == [[3.05, 3.05], [2.55, 2.55]]
-    assert [(line["x"], line["y"]) for line in lines if line["mode"] == "markers"] == [([16], [3.01])]
-
-
 def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> None:
     make_sweep()
     make_page([Path("sw")]).write(Path("page.html"))
@@ -229,15 +194,3 @@ def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> No
     assert data["figures"][0]["layout"]["xaxis"]["type"] == "log"
     assert len(data["figures"][0]["data"][0]["x"]) == 2 and len(data["runs"]) == 3
     assert "2 done, 1 failed" in text and "no &lt;luck&gt;" in text
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("page.html").write_text("old")
-
-    def fail(number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(TrainingError, match=r"page\.html: no space left on the disk"):
-        Page("new").write(Path("page.html"))
-    assert Path("page.html").read_text() == "old" and list(Path().iterdir()) == [Path("page.html")]

@@ -1,0 +1,83 @@
+"""Sweep files, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from maxbatch import ConfigError
+from maxbatch.cli import main
+from maxbatch.commands.sweep.study import SweepStudy
+from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.runs.sweep_folder import SweepFolder
+
+pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxbatch[sweep]')")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("paralel: 2", "unknown key; nearest: parallel"),
+        ("learning_rate: 1", "is a config key, which belongs under base or parameters"),
+        ("sampler: bayes", "sampler=bayes: must be one of grid, random, optuna; works: sampler="),
+        ("metric: loos", "metric=loos: must be one of eval_loss, loss; works: metric=loss"),
+        ("parallel: 0", "parallel=0: must be at least 1; works: parallel=1"),
+        ("parallel: [1]", "parallel takes one value"),
+        ("sampler: random", "trials must say how many"),
+        ("trials: 3", "trials=3: must not be given for a grid"),
+        ("storage: sqlite:///x.db", "storage=sqlite:///x.db: must not be given where sampler is grid"),
+        ("base: {run_dir: x}", "run_dir: each trial has its own"),
+        ("base: 3", "must be lines of `key: value`"),
+        ("base: {stepz: 3}", "unknown key stepz; nearest: steps"),
+        ("base: {steps: ten}", "steps=ten: must be a whole number"),
+        ("base: {eval_interval: -1}\nmetric: eval_loss", "metric=eval_loss needs evals"),
+        ("parallel: 1\nparallel: 2", "parallel is stated twice"),
+        ("a: [", "is no valid YAML"),
+    ],
+)
+def test_a_bad_sweep_file_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    Path("sweep.yml").write_text(f"parameters: {{learning_rate: [1e-3]}}\n{text}\n")
+    assert main(["sweep", "sweep.yml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert said in captured.err and "sweep.yml" in captured.err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ("{}", "must hold at least one config key"),
+        ("{learning_rat: [1]}", "unknown config key learning_rat; nearest: learning_rate"),
+        ("{run_dir: [a]}", "run_dir cannot be swept"),
+        ("{steps: []}", "a list must hold at least one value"),
+        ("{steps: 3}", "steps=3: must be a list of values or {low, high, log}; works: [3]"),
+        ("{steps: [3, x]}", "steps=x: must be a whole number"),
+        ("{learning_rate: [3e-3, 0.003]}", "learning_rate=0.003: must be in its list once; works: [0.003]"),
+        ("{steps: {low: 1}}", "a range must state low and high"),
+        ("{steps: {low: 1, high: 2, lag: true}}", "unknown key lag of a range; nearest: log"),
+        ("{steps: {low: 5, high: 2}}", "low=5 must be less than high=2; works: {low: 2, high: 5}"),
+        ("{steps: {low: 1, high: 9}}", "a grid needs a list of values, or a step; works: [1, 9]"),
+        ("{steps: {low: 1, high: 9, step: 0.5}}", "step=0.5 must be a whole number greater than 0; works: step: 1"),
+        ("{steps: {low: 1, high: 9, step: 10}}", "step=10 must be at most high - low; works: step: 8"),
+        ("{steps: {low: 1, high: 9, log: 3}}", "log=3 must be true or false; works: log: true"),
+        ("{steps: {low: 1, high: 9, log: true, step: 1}}", "step=1 must not be given where log is true"),
+        ("{adam_b1: {low: 0, high: 0.9, log: true}}", "low=0 must be greater than 0 where log is true"),
+        ("{dtype: {low: 1, high: 9}}", "dtype: takes no numbers"),
+        ("{steps: {low: 1, high: 900000, step: 1}, eval_steps: [1]}", "more than 10,000; works: step: "),
+    ],
+)  # fmt: skip
+def test_bad_parameters_are_refused_with_what_works(parameters: str, said: str) -> None:
+    Path("sweep.yml").write_text(f"metric: loss\nparameters: {parameters}\n")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        SweepStudy(sweep := SweepFile.read("sweep.yml"), SweepFolder(sweep.sweep_dir))
+    assert not Path("runs").exists()
+
+
+def test_a_missing_file_names_a_ready_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "nowhere.yml"]) == 2
+    assert "nowhere.yml: does not exist; a ready one: batch_size" in capsys.readouterr().err
