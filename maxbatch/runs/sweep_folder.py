@@ -1,4 +1,4 @@
-"""The folder of a sweep: a folder for each trial, an ordinary run with what was tried and how it ended.
+"""The folder of a sweep, with a folder for each trial: an ordinary run, its overrides and its outcome.
 
     sweep_dir/sweep.json            what is swept: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share

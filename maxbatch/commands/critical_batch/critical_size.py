@@ -42,7 +42,7 @@ def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size
     Args:
       records: lines of `metrics.jsonl`, of updates that each lie within one chunk.
       first: first sample.
-      end: one behind the last sample; end - first is a multiple of size.
+      end: one past the last sample; end - first is a multiple of size.
       size: samples of a chunk.
 
     Returns:
@@ -146,7 +146,7 @@ def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
         return position
     before, below = allowed[index - 1]
     share = math.log(batch / below) / math.log(value / below)
-    # a hair less, since 400.0000000001 is 400
+    # minus the rounding: 400.0000000001 is 400
     return math.ceil(before * (position / before) ** share - 1e-6)
 
 

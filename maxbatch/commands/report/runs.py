@@ -137,7 +137,7 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is one of a run."""
+    """Returns whether a folder is one of a run."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
 
 

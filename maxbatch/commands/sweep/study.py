@@ -119,7 +119,7 @@ class SweepStudy:
         return study
 
     def _lock(self) -> contextlib.AbstractContextManager[None]:
-        """The lock under which commands in one sweep_dir take trials from the study."""
+        """Returns the lock under which commands in one sweep_dir take trials from the study."""
         return exclusive(self._folder.path / ".study.lock")
 
     def _trials(self) -> list[Any]:
