@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from maxbatch.commands import COMMANDS, Command
-from maxbatch.config.values import nearest_name, shown
+from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 
 
@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     for argument in argv:
-        if re.search("[\0\ud800-\udfff]", argument):
-            raise ConfigError(f"{shown(argument)}: must be UTF-8 text without NUL characters")
+        refuse_no_text(argument, shown(argument))
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0

@@ -13,21 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 from maxbatch.commands.arguments import add_config, config_arguments
-from maxbatch.config.keys import Key, names_of
-from maxbatch.config.loading import Origin, Resolved, configs_dir, keys, nearest_key, resolve
-from maxbatch.config.values import NUMBERS, TEXTS, Value, shown
+from maxbatch.config.keys import Fixes, Key, names_of
+from maxbatch.config.loading import Setting, configs_dir, keys, nearest_key, resolve
+from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
 
 _PIPE_WIDTH = 200
 _FILES = ("config file", "base_config")
 _KINDS = {
-    "bool": "true or false",
-    "choice": "a choice",
-    "text": "text",
-    "path": "a local path",
-    "paths": "data paths",
-}
+    "bool": "true or false", "choice": "a choice", "text": "text", "path": "a local path", "paths": "data paths",
+}  # fmt: skip
+_FIXED = {
+    Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.MODEL: "model",
+    Fixes.PROGRAM: "compiled programs",
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = config_arguments(args)
     if path is not None and not os.path.exists(path) and not re.search(r"[/.]", path):
         raise ConfigError(f"{shown(path)}: unknown key; nearest: {nearest_key(path)}")
-    resolved = resolve(path, overrides)
+    settings = resolve(path, overrides)
     sections = {
-        heading: [_facts(keys()[name], resolved, comment) for name, comment in comments.items()]
+        heading: [_facts(keys()[name], settings[name], comment) for name, comment in comments.items()]
         for heading, comments in _sections().items()
     }
     facts = {facts["key"]: facts for section in sections.values() for facts in section}
@@ -130,31 +130,31 @@ def _print_key(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _facts(key: Key, resolved: Resolved, comment: str) -> dict[str, Any]:
+def _facts(key: Key, setting: Setting, comment: str) -> dict[str, Any]:
     """Returns all that is known of a key; JSON."""
-    value, origin = resolved.config[key.name], resolved.origins[key.name]
+    value = setting.value
     return {
         "key": key.name,
         "value": value if isinstance(value, bool | int | float | str | None) else str(value),
-        "text": _text(key, value, origin),
-        "layer": origin.layer,
-        "where": None if origin.layer == "base.yml" else origin.where or None,
-        "displaced_by": origin.displaced_by or None,
+        "text": _text(key, setting),
+        "layer": setting.layer,
+        "where": None if setting.layer == "base.yml" else setting.where or None,
+        "displaced_by": setting.displaced_by or None,
         "default": key.default,
         "type": _KINDS.get(key.kind) or NUMBERS[key.kind][1],
         "rule": " | ".join(key.choices) or str(key.bounds or ""),
         "unit": key.unit,
         "nullable": key.nullable,
         "maxtext": key.maxtext_name,
-        "fixes": list(key.fixed),
+        "fixes": [word for what, word in _FIXED.items() if key.fixes & what],
         "part": f"{key.part.value}, with {', '.join(names_of(key.part))}" if key.part else None,
         "comment": comment,
     }
 
 
-def _text(key: Key, value: Value, origin: Origin) -> str:
+def _text(key: Key, setting: Setting) -> str:
     """Returns the value of a key as a person would write it."""
-    is_default = origin.layer == "base.yml" and not origin.displaced_by
-    text = key.default if is_default else key.write(value)
+    is_default = setting.layer == "base.yml" and not setting.displaced_by
+    text = key.default if is_default else key.write(setting.value)
     is_plain = key.kind not in TEXTS or (text and text == text.strip() and text.isprintable())
     return text if is_plain else json.dumps(text, ensure_ascii=False)

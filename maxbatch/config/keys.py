@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from maxbatch.config.paths import data_fault, local_fault
-from maxbatch.config.values import Bounds, Scalar, Value
+from maxbatch.config.values import Bounds, Scalar
 
 
 class Fixes(enum.Flag):
     """What the value of a key fixes; what it does not fix may change when a run is resumed."""
 
     NOTHING = 0
-    BATCH = (
-        enum.auto()
-    )  # the samples of an update; compiled programs see it through the shape of a batch alone
+    BATCH = enum.auto()  # the samples of an update; compiled programs see only the shape of a batch
     RECORDS = enum.auto()  # how a source's records are read; each source of a mixture may state its own
     CONTENT = enum.auto()  # the documents and their tokenizer, of which a stream's identity holds hashes
     TOKENS = enum.auto()  # what is added to the tokens of a document
@@ -40,84 +37,36 @@ class Part(enum.Enum):
     PROMPT_BATCH = "the batch of prompts"
 
 
+SAME, OURS = "the same", None
+
+
 @dataclasses.dataclass(frozen=True)
 class Key(Scalar):
-    """One config key.
-
-    Attributes:
-      fixes: what its value fixes.
-      unit: of a number.
-      part: the statement that it is part of.
-      maxtext: its name in MaxText's configs; SAME: the same; OURS: MaxText has no such key.
-      warm_start: whether the warm start of reinforcement learning takes it from the run; if not, it has its default.
-    """
+    """One config key."""
 
     _: dataclasses.KW_ONLY
     fixes: Fixes
-    unit: str = ""
+    unit: str = ""  # of a number
     part: Part | None = None
-    maxtext: str = "the same"
-    warm_start: bool = True
-
-    def read(self, text: str, plain: bool = True) -> Value:
-        """Returns the value that a text means, as `Scalar.read` does; a path is of a place that the key takes.
-
-        Raises:
-          ConfigError: the text has another type, breaks the rule, or is a path of another place.
-        """
-        value = super().read(text, plain)
-        check = {"path": local_fault, "paths": data_fault}.get(self.kind)
-        rule = check(text) if check else None
-        if rule is not None:
-            raise self.fault(text, rule, (self.default or "''") if self.kind == "path" else None)
-        return value
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """What its value fixes, in words: the batch, the stream, the prompts, the model, the compiled programs."""
-        return tuple(word for what, word in _SAID.items() if self.fixes & what)
+    maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
+    warm_start: bool = True  # whether the warm start of RL takes it from the run; if not, it has its default
 
     @property
     def maxtext_name(self) -> str | None:
         """Its name in MaxText's configs, or None."""
-        return self.name if self.maxtext == SAME else self.maxtext or None
+        return self.name if self.maxtext == SAME else self.maxtext
 
 
-_SAID = {
-    Fixes.BATCH: "batch",
-    Fixes.STREAM: "stream",
-    Fixes.PROMPTS: "prompts",
-    Fixes.MODEL: "model",
-    Fixes.PROGRAM: "compiled programs",
-}
-
-SAME, OURS = "the same", ""
-
-_POSITIVE, _COUNT, _FROM_ZERO, _FROM_TWO = (
-    Bounds(above=0),
-    Bounds(at_least=1),
-    Bounds(at_least=0),
-    Bounds(at_least=2),
-)
-_SHARE, _SOME = Bounds(at_least=0, at_most=1), Bounds(above=0, at_most=1)
+_POSITIVE, _FROM_ZERO, _COUNT, _FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bounds(2)
+_SHARE, _SOME = Bounds(0, 1), Bounds(above=0, at_most=1)
 _BELOW_ONE, _INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
-_SEED = Bounds(at_least=0, at_most=2**32 - 1)
-_ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(at_least=1, at_most=2**40)
+_SEED = Bounds(0, 2**32 - 1)
+_ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
 _COUNT_OR_OFF = Bounds(at_least=1, also=-1)
 
 _NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
 _BATCH = Fixes.BATCH | Fixes.PROGRAM
 _DTYPES = ("float32", "bfloat16")
-_DATASET_TYPES = (
-    "python_stdlib",
-    "synthetic",
-    "text",
-    "jsonl",
-    "parquet",
-    "arrayrecord",
-    "tokens",
-    "arithmetic",
-)
 
 # fmt: off
 ROWS: tuple[Key, ...] = (
@@ -217,7 +166,8 @@ ROWS: tuple[Key, ...] = (
     Key("scan_layers", "bool", fixes=_PROGRAM),
     Key("init_weights_seed", "int", _SEED, fixes=_MODEL),
     # data
-    Key("dataset_type", "choice", choices=_DATASET_TYPES, fixes=Fixes.RECORDS),
+    Key("dataset_type", "choice", fixes=Fixes.RECORDS, choices=(
+        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic")),
     Key("dataset_path", "paths", fixes=Fixes.CONTENT),
     Key("eval_dataset_path", "paths", fixes=Fixes.CONTENT, maxtext=OURS, warm_start=False),
     Key("eval_fraction", "real", _BELOW_ONE, fixes=Fixes.CONTENT, unit="share of the documents", maxtext=OURS,

@@ -26,31 +26,23 @@ from maxbatch.system.errors import ConfigError
 _ENVIRONMENT = "MAXBATCH_"
 
 
-class Origin(NamedTuple):
-    """Where a value comes from.
+class Setting(NamedTuple):
+    """The value of a key, and where it comes from.
 
     Attributes:
+      value: its value.
       layer: base.yml, base_config, preset, config file, environment or override.
       where: file and line, or the environment variable; "" for an override.
       displaced_by: the alternative in that layer which takes the value's place, "" if nothing does.
     """
 
+    value: Value
     layer: str
     where: str = ""
     displaced_by: str = ""
 
 
-class Resolved(NamedTuple):
-    """A config, and where the value of each key comes from."""
-
-    config: ConfigDict
-    origins: Mapping[str, Origin]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    values: Mapping[str, Value]
-    origins: Mapping[str, Origin]
+_Layer = Mapping[str, Setting]
 
 
 def configs_dir() -> Path:
@@ -75,36 +67,36 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
       ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside its rule,
         alternatives stated together.
     """
-    return resolve(path, overrides).config
+    return ConfigDict({name: setting.value for name, setting in resolve(path, overrides).items()}).lock()
 
 
-def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> Mapping[str, Setting]:
     """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
     files = _chain(Path(path)) if path is not None else []
     above = [*files[-1:], _environment_layer(), _override_layer(overrides)]
     below = [_base_layer(), *files[:-1]]
-    named_models = [layer.values["model_name"] for layer in [*below, *above] if "model_name" in layer.values]
-    values: dict[str, Value] = {}
-    origins: dict[str, Origin] = {}
-    for layer in [*below, *_preset_layers(str(named_models[-1])), *above]:
-        _apply(values, origins, layer)
+    model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
+    settings: dict[str, Setting] = {}
+    for layer in [*below, *_preset_layers(str(model_name)), *above]:
+        _apply(settings, layer)
+    values = _values(settings)
     check_rules(values, keys())
-    if not any("batch_size" in layer.values for layer in [*below[1:], *above]):
-        refuse_pairs_without_prompts(values, _base_layer().values)
-    return Resolved(ConfigDict({name: values[name] for name in keys()}).lock(), origins)
+    if not any("batch_size" in layer for layer in [*below[1:], *above]):
+        refuse_pairs_without_prompts(values, _values(_base_layer()))
+    return {name: settings[name] for name in keys()}
 
 
 def dump_config(config: ConfigDict) -> str:
     """Returns the config as YAML that `load_config` reads back as an equal config."""
-    lines = []
     left_out = () if config.batch_size is None else PRETRAINING_BATCH
-    for name, key in keys().items():
-        if name in left_out:
-            continue
-        text = key.write(config[name])
-        is_text = key.kind in TEXTS and config[name] is not None
-        lines.append(f"{name}: {_quoted(text) if is_text else text}\n")
-    return "".join(lines)
+    written = {name: key.write(config[name]) for name, key in keys().items() if name not in left_out}
+    for name, text in written.items():
+        if keys()[name].kind in TEXTS and config[name] is not None:
+            quoted = yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True)
+            written[name] = quoted.strip()
+    return "".join(f"{name}: {text}\n" for name, text in written.items())
 
 
 @functools.cache
@@ -127,30 +119,26 @@ def _chain(path: Path) -> list[_Layer]:
     """Returns the layers of the file and of the files that it builds on, the lowest first."""
     layers: list[_Layer] = []
     seen: list[Path] = []
-    while (real := _real(path)) != _base_path():
+    while True:
+        stated = list(entries(path))
+        real = path.resolve()
+        if real == _base_path():
+            return layers
         if real in seen:
-            loop = " -> ".join(p.name for p in [*seen, path])
+            loop = shown(" -> ".join(p.name for p in [*seen, path]))
             raise ConfigError(
-                f"base_config={shown_path(path)}: must not lead back to a file of its own chain ({shown(loop)})"
+                f"base_config={shown_path(path)}: must not lead back to a file of its own chain ({loop})"
             )
         seen.append(real)
-        stated = list(entries(path))
         base = next((entry for entry in stated if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"
         layers.insert(0, _layer(kind, (entry for entry in stated if entry is not base)))
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
-            break
-        below = path.parent / base.text
+            return layers
+        path = path.parent / base.text
         # MaxText's files say `base_config: base.yml`; without such a file beside them, ours is meant.
-        path = _base_path() if base.text == "base.yml" and not below.exists() else below
-    return layers
-
-
-def _real(path: Path) -> Path:
-    try:
-        return Path(os.path.realpath(path))
-    except ValueError as error:
-        raise ConfigError(f"config file {shown_path(path)}: is no path ({error})") from None
+        if base.text == "base.yml" and not path.exists():
+            return layers
 
 
 def _preset_layers(model_name: str) -> list[_Layer]:
@@ -194,20 +182,15 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
 
 
 def _layer(kind: str, stated: Iterable[Entry]) -> _Layer:
-    values: dict[str, Value] = {}
-    origins: dict[str, Origin] = {}
-    for entry in stated:
-        values[entry.name], origins[entry.name] = _read(entry), Origin(kind, entry.where)
-    return _Layer(values, origins)
+    return {entry.name: Setting(_read(entry), kind, entry.where) for entry in stated}
 
 
 def _read(entry: Entry) -> Value:
     where = f"{entry.where}: " if entry.where else ""
+    if entry.name == "base_config":
+        raise ConfigError(f"{where}base_config={shown(entry.text)}: is a key of config files only")
     if entry.name not in keys():
-        if entry.name == "base_config":
-            raise ConfigError(f"{where}base_config={shown(entry.text)}: is a key of config files only")
-        nearest = nearest_key(entry.name)
-        raise ConfigError(f"{where}unknown key {shown(entry.name)}; nearest: {nearest}")
+        raise ConfigError(f"{where}unknown key {shown(entry.name)}; nearest: {nearest_key(entry.name)}")
     try:
         return keys()[entry.name].read(entry.text, entry.plain)
     except ConfigError as error:
@@ -216,20 +199,19 @@ def _read(entry: Entry) -> Value:
 
 def nearest_key(name: str) -> str:
     """Returns the key that is most like a name, however little it is."""
-    return nearest_name(name, keys(), least_like=0) or next(iter(keys()))
+    return str(nearest_name(name, keys(), least_like=0))
 
 
-def _apply(values: dict[str, Value], origins: dict[str, Origin], layer: _Layer) -> None:
-    """Puts a layer over the values below it: its alternatives displace theirs."""
-    values.update(layer.values)
-    origins.update(layer.origins)
-    stated = {name for name, value in layer.values.items() if value is not None}
-    for name, by, to_default in list(displaced(values, stated)):
+def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
+    """Puts a layer over the settings below it: its alternatives displace theirs."""
+    settings.update(layer)
+    stated = {name for name, setting in layer.items() if setting.value is not None}
+    for name, by, to_default in list(displaced(_values(settings), stated)):
         nothing = False if name == "enable_rampup_batch_size" else None
-        value = _base_layer().values[name] if to_default else nothing
-        if to_default or values[name] != value:
-            values[name], origins[name] = value, origins[by]._replace(displaced_by=by)
+        value = _base_layer()[name].value if to_default else nothing
+        if to_default or settings[name].value != value:
+            settings[name] = settings[by]._replace(value=value, displaced_by=by)
 
 
-def _quoted(text: str) -> str:
-    return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
+def _values(layer: _Layer) -> dict[str, Value]:
+    return {name: setting.value for name, setting in layer.items()}

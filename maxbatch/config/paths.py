@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import re
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _NOT_YET = ("gs", "s3")
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
@@ -21,16 +21,13 @@ def local_fault(path: str) -> str | None:
 
 def data_fault(paths: str) -> str | None:
     """Returns the rule that paths of data joined by ";" break: a scheme is one that fsspec reads."""
-    for path in paths.split(";"):
-        scheme = _URL.match(path.strip())
-        if scheme is None or not path.strip().startswith(f"{scheme[1]}://"):
-            continue
+    schemes = [scheme[1] for path in paths.split(";") if (scheme := _URL.match(path.strip())) and scheme[2]]
+    if schemes:
         import fsspec  # late: only such paths need it
 
-        if scheme[1] not in fsspec.available_protocols():
-            return (
-                f"a local path or a URL that fsspec reads, such as gs:// or s3:// ({scheme[1]}:// is unknown)"
-            )
+        for scheme in schemes:
+            if scheme not in fsspec.available_protocols():
+                return f"a local path or a URL that fsspec reads, such as gs:// or s3:// ({scheme}:// is unknown)"
     return None
 
 

@@ -21,17 +21,13 @@ Values = Mapping[str, Value]
 
 
 class Displaced(NamedTuple):
-    """A key whose value an alternative takes the place of.
-
-    Attributes:
-      name: the key.
-      by: the alternative.
-      to_default: whether it has its default from then on; otherwise it says nothing (null, no ramp).
-    """
+    """A key whose value an alternative takes the place of."""
 
     name: str
     by: str
-    to_default: bool = False
+    to_default: bool = (
+        False  # whether it has its default from then on; otherwise it says nothing (null, no ramp)
+    )
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
@@ -47,11 +43,9 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
             if name in stated:
-                raise ConfigError(
-                    f"{name}={shown(str(values[name]))}: must not be stated beside "
-                    f"batch_size={values['batch_size']}, which states the batch in prompts; "
-                    f"works: batch_size=null, or {name} left out"
-                )
+                raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside batch_size="
+                                  f"{values['batch_size']}, which states the batch in prompts; "
+                                  f"works: batch_size=null, or {name} left out")  # fmt: skip
             yield Displaced(name, "batch_size", to_default=True)
     lengths = [name for name in _LENGTHS if name in stated]
     if lengths:
@@ -71,10 +65,8 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
     """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch."""
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
-            raise ConfigError(
-                f"{name}={values[name]}: belongs to reinforcement learning, and says nothing without batch_size, "
-                f"the prompts of a batch; works: {name}={defaults[name]}"
-            )
+            raise ConfigError(f"{name}={values[name]}: belongs to reinforcement learning, and says nothing without "
+                              f"batch_size, the prompts of a batch; works: {name}={defaults[name]}")  # fmt: skip
 
 
 def check_data_paths(values: Values) -> None:
@@ -85,17 +77,14 @@ def check_data_paths(values: Values) -> None:
         stated.remove("dataset_path")  # its sources have types of their own
     if kind in _WITHOUT_PATH and stated:
         path = str(values[stated[0]])
-        guessed = next(
-            (suffix for suffix in ("jsonl", "parquet", "arrayrecord") if f".{suffix}" in path), "text"
-        )
+        guessed = next((kind for kind in ("jsonl", "parquet", "arrayrecord") if f".{kind}" in path), "text")
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
-    if values["eval_dataset_path"] and values["eval_fraction"]:
-        raise ConfigError(
-            f"eval_fraction={values['eval_fraction']}: eval_dataset_path={shown(str(values['eval_dataset_path']))} is "
-            "the held-out data already; works: eval_fraction=0"
-        )
+    held_out, share = values["eval_dataset_path"], values["eval_fraction"]
+    if held_out and share:
+        raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
+                          "already; works: eval_fraction=0")  # fmt: skip
 
 
 def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
@@ -108,16 +97,13 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must say how long; works: steps=300")
     for name in _OTHER_BATCHES:
         if values["enable_rampup_batch_size"] and values[name] is not None:
-            raise ConfigError(
-                f"{name}={shown(str(values[name]))}: must not be stated beside enable_rampup_batch_size=true; "
-                f"works: {name}=null"
-            )
+            raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside "
+                              f"enable_rampup_batch_size=true; works: {name}=null")  # fmt: skip
     if values["adam_scaling"] == "sde":
         for name, needed in (("opt_type", "adamw"), ("learning_rate_scaling", "sqrt")):
             if values[name] != needed:
-                raise fault(
-                    name, f"{needed} beside adam_scaling=sde, a rule for Adam with the square root", needed
-                )
+                rule = f"{needed} beside adam_scaling=sde, a rule for Adam with the square root"
+                raise fault(name, rule, needed)
     if values["packing_strategy"] == "best_fit" and not values["packing"]:
         raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
     if values["batch_size"] is not None and values["warm_start_steps"] and not values["enable_checkpointing"]:

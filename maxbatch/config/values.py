@@ -10,9 +10,11 @@ import difflib
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
+from maxbatch.config.paths import data_fault, local_fault
 from maxbatch.system.errors import ConfigError
 
 Number = int | float | Fraction
@@ -24,9 +26,6 @@ TEXTS = ("text", "path", "paths")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")
-
-
 _ENDS = (
     ("at_least", "at least", ">=", operator.ge),
     ("above", "greater than", ">", operator.gt),
@@ -104,21 +103,21 @@ class Scalar:
           plain: whether it is written without quotes, so that `null` is no word.
 
         Raises:
-          ConfigError: the text has another type, or breaks the rule.
+          ConfigError: the text has another type, breaks the rule, or is a path of another place.
         """
-        if _NO_TEXT.search(text):
-            raise ConfigError(f"{self.name}={shown(text)}: must be UTF-8 text without NUL characters")
+        refuse_no_text(text, f"{self.name}={shown(text)}")
         if self.kind not in TEXTS:
             text = text.strip()
         is_null = plain and text.strip().lower() in NULLS
         if is_null and self.nullable:
             return None
         if self.kind in TEXTS:
+            self._check_place(text)
             # An empty text is the null of a text; "none" without quotes is a word.
             return text if not is_null or text.strip().lower() == "none" else ""
-        if self.kind == "choice":
-            return self._choice(text)
-        return self._bool(text) if self.kind == "bool" else self._number(text)
+        if self.kind in NUMBERS:
+            return self._number(text)
+        return self._bool(text) if self.kind == "bool" else self._choice(text)
 
     def write(self, value: Value) -> str:
         """Returns the text that `read` turns into value again."""
@@ -130,6 +129,12 @@ class Scalar:
         """Returns the error for a value: name, value, rule, and the nearest value that works."""
         works = "" if nearest is None else f"; works: {self.name}={nearest}"
         return ConfigError(f"{self.name}={shown(text)}: must be {rule}{works}")
+
+    def _check_place(self, text: str) -> None:
+        if self.kind == "path" and (rule := local_fault(text)):
+            raise self.fault(text, rule, self.default or "''")
+        if self.kind == "paths" and (rule := data_fault(text)):
+            raise self.fault(text, rule)
 
     def _choice(self, text: str) -> str:
         if text in self.choices:
@@ -145,32 +150,26 @@ class Scalar:
 
     def _number(self, text: str) -> Number:
         parse, rule = NUMBERS[self.kind]
+        or_null = " or null" if self.nullable else ""
         value, near = parse(text)
         if value is None:
-            raise self.fault(text, self._or_null(rule), near if isinstance(near, str) else self._near(near))
-        self._check_bounds(text, value)
+            raise self.fault(text, rule + or_null, near if isinstance(near, str) else self._near(near))
+        if broken := self.bounds and self.bounds.broken(value):
+            rule, end = broken
+            default = _decimal(self.default)
+            is_nearer = default is not None and abs(default - exact(value)) <= abs(exact(end) - exact(value))
+            raise self.fault(text, rule + or_null, self.default if is_nearer else plain_number(end))
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise self.fault(text, f"at most {_LARGEST}", self.default)
         return value
-
-    def _or_null(self, rule: str) -> str:
-        return f"{rule} or null" if self.nullable else rule
 
     def _near(self, number: Fraction | None) -> Value:
         """Returns an allowed value near number; the default without a number."""
         if number is None:
             return self.default
         guess = min(max(round(number), -_LARGEST), _LARGEST)
-        broken = self.bounds.broken(guess) if self.bounds else None
-        return plain_number(guess if broken is None else broken[1])
-
-    def _check_bounds(self, text: str, value: Number) -> None:
-        broken = self.bounds.broken(value) if self.bounds else None
-        if broken is not None:
-            rule, end = broken
-            default = _decimal(self.default)
-            is_nearer = default is not None and abs(default - exact(value)) <= abs(exact(end) - exact(value))
-            raise self.fault(text, self._or_null(rule), self.default if is_nearer else plain_number(end))
-        if isinstance(value, int) and abs(value) > _LARGEST:
-            raise self.fault(text, f"at most {_LARGEST}", self._near(None))
+        broken = self.bounds and self.bounds.broken(guess)
+        return plain_number(broken[1] if broken else guess)
 
 
 # A number, or None for a text that is none of the kind; and what is near to it, a text or a number.
@@ -179,8 +178,9 @@ _Parsed = tuple[Number | None, Fraction | str | None]
 
 def _whole(text: str) -> _Parsed:
     number = _decimal(text)
-    is_whole = number is not None and number.denominator == 1 and "." not in text
-    return (int(number) if number is not None and is_whole else None), number
+    if number is None or number.denominator != 1 or "." in text:
+        return None, number
+    return int(number), None
 
 
 def _quantity(text: str) -> _Parsed:
@@ -220,9 +220,8 @@ NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
 
 def _decimal(text: str) -> Fraction | None:
     """Returns the exact value of a decimal number, None for any other text, nan and infinities included."""
-    if len(text) > 2000 or not _DECIMAL.fullmatch(text):
-        return None
-    return Fraction(text.replace("_", ""))
+    is_decimal = len(text) <= 2000 and _DECIMAL.fullmatch(text)
+    return Fraction(text.replace("_", "")) if is_decimal else None
 
 
 def exact(value: Number) -> Fraction:
@@ -238,6 +237,12 @@ def plain_number(value: Number) -> Number:
     return float(fraction) if exact(float(fraction)) == fraction else fraction
 
 
+def refuse_no_text(text: str, where: str) -> None:
+    """Raises ConfigError, which begins with `where`, for what neither a file name nor a tokenizer can hold."""
+    if re.search("[\0\ud800-\udfff]", text):
+        raise ConfigError(f"{where}: must be UTF-8 text without NUL characters")
+
+
 def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
     """Returns the known name that is most like name, or None if none is at least so much like it (0 to 1)."""
     found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)
@@ -250,7 +255,7 @@ def shown(text: str, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def shown_path(path: object, most: int = 80) -> str:
-    """Returns a path on one line and of at most so many characters, of which the last ones tell most."""
-    text = str(path) if str(path).isprintable() else repr(str(path))
-    return text if len(text) <= most else f"...{text[3 - most :]}"
+def shown_path(path: object) -> str:
+    """Returns a path as `shown` does, but its end, which tells most."""
+    text = shown(str(path), sys.maxsize)
+    return text if len(text) <= 80 else f"...{text[-77:]}"

@@ -14,24 +14,23 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 
 _MOST_BYTES = 2**20
+_PROBLEMS: dict[type[Exception], str] = {
+    FileNotFoundError: "does not exist",
+    IsADirectoryError: "is a folder, not a YAML file",
+    RecursionError: "cannot be read (nested too deeply)",
+    UnicodeDecodeError: "cannot be read (not UTF-8 text)",
+}
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
 
 
 class Entry(NamedTuple):
-    """One key as it is stated.
-
-    Attributes:
-      name: the key.
-      text: its value, unread.
-      plain: whether the value is written without quotes.
-      where: file and line, or what else states it, for messages.
-    """
+    """One key as it is stated."""
 
     name: str
-    text: str
-    plain: bool
-    where: str
+    text: str  # its value, unread
+    plain: bool  # whether the value is written without quotes
+    where: str  # file and line, or what else states it, for messages
 
 
 def entries(path: Path) -> Iterator[Entry]:
@@ -47,42 +46,35 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 def compose(path: Path, what: str = "config file") -> yaml.Node | None:
-    """Returns a YAML file as a tree of nodes, None for an empty one; `what` names it in messages.
+    """Returns a YAML or JSON file as a tree of nodes, None for an empty one; `what` names it in messages.
 
     Raises:
       ConfigError: the file cannot be read, or is no YAML.
     """
-    where = f"{what} {shown_path(path)}"
     try:
-        return yaml.compose(file_text(path), Loader=yaml.SafeLoader)
-    except OSError as error:
-        raise ConfigError(f"{where}: {_reason(error)}") from None
+        return yaml.compose(_text(path), Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({error.problem})") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
-        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({problem})") from None
-    except (ValueError, RecursionError) as error:
-        known = {RecursionError: "nested too deeply", UnicodeDecodeError: "not UTF-8 text"}
-        problem = known.get(type(error), str(error))
-        raise ConfigError(f"{where}: cannot be read ({problem})") from None
+        raise ConfigError(f"{shown_path(path)}: is no valid YAML ({getattr(error, 'reason', '')})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        problem = _PROBLEMS.get(type(error), f"cannot be read ({reason})")
+        raise ConfigError(f"{what} {shown_path(path)}: {problem}") from None
 
 
-def file_text(path: Path) -> str:
-    """Returns the text of a YAML file; a pipe or a device, which may never end, is not opened.
-
-    Raises:
-      OSError: it cannot be read, or is not a regular file.
-      ValueError: it is larger than 1 MB, or not UTF-8 text.
-    """
+def _text(path: Path) -> str:
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe or a device may never end
         raise OSError(0, "not a regular file")
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError(f"more than {_MOST_BYTES // 2**20} MB")
-    return content.decode("utf-8")
+    text = content.decode("utf-8")
+    # Apart from tabs, YAML allows everything that JSON does.
+    return text.replace("\t", " ") if path.suffix.lower() == ".json" else text
 
 
 def pairs(path: Path, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
@@ -91,13 +83,12 @@ def pairs(path: Path, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
     Raises:
       ConfigError: the node is not a mapping of texts, or states a key twice.
     """
-    file = shown_path(path)
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{file}:{node.start_mark.line + 1}: must be lines of `key: value`")
     seen: dict[str, int] = {}
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{shown_path(path)}:{node.start_mark.line + 1}: must be lines of `key: value`")
     for name_node, value_node in node.value:
         line = name_node.start_mark.line + 1
-        where = f"{file}:{line}"
+        where = f"{shown_path(path)}:{line}"
         if not isinstance(name_node, yaml.ScalarNode):
             raise ConfigError(f"{where}: must be lines of `key: value`")
         name = name_node.value
@@ -128,17 +119,9 @@ def _path_item(node: yaml.Node, name: str) -> str:
         plain = all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair)
         item = {key.value: value.value for key, value in pairs} if plain else {}
         if set(item) != {"path", "weight"}:
-            raise ConfigError(
-                f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
-                "works: {path: a.jsonl, weight: 0.7}"
-            )
+            raise ConfigError(f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
+                              "works: {path: a.jsonl, weight: 0.7}")  # fmt: skip
     path, weight = item["path"], item.get("weight")
     if not path or ";" in path:
         raise ConfigError(f"{where}: {shown(path)!r} must be a path without ';', which separates paths")
     return path if weight is None else f"{path},{weight}"
-
-
-def _reason(error: OSError) -> str:
-    return {FileNotFoundError: "does not exist", IsADirectoryError: "is a folder, not a YAML file"}.get(
-        type(error), f"cannot be read ({error.strerror})"
-    )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import load_config
-from maxbatch.config.yaml_file import file_text
+from maxbatch import ConfigError, load_config
+from maxbatch.config.yaml_file import compose
 from tests.helpers.configs import error_of, write
 
 
@@ -46,7 +46,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "is a folder" in error_of(tmp_path)
     (tmp_path / "image.yml").write_bytes(b"\xff\xfe\x00")
     assert "image.yml" in error_of(tmp_path / "image.yml")
-    assert "is no path" in error_of(Path("a\0b"))
+    assert "cannot be read (embedded null" in error_of(Path("a\0b"))
 
 
 def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_pipe_or_a_device_is_refused_and_not_read(tmp_path: Path, device: str)
     message = error_of(tmp_path / device)
     assert message.startswith("config file ") and "not a regular file" in message
     assert "not a regular file" in error_of(write(tmp_path / "run.yml", f"base_config: {device}\n"))
-    with pytest.raises(OSError, match="not a regular file"):  # as sweep files and mixture files are read
-        file_text(tmp_path / device)
+    with pytest.raises(ConfigError, match="not a regular file"):  # as sweep files and mixture files are read
+        compose(tmp_path / device, "sweep file")
 
 
 def test_a_file_of_more_than_a_megabyte_is_refused_and_not_parsed(tmp_path: Path) -> None:

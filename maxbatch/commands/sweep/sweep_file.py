@@ -13,7 +13,6 @@ import yaml
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
 from maxbatch.config.loading import configs_dir, keys
-from maxbatch.config.paths import local_fault
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.runs.metrics_schema import Metric
@@ -117,10 +116,7 @@ def _read(setting: Scalar, entry: tuple[yaml.Node, str] | None) -> Value:
         raise ConfigError(f"{where}: {setting.name} takes one value, not a list or a mapping")
     is_null = node.style is None and node.value.lower() in ("", "~", "null")
     try:
-        value = setting.read(setting.default if is_null else node.value)
-        if setting.kind == "path" and (rule := local_fault(str(value))):
-            raise setting.fault(str(value), rule)
-        return value
+        return setting.read(setting.default if is_null else node.value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -29,8 +29,8 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.values import Scalar, exact, nearest_name, shown
-from maxbatch.config.yaml_file import file_text
+from maxbatch.config.values import Scalar, exact, nearest_name, shown, shown_path
+from maxbatch.config.yaml_file import compose
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
@@ -170,23 +170,12 @@ def _file_items(path: str) -> Iterator[_Item]:
 
 
 def _parsed(path: str, file: Path) -> yaml.Node | None:
-    where = f"dataset_path={shown(repr(path))}"
     try:
-        text = file_text(file)
-        if file.suffix.lower() == ".json":
-            text = text.replace("\t", " ")  # YAML allows everything else that JSON does.
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except OSError as error:
+        return compose(file, "mixture file")
+    except ConfigError as error:
         raise ConfigError(
-            f"{where}: the mixture file cannot be read: {error.strerror or error} (seen from {os.getcwd()})"
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigError(
-            f"{shown(path)}{line}: is not a valid mixture file ({problem}); "
+            f"dataset_path={shown(path)!r}: {error} (seen from {shown_path(os.getcwd())}); "
             f"if it holds data: dataset_path={_as_glob(path)!r}"
         ) from None
 
