@@ -21,7 +21,8 @@ def local_fault(path: str) -> str | None:
 
 def data_fault(paths: str) -> str | None:
     """Returns the rule that paths of data joined by ";" break: a scheme is one that fsspec reads."""
-    schemes = [scheme[1] for path in paths.split(";") if (scheme := _URL.match(path.strip())) and scheme[2]]
+    urls = (_URL.match(path.strip()) for path in paths.split(";"))
+    schemes = [url[1] for url in urls if url and url[2]]
     if schemes:
         import fsspec  # late: only such paths need it
 

@@ -29,7 +29,7 @@ def start_child(
     Args:
       arguments: the command line.
       output: where standard output and standard error go; None: where the caller's go.
-      keep_open: file descriptors that stay open for as long as the child lives.
+      keep_open: file descriptors that the child inherits.
       variables: environment variables of the child, besides the caller's.
     """
     return subprocess.Popen(

@@ -9,25 +9,14 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of one JAX device.
+    """The figures of one JAX device: a chip, but half a chip of tpu7x. Bandwidths are in 10^9 bytes per second."""
 
-    A device is a chip, except for tpu7x, where a chip shows as two devices with half of its figures each.
-
-    Attributes:
-      kinds: beginnings of `device_kind`.
-      hbm_bytes: memory that the TPU compiler lets a program use; None where the device says it (`memory_stats`).
-      tflops: dense bfloat16 peak, 10^12 per second.
-      hbm_gb_s: memory bandwidth, 10^9 bytes per second.
-      ici_gb_s: bandwidth to other devices of its slice or node, one way, all links together, 10^9 bytes per second.
-      dcn_gb_s: bandwidth to other slices or nodes, one way, 10^9 bytes per second; of a GPU's single port.
-    """
-
-    kinds: tuple[str, ...]
-    hbm_bytes: int | None
-    tflops: float
+    kinds: tuple[str, ...]  # beginnings of `device_kind`
+    hbm_bytes: int | None  # what the TPU compiler lets a program use; None where `memory_stats` says it
+    tflops: float  # dense bfloat16 peak, 10^12 per second
     hbm_gb_s: float
-    ici_gb_s: float
-    dcn_gb_s: float
+    ici_gb_s: float  # to other devices of its slice or node, one way, all links together
+    dcn_gb_s: float  # to other slices or nodes, one way; of a GPU's single port
 
 
 # TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 names when it is asked for

@@ -8,20 +8,20 @@ import traceback
 from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
+_DISK_FULL = "no space left on the disk; free some and run the same command again"
 
 
 class ConfigError(Exception):
     """Input that cannot be used: a config value, a file, a dataset, a checkpoint of another run.
 
-    The message is one line that names the key, the value, the rule and, if there is one, the nearest value that
-    works. The command line prints it on standard error and exits with 2.
+    The message is one line that names the key, the value, the rule and, if there is one, the nearest value that works.
     """
 
 
 class TrainingError(Exception):
     """A command that cannot go on although its input was sound; a run's last checkpoint is intact.
 
-    The message is one line that says what happened, where, and what to try. The command line exits with 1.
+    The message is one line that says what happened, where, and what to try.
     """
 
 
@@ -45,19 +45,12 @@ def report(error: BaseException) -> int:
     """Prints what ended a command, one line unless it is a bug, and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("maxbatch: interrupted", file=sys.stderr)
-    elif isinstance(error, ConfigError | TrainingError):
-        print(f"maxbatch: error: {in_one_line(str(error))}", file=sys.stderr)
-    elif isinstance(error, OSError) and is_disk_full(error):
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"maxbatch: error: {in_one_line(where + _DISK_FULL)}", file=sys.stderr)
+    elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
+        if isinstance(error, OSError):
+            error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
+        said = " ".join(str(error).split())
+        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
+        print(f"maxbatch: error: {printable}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     return EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
-
-
-def in_one_line(text: str) -> str:
-    """Returns a text whose whitespace is single spaces and whose other unprintable characters are escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
-
-
-_DISK_FULL = "no space left on the disk; free some and run the same command again"

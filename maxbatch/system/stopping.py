@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 
 class Stopping:
-    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt.
-
-    Attributes:
-      numbers: the signals that are handled.
-      signal_name: the signal that asked; None before.
-    """
+    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt."""
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.signal_name: str | None = None
-        self._previous: dict[signal.Signals, object] = {}
+        self.signal_name: str | None = None  # of the signal that asked
+        self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def is_asked(self) -> bool:
@@ -31,10 +26,9 @@ class Stopping:
         self.signal_name = signal.Signals(number).name
 
     def __enter__(self) -> Self:
-        for number in self.numbers:
-            self._previous[number] = signal.signal(number, self._on_signal)
+        self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
