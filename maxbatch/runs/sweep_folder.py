@@ -2,13 +2,14 @@
 
     sweep_dir/sweep.json            what is swept: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share
+    sweep_dir/optuna.db             the study, unless the sweep file names a storage
     sweep_dir/trials/0007/          run_dir of trial 7
         trial.json                  its overrides and its resolved config
         log.txt                     what the training printed
         outcome.json                how it ended, once it did
 
-These files alone say how far a sweep is, so it goes on after a kill as after a stop. Values of the metric are read from
-the trials' own `metrics.jsonl` and stored nowhere else.
+A sweep goes on from these files after a kill as after a stop. Values of the metric are read from the trials' own
+`metrics.jsonl`.
 """
 
 from __future__ import annotations
