@@ -59,10 +59,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        from maxbatch.plan.frameworks import settings_of
+        printed = plan.to_dict() | whole_layout
+        if args.words:
+            from maxbatch.plan.frameworks import settings_of
 
-        words = {"words": [own._asdict() for own in settings_of(plan)]} if args.words else {}
-        print(json.dumps({**plan.to_dict(), **whole_layout, **words}, indent=2))
+            printed["words"] = [own._asdict() for own in settings_of(plan)]
+        print(json.dumps(printed, indent=2))
         return 0
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 

@@ -157,8 +157,11 @@ class Scalar:
         if broken := self.bounds and self.bounds.broken(value):
             rule, end = broken
             default = _decimal(self.default)
-            is_nearer = default is not None and abs(default - exact(value)) <= abs(exact(end) - exact(value))
-            raise self.fault(text, rule + or_null, self.default if is_nearer else plain_number(end))
+            # A default of null works on any devices; the end of the interval need not.
+            takes_default = self.nullable
+            if default is not None:
+                takes_default = abs(default - exact(value)) <= abs(exact(end) - exact(value))
+            raise self.fault(text, rule + or_null, self.default if takes_default else plain_number(end))
         if isinstance(value, int) and abs(value) > _LARGEST:
             raise self.fault(text, f"at most {_LARGEST}", self.default)
         return value

@@ -24,8 +24,6 @@ from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, stated_batches
 from maxbatch.system.errors import ConfigError
 
-_EXPANSION = "expansion_factor_real_data"
-
 
 class Resume(NamedTuple):
     """The checkpoint that a run goes on from: its position, and the hosts of the run that wrote it."""
@@ -51,7 +49,7 @@ def check_batch_keys(config: ConfigDict) -> None:
             f"batch_size={config.batch_size}: states a batch of prompts, which maxbatch rl trains on; "
             "works: batch_size=null and a dataset of documents, or maxbatch rl"
         )
-    _check_expansion(config)
+    expansion_factor(config, num_hosts=None)
     if config.enable_rampup_batch_size:
         increments(config)
     else:
@@ -161,23 +159,19 @@ class BatchPlan:
         samples_per_epoch: int | None,
         resume: Resume,
     ) -> BatchPlan:
-        _check_hosts(meshes.num_devices, num_hosts, samples_per_epoch)
+        if num_hosts < 1 or meshes.num_devices % num_hosts:
+            nearest = largest_divisor(meshes.num_devices, num_hosts) or 1
+            rule = f"must divide the {meshes.num_devices} devices"
+            raise ConfigError(f"num_hosts={num_hosts}: {rule}; works: num_hosts={nearest}")
         e = expansion_factor(config, num_hosts, resume)
         meshes.check_model_fits(config)
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
-        total, last = manager.total_samples, manager.stages[-1]
-        batch, micro, rows = (
-            last.global_batch_size,
-            last.micro_batch_size_to_train_on,
-            manager.rows_per_sample,
-        )
-        parts, repeats, length = (
-            unit.num_pipeline_microbatches,
-            config.num_pipeline_repeats,
-            config.max_target_length,
-        )
+        last, total, rows = manager.stages[-1], manager.total_samples, manager.rows_per_sample
+        batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
+        length = config.max_target_length
+        parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         is_ramp = len(manager.stages) > 1
         return cls(
@@ -270,56 +264,42 @@ def _json(value: Any) -> Any:
     return value
 
 
-def _check_hosts(num_devices: int, num_hosts: int, samples_per_epoch: int | None) -> None:
-    if num_hosts < 1 or num_devices % num_hosts:
-        nearest = largest_divisor(num_devices, num_hosts) or 1
-        rule = f"must divide the {num_devices} devices"
-        raise ConfigError(f"num_hosts={num_hosts}: {rule}; works: num_hosts={nearest}")
-    if samples_per_epoch is not None and samples_per_epoch < 1:
-        raise ConfigError(
-            f"samples_per_epoch={samples_per_epoch}: must be at least 1; works: samples_per_epoch=1"
-        )
-
-
-def _check_expansion(config: ConfigDict, num_hosts: int = 1) -> Fraction:
-    """Returns e, or raises ConfigError where it has no meaning on any number of hosts."""
-    e = exact(config[_EXPANSION])
-    if e == -1 or (e > 0 and 1 in (e.numerator, e.denominator)):
-        return e
-    works: int | Fraction = -1
-    if e <= 0:
-        rule = "must be -1, a whole number from 1 on, or 1 / a whole number"
-    elif e > 1:
-        rule, works = "above 1 it must be whole (one host in e loads)", largest_divisor(num_hosts, int(e))
-    else:
-        rule = "below 1 it must be 1 / a whole number (hosts now / hosts then)"
-        works = Fraction(1, round(1 / e)) if 1 / e < MOST_DEVICES else -1
-    raise Refusal(config, _EXPANSION, rule, {_EXPANSION: works})
-
-
-def expansion_factor(config: ConfigDict, num_hosts: int, resume: Resume = NEW_RUN) -> Fraction:
+def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
     """Returns e, checked against the hosts that are here and those that wrote the checkpoint.
 
     Args:
       config: the run's config.
-      num_hosts: H.
+      num_hosts: H; None: unknown, and e is checked by itself.
       resume: the checkpoint that the run goes on from.
 
     Raises:
       ConfigError: e has no meaning, or none with these hosts; the message names one that has.
     """
-    e = _check_expansion(config, num_hosts)
-    if e > 1 and num_hosts % e:
-        rule = f"must divide the {num_hosts} hosts, of which one in {e} loads"
-        raise Refusal(config, _EXPANSION, rule, {_EXPANSION: largest_divisor(num_hosts, int(e))})
-    then = resume.loading_hosts or num_hosts
-    if 0 < e < 1 and resume.hosts not in (None, num_hosts) and num_hosts != e * then:
-        share = Fraction(num_hosts, then)
-        rule = f"must be hosts now / loading hosts of the checkpoint = {num_hosts}/{then}"
-        raise Refusal(
-            config, _EXPANSION, rule, {_EXPANSION: share if share.numerator == 1 and share < 1 else -1}
+    key, works = "expansion_factor_real_data", Fraction(-1)
+    e, hosts = exact(config[key]), num_hosts or 1
+    then = resume.loading_hosts or hosts
+    if e <= 0 and e != -1:
+        rule = "must be -1, a whole number from 1 on, or 1 / a whole number"
+    elif e > 1 and e.denominator > 1:
+        rule, works = (
+            "above 1 it must be whole (one host in e loads)",
+            Fraction(largest_divisor(hosts, int(e))),
         )
-    return e
+    elif 0 < e < 1 and e.numerator > 1:
+        rule = "below 1 it must be 1 / a whole number (hosts now / hosts then)"
+        works = Fraction(1, round(1 / e)) if 1 / e < MOST_DEVICES else works
+    elif e > 1 and num_hosts and num_hosts % e:
+        rule = f"must divide the {num_hosts} hosts, of which one in {e} loads"
+        works = Fraction(largest_divisor(num_hosts, int(e)))
+    elif 0 < e < 1 and resume.hosts not in (None, num_hosts) and hosts != e * then:
+        rule, share = (
+            f"must be hosts now / loading hosts of the checkpoint = {hosts}/{then}",
+            Fraction(hosts, then),
+        )
+        works = share if share.numerator == 1 and share < 1 else works
+    else:
+        return e
+    raise Refusal(config, key, rule, {key: works})
 
 
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:

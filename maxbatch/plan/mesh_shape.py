@@ -109,26 +109,26 @@ def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
 def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
     """Raises ConfigError where an axis does not divide what it splits of the model."""
     for axis, name in _SPLIT.items():
-        room, works = config[name], dict[str, Value]()
-        for net, sizes in (("dcn", shape.dcn), ("ici", shape.ici)):
-            fits = math.gcd(sizes[axis], room)
+        works: dict[str, Value] = {}
+        room = config[name]
+        for net, size in (("dcn", shape.dcn[axis]), ("ici", shape.ici[axis])):
+            fits = math.gcd(size, room)
             room //= fits
-            if fits != sizes[axis]:
-                works[_key(net, axis)] = fits
-                if all(config[_key(net, other)] != -1 for other in AXES if other != axis):
-                    works[_key(net, _TAKES_REST[net])] = -1
+            takes_rest = all(config[_key(net, other)] != -1 for other in AXES if other != axis)
+            rest = {_key(net, _TAKES_REST[net]): -1} if takes_rest else {}
+            works |= {_key(net, axis): fits, **rest} if fits != size else {}
         if works:
             rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
-    stages, repeats = shape.num_pipeline_stages, config.num_pipeline_repeats
+    key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.num_pipeline_repeats
     most = config.base_num_decoder_layers // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
-            layers = stated(config, "base_num_decoder_layers")
-            rule = f"{stages} stages x {repeats} repeats must divide {layers}"
-        works = {"num_pipeline_repeats": nearest_divisor(most, repeats)}
-        raise Refusal(config, "num_pipeline_repeats", rule, works)
+            rule = (
+                f"{stages} stages x {repeats} repeats must divide {stated(config, 'base_num_decoder_layers')}"
+            )
+        raise Refusal(config, key, rule, {key: nearest_divisor(most, repeats)})
 
 
 def _key(net: str, axis: str) -> str:

@@ -1,4 +1,4 @@
-"""What to say of a config that breaks a rule of the batch: the rule, and all that must change to keep it."""
+"""The refusal of a config that breaks a rule of the batch: the rule, and all that must change to keep it."""
 
 from __future__ import annotations
 

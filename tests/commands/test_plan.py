@@ -175,6 +175,7 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(
     ("argv", "works"),
     [
         (["global_batch_size=1099511627776", "--devices", "6"], "global_batch_size=1099511627772"),
+        (["global_batch_size=0", "--devices", "6"], "global_batch_size=null"),
         (["batch_size_schedule=100:512 0:256"], 'batch_size_schedule="0:256 100:512"'),
         (["base_num_query_heads=6", "base_num_kv_heads=6", "ici_tensor_parallelism=4", "--devices", "4"],
          "ici_tensor_parallelism=2"),

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxbatch import BatchPlan, ConfigError, load_config
-from maxbatch.parallel.mesh import make_mesh, mesh_shape
+from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
 from maxbatch.training.state import abstract_state
 from tests.helpers.tiny import bytes_of
@@ -83,16 +83,6 @@ def test_golden_placement_of_activations() -> None:
         ("fsdp",), "context", None, None
     )
     assert {axis for axis in ACTIVATION_RULES.values() if axis} == {"pipeline", "context", "tensor"}
-
-
-def test_a_run_over_slices_is_planned_on_the_shape_that_its_mesh_is_built_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("maxbatch.parallel.mesh.num_slices", lambda devices: 2)
-    config = load_config(overrides=["ici_fsdp_parallelism=4", "dcn_data_parallelism=-1"])
-    shape = mesh_shape(config, jax.devices())
-    assert (shape.dcn["data"], shape.ici["fsdp"]) == (2, 4)
-    assert BatchPlan.on_mesh(config, shape).mesh is shape
 
 
 def test_nothing_is_held_twice_where_no_axis_replicates() -> None:

@@ -95,7 +95,7 @@ def plan_of(stated: Stated, machine: dict[str, int], **keywords: Any) -> BatchPl
 
 
 def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str]:
-    """Return the messages until the plan stands."""
+    """Returns the messages until the plan stands."""
     messages: list[str] = []
     refused = False
     for _ in range(12):
@@ -106,7 +106,7 @@ def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str
             said, _, works = str(error).partition("; works: ")
             assert not refused, f"{messages[-1]}\ndid not work: {error}"
             assert str(error) not in messages, f"a circle: {error}"
-            assert "\n" not in said and all(len(value) < 90 for value in said.split("=")[1].split(": ")[:1])
+            assert len(said.partition("=")[2].partition(": ")[0]) <= 80, "a value is not repeated whole"
             refused = isinstance(error, Refusal)
             messages.append(str(error))
             for word in shlex.split(works.partition(", or ")[0]):
