@@ -17,7 +17,7 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.token_store import TokenStore, open_folder, signature
+from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.errors import ConfigError
@@ -27,15 +27,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `maxbatch prepare`."""
     add_config(parser)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--output",
-        type=local_path,
-        metavar="FOLDER",
-        help="write the tokenised dataset there, whole or not at all",
-    )
-    where.add_argument(
-        "--verify", type=local_path, metavar="FOLDER", help="read a prepared folder and check its content"
-    )
+    for flag, what in (
+        ("--output", "write the tokenised dataset there, whole or not at all"),
+        ("--verify", "read a prepared folder and check its content"),
+    ):
+        where.add_argument(flag, type=local_path, metavar="FOLDER", help=what)
     # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument(
         "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"
@@ -64,10 +60,12 @@ def run(args: Namespace) -> int:
         print(f"unchanged: {_figures(store)} in {args.output}")
     else:
         begin = time.perf_counter()
-        with _progress_bar(source.size) as progress:
-            store = _build(folder, source, tokenizer, config, workers, progress)
-        seconds = time.perf_counter() - begin
-        rate = store.manifest["text_bytes"] / 1e6 / seconds
+        try:
+            with _progress_bar(source.size) as progress:
+                store = build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
+        except OSError as error:
+            raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
+        rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}")
     _print_next(config, args, tokenizer)
     return 0
@@ -96,38 +94,19 @@ def _check_dataset(config: ConfigDict) -> None:
 
 
 def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
-    """Returns the store in the output folder if its signature is `wanted`.
-
-    Raises:
-      ConfigError: the folder has files that are not a prepared dataset's.
-    """
+    """Returns the store in the output folder if its signature is `wanted`; refuses a folder with other files."""
     if not folder.exists():
         return None
     if not folder.is_dir():
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
         return store if store.manifest["signature"] == wanted else None
-    prepared_once = {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
-    if os.listdir(folder) and not prepared_once:
+    if os.listdir(folder) and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "
             f"works: --output {folder / 'tokens'}"
         )
     return None
-
-
-def _build(
-    folder: Path,
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    config: ConfigDict,
-    workers: int,
-    progress: Progress,
-) -> TokenStore:
-    try:
-        return build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _verify(text: str) -> None:

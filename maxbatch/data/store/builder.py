@@ -61,12 +61,6 @@ def build_store(
 ) -> TokenStore:
     """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
 
-    Args:
-      folder: the store's folder.
-      source, tokenizer, config: the dataset and the settings that shape its tokens.
-      workers: processes that tokenise, at most.
-      progress: is called with bytes of the files as they are tokenised.
-
     Raises:
       ConfigError: data that cannot be read, a dataset without documents, files that change meanwhile.
       TrainingError: a worker was killed.
@@ -136,23 +130,16 @@ def _write_files(
 
 
 def _is_copying(source: DocumentSource, tokenizer: Tokenizer) -> bool:
-    """Whether tokens are the bytes of text files, which one process copies as fast as the disk allows.
-
-    Two workers took a third longer, since their tokens have to be copied once more.
-    """
+    # One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since
+    # their tokens have to be copied once more.
     return tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib")
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:
     """Renames a finished store into place; removes what is there, a damaged store or one of an older dataset."""
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
-        try:
+    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder.parent, ignore_cleanup_errors=True) as old:
+        if folder.exists():
             os.rename(folder, old)
-            os.rename(building, folder)
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-    else:
         os.rename(building, folder)
     store = open_folder(folder)
     if store is None:

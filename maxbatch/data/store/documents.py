@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -34,6 +34,8 @@ _STDLIB_LEFT_OUT = frozenset({
 })  # fmt: skip
 _JOB_PIECES = 1024  # at most: empty files add nothing to the bytes of a job
 
+T = TypeVar("T")
+
 
 class Document(NamedTuple):
     """UTF-8 text (empty: a record left out), and whether the dataset itself holds it out for evaluation."""
@@ -44,27 +46,16 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """The documents of one dataset, in order.
-
-    Attributes:
-      dataset_type: python_stdlib, text, jsonl, parquet or arrayrecord.
-      key, value: the config key and value that name the dataset, for messages.
-      files: in order.
-      missing_shards: names of shards that are missing; each counts as one record left out.
-      text_field: field of a record that holds its text; "" if records have no fields; None if a document is a whole
-        record, as JSON (jsonl and parquet).
-      record_format: text or example, of arrayrecord.
-      skip_bad_records: leave out records that cannot be read.
-    """
+    """The documents of one dataset, in order."""
 
     dataset_type: str
-    key: str
+    key: str  # the config key and value that name the dataset, for messages
     value: str
     files: tuple[SourceFile, ...]
-    missing_shards: tuple[str, ...]
-    text_field: str | None
-    record_format: str
-    skip_bad_records: bool
+    missing_shards: tuple[str, ...]  # their names; each counts as one record left out
+    text_field: str | None  # "" if records have no fields; None if a document is a whole record, as JSON
+    record_format: str  # of arrayrecord
+    skip_bad_records: bool  # leave out records that cannot be read
 
     @classmethod
     def from_config(
@@ -95,15 +86,11 @@ class DocumentSource:
         )
         text_field = config.text_field if has_fields else ""
         source = cls(
-            dataset_type=dataset_type,
-            key=key,
-            value=value,
-            files=files,
-            missing_shards=missing,
+            dataset_type, key, value, files, missing,
             text_field=None if whole_records else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
-        )
+        )  # fmt: skip
         if missing and not config.skip_bad_records:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise source.error(
@@ -115,38 +102,25 @@ class DocumentSource:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that shape the documents of given files."""
-        return {
-            "dataset_type": self.dataset_type,
-            "text_field": self.text_field,
-            "record_format": self.record_format,
-            "skip_bad_records": self.skip_bad_records,
-        }
+        names = ("dataset_type", "text_field", "record_format", "skip_bad_records")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames this dataset's key and value for `problem`."""
         return ConfigError(f"{self.key}={shown(repr(self.value))}: {problem}")
 
-    def jobs(self) -> Iterator[tuple[Piece, ...]]:
+    def jobs(self) -> Iterator[list[Piece]]:
         """Yields all pieces in order, small ones together; the grouping depends on the files alone.
 
         Raises:
           ConfigError: a file that cannot be read.
         """
-        job: list[Piece] = []
-        size = 0
-        for piece in self._pieces():
-            job.append(piece)
-            size += piece.size
-            if size >= PIECE_BYTES or len(job) >= _JOB_PIECES:
-                yield tuple(job)
-                job, size = [], 0
-        if job:
-            yield tuple(job)
+        return grouped(self._pieces(), lambda piece: piece.size, PIECE_BYTES, _JOB_PIECES)
 
     def documents(self, pieces: Iterable[Piece] | None = None) -> Iterator[Document]:
         """Yields the documents of some pieces (default: of all), in order; a record left out is yielded empty.
@@ -192,6 +166,20 @@ class DocumentSource:
         return self.error(f"cannot read {file.path}: {error.strerror or error}")
 
 
+def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: int) -> Iterator[list[T]]:
+    """Yields the items in order, in groups that end at `count` items or once they have the total size `size`."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size_of(item)
+        if total >= size or len(group) >= count:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:
     if dataset_type not in FOLDER_FILES:
         raise ConfigError(
@@ -203,10 +191,10 @@ def _path_files(dataset_type: str, key: str, value: str) -> Listing:
 def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     """Returns the standard library's modules, without empty files and files that are made on each machine."""
 
+    generated = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
     def wanted(module: str) -> bool:
-        return module.endswith(".py") and not module.startswith(
-            ("_sysconfigdata", "sitecustomize", "usercustomize")
-        )
+        return module.endswith(".py") and not module.startswith(generated)
 
     def enter(folder: str) -> bool:
         return folder not in _STDLIB_LEFT_OUT and not folder.startswith("config-")

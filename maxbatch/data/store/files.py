@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -47,16 +48,14 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
         raise ConfigError(
             f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}"
         )
-    listings = [_list_path(key, path, wanted, kind) for path in paths]
-    return Listing(
-        tuple(file for listing in listings for file in listing.files),
-        tuple(name for listing in listings for name in listing.missing),
-    )
+    listings = [_list_path(f"{key}={shown(repr(path))}", path, wanted, kind) for path in paths]
+    files, missing = zip(*listings, strict=True)
+    return Listing(tuple(itertools.chain(*files)), tuple(itertools.chain(*missing)))
 
 
-def _list_path(key: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
-    where = f"{key}={shown(repr(path))}"
-    storage, place = storage_of(path if is_remote(path) else str(Path(os.path.expanduser(path))), where)
+def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
+    remote = is_remote(path)
+    storage, place = storage_of(path if remote else str(Path(os.path.expanduser(path))), where)
     is_single = False
     try:
         if storage.is_folder(place):
@@ -64,14 +63,12 @@ def _list_path(key: str, path: str, wanted: re.Pattern[str], kind: str) -> Listi
             problem = f"the folder holds no {kind} file"
         elif storage.exists(place):
             is_single = True
-            file = storage.file(place, os.path.basename(place))
-            found = [] if file is None else [file]
-            problem = "not a regular file"
+            file = storage.file(place if remote else os.path.abspath(place), os.path.basename(place))
+            found, problem = [file] if file else [], "not a regular file"
         elif glob.has_magic(place):
             found, problem = storage.glob(place), "the glob matches no file"
         else:
-            seen_from = "" if is_remote(path) else f" (seen from {os.getcwd()})"
-            found, problem = [], f"no such file or folder{seen_from}"
+            found, problem = [], "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
     except Exception as error:  # e.g. no permission, no network: each store has exceptions of its own
         unlisted = getattr(error, "filename", None) or "it"
         raise ConfigError(f"{where}: cannot list {unlisted}: {reason(error)}") from error
@@ -98,7 +95,7 @@ def _missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 
 def open_file(file: SourceFile) -> BinaryIO:
-    """Opens a file for reading; a remote one is fetched block by block as it is read."""
+    """Opens a file of a dataset for reading."""
     storage, path = storage_of(file.path)
     return storage.open(path)
 

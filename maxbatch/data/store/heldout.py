@@ -13,13 +13,9 @@ from maxbatch.system.errors import ConfigError
 
 @dataclass(frozen=True)
 class HeldOutFraction:
-    """A share f of the records, evenly spread: record i is held out iff floor((i + 1) f) > floor(i f).
+    """A share f of the records, evenly spread: record i is held out iff floor((i + 1) f) > floor(i f)."""
 
-    Attributes:
-      fraction: f, exact, 0 <= f < 1.
-    """
-
-    fraction: Fraction
+    fraction: Fraction  # f, exact, 0 <= f < 1
 
     @classmethod
     def from_config(cls, config: ConfigDict) -> HeldOutFraction:
@@ -37,9 +33,9 @@ class HeldOutFraction:
             return
         digits = 10 ** (len(str(records)) + 1)
         least = -(-digits // records) / digits
-        works = f"eval_fraction={least if records > 1 else 0}"
         raise ConfigError(
-            f"eval_fraction={float(self.fraction)}: holds out none of {records} {what}; works: {works}"
+            f"eval_fraction={float(self.fraction)}: holds out none of {records} {what}; "
+            f"works: eval_fraction={least if records > 1 else 0}"
         )
 
     def count(self, records: int, held_out: bool) -> int:

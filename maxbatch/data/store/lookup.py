@@ -13,30 +13,22 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
 
 def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
-    """Returns the store of the dataset that config[key] names, or None if the cache has none; builds nothing.
-
-    Args:
-      key: a config key whose value names a single dataset, not a mixture.
-    """
+    """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
-    from maxbatch.data.store.documents import DocumentSource
-
     source = DocumentSource.from_config(config, key)
     return open_folder(cache_folder(config) / signature(source, tokenizer, config))
 
 
 def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
-    """Returns the store of the dataset that config[key] names; builds it if the cache has none or a damaged one.
-
-    Args:
-      key: a config key whose value names a single dataset, not a mixture.
+    """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
 
     Raises:
       ConfigError: data that cannot be read, a dataset without documents, files that change while they are read, a
@@ -46,7 +38,6 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
     from maxbatch.data.store.builder import build_store, default_workers
-    from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
     folder = cache_folder(config) / signature(source, tokenizer, config)
@@ -70,8 +61,8 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
     if not value or not folder.is_dir():
         raise ConfigError(needs)
     if (store := open_folder(folder)) is None:
-        was_prepared = {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
-        problem = "is damaged or of another version; prepare it again" if was_prepared else "is not one"
+        damaged = was_prepared(folder)
+        problem = "is damaged or of another version; prepare it again" if damaged else "is not one"
         raise ConfigError(f"{needs}, and this {problem}")
     manifest = store.manifest
     if manifest["tokenizer"] != tokenizer.identity:

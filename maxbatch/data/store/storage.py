@@ -11,12 +11,12 @@ import contextlib
 import glob
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from stat import S_ISREG
+from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
@@ -33,54 +33,14 @@ Matches = Callable[[str], Any]  # whether the bare name of a file or folder coun
 
 
 class SourceFile(NamedTuple):
-    """One file of a dataset.
+    """One file of a dataset."""
 
-    Attributes:
-      path: absolute path, or URL.
-      name: its path below the dataset.
-      size: bytes.
-      stamp: changes with the content: mtime in ns, or what a store gives as the version of the object.
-    """
-
-    path: str
-    name: str
-    size: int
-    stamp: int | str
-
-
-class Storage(Protocol):
-    """A place for files.
-
-    `file` describes a regular file (None for anything else; OSError if nothing is there). `find` lists the regular
-    files below a folder in order of their names: `wanted` files of `enter`ed folders. `glob` lists those of a pattern.
-    `open` fetches a remote file block by block as it is read; `local_copy` copies it for as long as the context lasts.
-    """
-
-    def is_folder(self, path: str) -> bool: ...
-
-    def exists(self, path: str) -> bool: ...
-
-    def file(self, path: str, name: str) -> SourceFile | None: ...
-
-    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]: ...
-
-    def glob(self, pattern: str) -> list[SourceFile]: ...
-
-    def open(self, path: str) -> BinaryIO: ...
-
-    def local_copy(self, path: str) -> AbstractContextManager[str]: ...
-
-
-def storage_of(path: str, where: str = "") -> tuple[Storage, str]:
-    """Returns the storage of an absolute path or a URL, and the path there.
-
-    Args:
-      where: `key=value` for messages; by default the path.
-
-    Raises:
-      ConfigError: the storage needs a package that is not installed, or cannot be reached.
-    """
-    return _remote(path, where or shown(path)) if is_remote(path) else (_DISK, path)
+    path: str  # absolute, or a URL
+    name: str  # its path below the dataset
+    size: int  # bytes
+    stamp: (
+        int | str
+    )  # changes with the content: mtime in ns, or what a store gives as the version of the object
 
 
 def is_remote(path: str) -> bool:
@@ -98,43 +58,41 @@ class LocalDisk:
         return os.path.exists(path)
 
     def file(self, path: str, name: str) -> SourceFile | None:
+        """Describes a regular file; None for anything else, OSError if nothing is there."""
         status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            return None
-        return SourceFile(os.path.abspath(path), name, status.st_size, status.st_mtime_ns)
+        return SourceFile(path, name, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
-        entries = sorted(
-            (name, path) for name, path in _entries(folder, "", enter) if wanted(os.path.basename(path))
-        )
+        """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
+        entries = sorted(_entries(os.path.abspath(folder), "", wanted, enter))
         return [file for name, path in entries if (file := self.file(path, name))]
 
     def glob(self, pattern: str) -> list[SourceFile]:
+        """Lists the regular files that a pattern matches, in order."""
         paths = sorted(glob.glob(pattern, recursive=True))
-        return [file for path in paths if (file := self.file(path, path))]
+        return [file for path in paths if (file := self.file(os.path.abspath(path), path))]
 
     def open(self, path: str) -> BinaryIO:
+        """Opens a file for reading; a remote one is fetched block by block as it is read."""
         return open(path, "rb")
 
     def local_copy(self, path: str) -> AbstractContextManager[str]:
+        """Returns a context with the path of the file on this machine, for readers that take nothing else."""
         return contextlib.nullcontext(path)
 
 
-def _entries(folder: str, prefix: str, enter: Matches) -> Iterator[tuple[str, str]]:
-    """Yields name and path of what is below a folder, without the folders themselves."""
+def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Iterator[tuple[str, str]]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.is_dir():
+            if entry.is_dir():
+                if enter(entry.name):
+                    yield from _entries(entry.path, f"{prefix}{entry.name}/", wanted, enter)
+            elif wanted(entry.name):
                 yield prefix + entry.name, entry.path
-            elif enter(entry.name):
-                yield from _entries(entry.path, f"{prefix}{entry.name}/", enter)
 
 
-_DISK = LocalDisk()
-
-
-class _Remote:
-    """A store that fsspec reaches."""
+class RemoteStore:
+    """A store that fsspec reaches, with the methods of LocalDisk."""
 
     def __init__(self, file_system: Any):
         self._file_system = file_system
@@ -182,19 +140,33 @@ class _Remote:
         return SourceFile(self._file_system.unstrip_protocol(path), name, info["size"], stamp)
 
 
-def _remote(url: str, where: str) -> tuple[_Remote, str]:
-    scheme = _SCHEME.match(url)
-    package = _PACKAGES.get(scheme[1] if scheme else "")
+_DISK = LocalDisk()
+
+
+def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str]:
+    """Returns the storage of an absolute path or a URL, and the path there.
+
+    Args:
+      where: `key=value` for messages; by default the path.
+
+    Raises:
+      ConfigError: the storage needs a package that is not installed, or cannot be reached.
+    """
+    scheme = _SCHEME.match(path)
+    if scheme is None:
+        return _DISK, path
+    where = where or shown(path)
+    package = _PACKAGES.get(scheme[1])
     try:
         from fsspec.core import url_to_fs
 
-        file_system, path = url_to_fs(url)
+        file_system, place = url_to_fs(path)
     except (ImportError, ValueError) as error:
         needs = f"needs a package that is not installed: pip install {package}" if package else reason(error)
         raise ConfigError(f"{where}: {needs}; a copy on a local disk needs none") from error
     except Exception as error:  # e.g. no credentials: each store has exceptions of its own
         raise ConfigError(f"{where}: cannot be reached: {reason(error)}") from error
-    return _Remote(file_system), path
+    return RemoteStore(file_system), place
 
 
 def reason(error: Exception) -> str:

@@ -36,26 +36,16 @@ FILES = ("tokens.bin", "offsets.npy")
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The layout of token ids in a store.
+    """The layout of token ids in a store."""
 
-    Attributes:
-      dtype: of tokens.bin.
-      bos, eos: ids before and after each document; none, or one.
-      hashed_as: type in which the ids of documents are hashed; uint8 for bytes, which hashes the text itself.
-    """
-
-    dtype: str
-    bos: tuple[int, ...]
-    eos: tuple[int, ...]
-    hashed_as: str
+    dtype: str  # of tokens.bin
+    bos: tuple[int, ...]  # the id before each document, if any
+    eos: tuple[int, ...]  # the id after each document, if any
+    hashed_as: str  # the type in which ids are hashed; uint8 for bytes, which hashes the text itself
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ConfigDict) -> TokenLayout:
-        """Returns the layout for a tokenizer's ids.
-
-        Raises:
-          ConfigError: the tokenizer lacks a special token that the config asks for.
-        """
+        """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
         check_special_tokens(config, tokenizer)
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         return cls(
@@ -79,12 +69,10 @@ def new_content_hash() -> hashlib.blake2b:
 class TokenStore:
     """An open store.
 
-    Attributes:
-      folder: the folder with its files.
-      manifest: `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`, `skipped_records`,
-        `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its identity),
-        `vocab_size` (new stores only), `dtype`, `bos`, `eos` and `hashed_as` (see TokenLayout), `signature` (hash of
-        files and settings), `sizes` (bytes per file), `offsets_crc32`.
+    Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
+    `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
+    identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
+    `sizes` (bytes per file) and `offsets_crc32`.
     """
 
     folder: Path
@@ -92,11 +80,7 @@ class TokenStore:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """uint16 or uint32 [tokens], memory-mapped.
-
-        Raises:
-          ConfigError: the store was damaged or replaced since it was opened.
-        """
+        """uint16 or uint32 [tokens], memory-mapped; ConfigError if the store was replaced since it was opened."""
         self._refuse_replaced()
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
             return np.zeros(0, self.manifest["dtype"])
@@ -104,11 +88,7 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1].
-
-        Raises:
-          ConfigError: the store was damaged or replaced since it was opened.
-        """
+        """int64[documents + 1]; ConfigError if the store was damaged or replaced since it was opened."""
         self._refuse_replaced()
         data = (self.folder / "offsets.npy").read_bytes()
         if zlib.crc32(data) != self.manifest["offsets_crc32"]:
@@ -116,11 +96,7 @@ class TokenStore:
         return np.load(io.BytesIO(data))
 
     def verify(self) -> None:
-        """Reads all tokens and compares them with the hash of their content and with the vocabulary.
-
-        Raises:
-          ConfigError: something differs.
-        """
+        """Raises ConfigError if the tokens differ from the hash of their content, or leave the vocabulary."""
         manifest = self.manifest
         bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
         layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])
@@ -147,7 +123,7 @@ class TokenStore:
         return {"folder": self.folder, "manifest": self.manifest}
 
     def _refuse_replaced(self) -> None:
-        if read_manifest(self.folder) != self.manifest:
+        if _read_manifest(self.folder) != self.manifest:
             raise self._damaged("it was damaged or replaced since it was opened")
 
     def _damaged(self, problem: str) -> ConfigError:
@@ -174,7 +150,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
     """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
     path = folder / "manifest.json"
     try:
@@ -186,7 +162,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
-    """Whether a JSON value is a manifest of this version for files of these sizes."""
     if not isinstance(value, dict) or value.get("version") != VERSION:
         return False
     counts = ("documents", "tokens", "text_bytes", "skipped_records", "offsets_crc32")
@@ -212,9 +187,14 @@ def _are_counts(value: Any, end: int, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
 
 
+def was_prepared(folder: Path) -> bool:
+    """Whether a folder has a store's files, be they damaged or of another version."""
+    return {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
+
+
 def open_folder(folder: Path) -> TokenStore | None:
     """Returns the store in a folder, or None if it is missing, damaged or of another version."""
-    manifest = read_manifest(folder)
+    manifest = _read_manifest(folder)
     if manifest is None:
         return None
     store = TokenStore(folder, manifest)

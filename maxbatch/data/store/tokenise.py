@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import io
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.documents import DocumentSource, grouped
 from maxbatch.data.store.formats import Piece
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
@@ -24,42 +25,37 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 # Batches large enough to be worth a call of the library, and small enough for the processor's cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
-_BUFFER_TOKENS = 1 << 18
+_WRITE_TOKENS = 1 << 18
+_BUFFER_BYTES = 1 << 19
 _COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Tokeniser:
-    """The settings that turn documents into tokens.
-
-    Attributes:
-      source: the dataset of the jobs.
-      tokenizer: turns text into token ids.
-      layout: of the token ids in the store.
-    """
+    """The settings that turn documents into tokens."""
 
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
 
     def tokenise(self, job: Sequence[Piece], file: BinaryIO) -> Tokenised:
-        """Writes the tokens of a job's documents to a file.
-
-        Raises:
-          ConfigError: a file or record that cannot be read.
-        """
+        """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
         done = Tokenised(sum(piece.size for piece in job))
-        bos, eos = self.layout.bos, self.layout.eos
-        writer = _Writer(file, np.dtype(self.layout.dtype))
+        dtype = np.dtype(self.layout.dtype)
+        bos, eos = (np.array(token, dtype).tobytes() for token in (self.layout.bos, self.layout.eos))
+        num_special = len(self.layout.bos) + len(self.layout.eos)
+        writer = io.BufferedWriter(file, _BUFFER_BYTES)
         digests = []
-        for batch in _batches(self._kept(job, done)):
+        for batch in grouped(self._kept(job, done), len, _BATCH_BYTES, _BATCH_DOCUMENTS):
             for ids in self.tokenizer.encode_utf8_batch(batch):
                 writer.write(bos)
-                writer.write(ids)
+                # A long document part by part: its tokens may take several times as many bytes as its ids.
+                for begin in range(0, len(ids), _WRITE_TOKENS):
+                    writer.write(ids[begin : begin + _WRITE_TOKENS].astype(dtype).data)
                 writer.write(eos)
-                done.lengths.append(len(bos) + len(ids) + len(eos))
+                done.lengths.append(len(ids) + num_special)
                 digests.append(self.layout.digest(ids))
-        writer.flush()
+        writer.detach()  # writes what is left
         done.digests = b"".join(digests)
         return done
 
@@ -78,23 +74,16 @@ class Tokeniser:
 
 @dataclass
 class Tokenised:
-    """Facts about the documents of a job, besides their tokens.
+    """Facts about the documents of a job, besides their tokens."""
 
-    Attributes:
-      source_bytes: bytes of the files that were read, about.
-      lengths: int64, tokens of each document with its bos and eos.
-      digests: hashes of the documents, one after the other.
-      held_out: numbers, within the job, of the documents that the dataset itself holds out.
-      skipped: records left out.
-      text_bytes: bytes of all documents.
-    """
-
-    source_bytes: int
-    lengths: array.array[int] = field(default_factory=lambda: array.array("q"))
-    digests: bytes = b""
-    held_out: list[int] = field(default_factory=list)
-    skipped: int = 0
-    text_bytes: int = 0
+    source_bytes: int  # bytes of the files that were read, about
+    lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
+    digests: bytes = b""  # hashes of the documents, one after the other
+    held_out: list[int] = field(
+        default_factory=list
+    )  # numbers, in the job, of what the dataset itself holds out
+    skipped: int = 0  # records left out
+    text_bytes: int = 0  # of all documents
 
     def append(self, job: Tokenised) -> None:
         """Appends the documents of the next job, without their digests."""
@@ -103,42 +92,6 @@ class Tokenised:
         self.lengths.extend(job.lengths)
         self.skipped += job.skipped
         self.text_bytes += job.text_bytes
-
-
-class _Writer:
-    """Collects tokens in one buffer and writes it when it is full."""
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype):
-        self._file = file
-        self._buffer = np.empty(_BUFFER_TOKENS, dtype)
-        self._filled = 0
-
-    def write(self, ids: Sequence[int] | np.ndarray) -> None:
-        begin = 0
-        while begin < len(ids):
-            part = ids[begin : begin + len(self._buffer) - self._filled]
-            self._buffer[self._filled : self._filled + len(part)] = part
-            self._filled += len(part)
-            begin += len(part)
-            if self._filled == len(self._buffer):
-                self.flush()
-
-    def flush(self) -> None:
-        self._file.write(self._buffer[: self._filled].data)
-        self._filled = 0
-
-
-def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for utf8 in documents:
-        batch.append(utf8)
-        size += len(utf8)
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def tokenise_all(
@@ -165,7 +118,7 @@ def tokenise_all(
     with WorkerPool(setup, workers, variables=variables) as pool:
         for done, part in _in_order(pool, workers, jobs, folder):
             with open(part, "rb", buffering=0) as tokens:
-                _copy(tokens, file, sum(done.lengths) * np.dtype(tokeniser.layout.dtype).itemsize)
+                shutil.copyfileobj(tokens, file, _COPY_BYTES)
             yield done
     for part in folder.glob("part-*"):
         part.unlink()
@@ -175,7 +128,9 @@ def _part_writer(tokeniser: Tokeniser) -> Callable[[tuple[Sequence[Piece], Path]
     def write_part(job_and_part: tuple[Sequence[Piece], Path]) -> Tokenised:
         job, part = job_and_part
         with open(part, "r+b") as file:
-            return tokeniser.tokenise(job, file)
+            done = tokeniser.tokenise(job, file)
+            file.truncate()  # A part is reused, and its last job may have been longer.
+        return done
 
     return write_part
 
@@ -185,12 +140,23 @@ def _in_order(
 ) -> Iterator[tuple[Tokenised, Path]]:
     """Yields, in the order of the jobs, the facts about each and the file with its tokens."""
     waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]] = deque()
+
+    def first() -> tuple[Tokenised, Path]:
+        job, part, future = waiting.popleft()
+        try:
+            return future.result(), part
+        except WorkerEnded as end:
+            raise TrainingError(
+                f"{job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch prepare` "
+                "needs the least"
+            ) from end
+
     # With so many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
     # the tokens themselves.
     parts = deque(folder / f"part-{number}" for number in range(4 * workers))
     for job in jobs:
         if not parts:
-            done, part = _next(waiting)
+            done, part = first()
             yield done, part
             parts.append(part)
         part = parts.popleft()
@@ -198,25 +164,4 @@ def _in_order(
         [future] = pool.submit([(job, part)])
         waiting.append((job, part, future))
     while waiting:
-        yield _next(waiting)
-
-
-def _next(waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]]) -> tuple[Tokenised, Path]:
-    job, part, future = waiting.popleft()
-    try:
-        return future.result(), part
-    except WorkerEnded as end:
-        raise TrainingError(
-            f"{job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch prepare` "
-            "needs the least"
-        ) from end
-
-
-def _copy(source: io.FileIO, target: BinaryIO, size: int) -> None:
-    block = memoryview(bytearray(min(_COPY_BYTES, size)))
-    while size:
-        filled = source.readinto(block[:size])
-        if not filled:
-            raise OSError(f"tokens of a worker are cut short: {size} bytes are missing")
-        target.write(block[:filled])
-        size -= filled
+        yield first()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,24 +25,21 @@ _NAMES = {
 }
 
 
-class _FileTokenizer:
+class _FileTokenizer(ABC):
     """A tokenizer whose file is found and hashed at once and loaded at the first use, in each process anew."""
 
     kind: str
     file_name: str  # in a folder, as a glob
     package: str
+    content: str  # of the file, for messages
 
     def __init__(self, path: str):
-        """Finds the file.
-
-        Raises:
-          ConfigError: `tokenizer_path` does not name a readable file of this kind.
-        """
         self.file = self._find(path)
         try:
-            self.identity = f"{self.kind}:{self._hash()}"
+            content = self.file.read_bytes() + self._settings()
         except OSError as error:
             raise self.error(f"cannot read {self.file}: {error.strerror or error}") from error
+        self.identity = f"{self.kind}:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames the file for `problem`."""
@@ -65,14 +63,44 @@ class _FileTokenizer:
 
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (int32[n]) of each text; no special tokens."""
-        raise NotImplementedError
+        return [np.array(ids, np.int32) for ids in self._encode([utf8.decode("utf-8") for utf8 in documents])]
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
         return self.encode_utf8_batch([utf8_of(text)])[0]
 
-    def _special(self, name: str) -> int | None:
-        raise NotImplementedError
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
+        return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
+
+    @cached_property
+    def _library(self) -> Any:
+        try:
+            return self._load(self.file.read_bytes())
+        except ImportError as error:
+            raise ConfigError(
+                f"tokenizer_type={self.kind}: needs {self.package}, which is not installed; "
+                "pip install 'maxbatch[text]'"
+            ) from error
+        except Exception as error:  # `tokenizers` raises bare Exceptions
+            raise self.error(f"not a {self.content} ({' '.join(str(error).split())})") from error
+
+    @abstractmethod
+    def _load(self, content: bytes) -> Any: ...
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def _special(self, name: str) -> int | None: ...
+
+    @abstractmethod
+    def _encode(self, texts: list[str]) -> Iterable[list[int]]: ...
+
+    def _settings(self) -> bytes:
+        """Returns what shapes the tokens besides the file."""
+        return b""
 
     def _find(self, path: str) -> Path:
         if not path:
@@ -92,14 +120,6 @@ class _FileTokenizer:
             raise ConfigError(f"{where}: no such file or folder (seen from {os.getcwd()})")
         return file
 
-    def _hash(self) -> str:
-        return hashlib.blake2b(self.file.read_bytes(), digest_size=16).hexdigest()
-
-    def _missing(self, error: ImportError) -> ConfigError:
-        return ConfigError(
-            f"tokenizer_type={self.kind}: needs {self.package}, which is not installed; pip install 'maxbatch[text]'"
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         return {"file": self.file, "identity": self.identity}
 
@@ -114,47 +134,31 @@ class HuggingFaceTokenizer(_FileTokenizer):
     kind = "huggingface"
     file_name = "tokenizer.json"
     package = "tokenizers"
+    content = "tokenizer.json that `tokenizers` reads"
+
+    def _load(self, content: bytes) -> Any:
+        from tokenizers import Tokenizer
+
+        library = Tokenizer.from_buffer(content)
+        library.no_padding()
+        library.no_truncation()
+        library.encode_special_tokens = True
+        return library
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id: ids may have gaps."""
         return max(self._library.get_vocab_size(), 1 + max(self._library.get_vocab().values(), default=-1))
 
-    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; no special tokens.
-
-        Raises:
-          ConfigError: a text that the model has no token for, and no token for unknown text either.
-        """
-        texts = [utf8.decode("utf-8") for utf8 in documents]
+    def _encode(self, texts: list[str]) -> Iterable[list[int]]:
         library = self._library
         try:
             encodings = library.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exceptions
+        except Exception as error:
             raise self.error(
                 f"cannot encode every text: {error}; its unk_token must be in its vocabulary"
             ) from error
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
-        known = [int(token) for token in ids if 0 <= token < self.vocab_size]
-        return self._library.decode(known, skip_special_tokens=True)
-
-    @cached_property
-    def _library(self) -> Any:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise self._missing(error) from error
-        try:
-            library = Tokenizer.from_buffer(self.file.read_bytes())
-        except Exception as error:  # the library raises bare Exceptions
-            raise self.error(f"not a tokenizer.json that `tokenizers` reads ({error})") from error
-        library.no_padding()
-        library.no_truncation()
-        library.encode_special_tokens = True
-        return library
+        return (encoding.ids for encoding in encodings)
 
     def _special(self, name: str) -> int | None:
         stated = self._stated_tokens()
@@ -164,9 +168,8 @@ class HuggingFaceTokenizer(_FileTokenizer):
         token = stated[f"{name}_token"]
         return None if token is None else self._library.token_to_id(token)
 
-    def _hash(self) -> str:
-        stated = json.dumps(sorted(self._stated_tokens().items()))
-        return hashlib.blake2b(self.file.read_bytes() + stated.encode(), digest_size=16).hexdigest()
+    def _settings(self) -> bytes:
+        return json.dumps(sorted(self._stated_tokens().items())).encode()
 
     def _stated_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that the `tokenizer_config.json` beside the file states."""
@@ -194,34 +197,22 @@ class SentencePieceTokenizer(_FileTokenizer):
     kind = "sentencepiece"
     file_name = "*.model"
     package = "sentencepiece"
+    content = "SentencePiece model"
+
+    def _load(self, content: bytes) -> Any:
+        from sentencepiece import SentencePieceProcessor
+
+        library = SentencePieceProcessor()
+        library.LoadFromSerializedProto(content)
+        return library
 
     @cached_property
     def vocab_size(self) -> int:
         """Number of pieces."""
         return self._library.get_piece_size()
 
-    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; no special tokens."""
-        texts = [utf8.decode("utf-8") for utf8 in documents]
-        ids = self._library.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
-        return [np.array(tokens, np.int32) for tokens in ids]
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
-        return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
-
-    @cached_property
-    def _library(self) -> Any:
-        try:
-            from sentencepiece import SentencePieceProcessor
-        except ImportError as error:
-            raise self._missing(error) from error
-        library = SentencePieceProcessor()
-        try:
-            library.LoadFromSerializedProto(self.file.read_bytes())
-        except RuntimeError as error:
-            raise self.error(f"not a SentencePiece model ({' '.join(str(error).split())})") from error
-        return library
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self._library.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
 
     def _special(self, name: str) -> int | None:
         token = getattr(self._library, f"{name}_id")()

@@ -13,29 +13,22 @@ from maxbatch.system.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as the store, the stream and generation use it. Text never becomes a special token.
-
-    Attributes:
-      vocab_size: number of ids, special ones included; ids are 0 .. vocab_size - 1.
-      bos_id, eos_id: the special tokens; None if the tokenizer lacks them.
-      pad_id: id of empty slots.
-      identity: a string that differs between tokenizers that encode differently.
-    """
+    """A tokenizer as the store, the stream and generation use it. Text never becomes a special token."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int: ...  # ids are 0 .. vocab_size - 1, special ones included
 
     @property
-    def bos_id(self) -> int | None: ...
+    def bos_id(self) -> int | None: ...  # None if the tokenizer lacks it
 
     @property
     def eos_id(self) -> int | None: ...
 
     @property
-    def pad_id(self) -> int: ...
+    def pad_id(self) -> int: ...  # of empty slots
 
     @property
-    def identity(self) -> str: ...
+    def identity(self) -> str: ...  # differs between tokenizers that encode differently
 
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]: ...
 
@@ -68,11 +61,7 @@ class ByteTokenizer:
 
 
 def utf8_of(text: str) -> bytes:
-    """Returns a text as UTF-8.
-
-    Raises:
-      ConfigError: the text has halves of surrogate pairs, as an argument that is not UTF-8 has.
-    """
+    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -115,10 +104,8 @@ def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
 
 def check_special_tokens(config: ConfigDict, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `add_bos` or `add_eos` is set and the tokenizer lacks the token."""
-    for key, token, what in (
-        ("add_bos", tokenizer.bos_id, "beginning"),
-        ("add_eos", tokenizer.eos_id, "end"),
-    ):
+    tokens = (("add_bos", tokenizer.bos_id, "beginning"), ("add_eos", tokenizer.eos_id, "end"))
+    for key, token, what in tokens:
         if config[key] and token is None:
             raise ConfigError(
                 f"{key}=true: the {config.tokenizer_type} tokenizer {shown(repr(config.tokenizer_path))} has no "

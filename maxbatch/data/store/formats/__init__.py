@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from maxbatch.data.store.files import open_file
 from maxbatch.data.store.storage import SourceFile
 
 # Handles a bad record, given its problem: raises, or returns the empty document if bad records are left out.
@@ -40,6 +42,22 @@ class Format(Protocol):
     def documents(self, piece: Piece) -> Iterator[bytes]:
         """Yields the documents of a piece, in order; b"" for each record left out."""
         ...
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """`text`: every file of UTF-8 text is a document; one of them is held in memory at a time."""
+
+    bad: Bad
+
+    def pieces(self, file: SourceFile) -> Iterator[Piece]:
+        """Yields the whole file."""
+        yield Piece(file, 0, file.size, file.size)
+
+    def documents(self, piece: Piece) -> Iterator[bytes]:
+        """Yields the file's bytes."""
+        with open_file(piece.file) as file:
+            yield checked_utf8(file.read(), piece.file.path, self.bad)
 
 
 _SHARD = r"([-._]\d{3,}-of-\d{3,})?"
@@ -73,8 +91,6 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
         from maxbatch.data.store.formats.arrayrecord import ArrayRecords
 
         return ArrayRecords(record_format, text_field, bad)
-    from maxbatch.data.store.formats.text import TextFiles
-
     return TextFiles(bad)
 
 

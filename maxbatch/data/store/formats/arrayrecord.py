@@ -19,12 +19,7 @@ class ArrayRecords:
     """Records of ArrayRecord files (Grain's and TFDS's format). Pieces are ranges of records."""
 
     def __init__(self, record_format: str, text_field: str, bad: Bad):
-        """Makes a reader of records; `text_field` is the feature of an Example.
-
-        Raises:
-          ConfigError: array_record is not installed (it comes with Grain, except on Windows).
-        """
-        try:
+        try:  # It comes with Grain, except on Windows.
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:
             raise ConfigError(

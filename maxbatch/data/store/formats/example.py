@@ -1,8 +1,4 @@
-"""tf.train.Example without TensorFlow: the declaration of the message, and a reader of one field.
-
-Field numbers are TensorFlow's (core/example/example.proto, feature.proto). Lists of numbers are not declared: protobuf
-skips fields that it does not know.
-"""
+"""tf.train.Example without TensorFlow: the declaration of the message, and a reader of one field."""
 
 from __future__ import annotations
 
@@ -10,6 +6,25 @@ from functools import cache
 from typing import Any
 
 from maxbatch.config.values import shown
+
+# Field numbers are TensorFlow's (core/example/example.proto, feature.proto). Lists of numbers are not declared:
+# protobuf skips fields that it does not know.
+_DECLARATION = """
+name: "maxbatch/example.proto" package: "maxbatch" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+message_type { name: "Feature" field { name: "bytes_list" number: 1 type_name: ".maxbatch.BytesList" } }
+message_type {
+  name: "Features"
+  nested_type {
+    name: "FeatureEntry"
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type_name: ".maxbatch.Feature" }
+    options { map_entry: true }
+  }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: ".maxbatch.Features.FeatureEntry" }
+}
+message_type { name: "Example" field { name: "features" number: 1 type_name: ".maxbatch.Features" } }
+"""
 
 
 class ExampleError(ValueError):
@@ -46,32 +61,9 @@ def example_field(record: bytes, name: str) -> bytes:
 
 @cache
 def _example_class() -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    file = descriptor_pb2.FileDescriptorProto(
-        name="maxbatch/example.proto", package="maxbatch", syntax="proto3"
-    )
-    field_type = descriptor_pb2.FieldDescriptorProto
-
-    def message(parent: Any, name: str) -> Any:
-        messages = parent.message_type if parent is file else parent.nested_type
-        return messages.add(name=name)
-
-    def field(parent: Any, name: str, number: int, kind: int, of: str = "", repeated: bool = False) -> None:
-        label = field_type.LABEL_REPEATED if repeated else field_type.LABEL_OPTIONAL
-        parent.field.add(name=name, number=number, type=kind, type_name=of or None, label=label)
-
-    field(message(file, "BytesList"), "value", 1, field_type.TYPE_BYTES, repeated=True)
-    field(message(file, "Feature"), "bytes_list", 1, field_type.TYPE_MESSAGE, ".maxbatch.BytesList")
-    features = message(file, "Features")
-    entry = message(features, "FeatureEntry")
-    entry.options.map_entry = True
-    field(entry, "key", 1, field_type.TYPE_STRING)
-    field(entry, "value", 2, field_type.TYPE_MESSAGE, ".maxbatch.Feature")
-    of_map = ".maxbatch.Features.FeatureEntry"
-    field(features, "feature", 1, field_type.TYPE_MESSAGE, of_map, repeated=True)
-    field(message(file, "Example"), "features", 1, field_type.TYPE_MESSAGE, ".maxbatch.Features")
     # In a pool of its own, so that it does not clash with TensorFlow's declaration if that is loaded too.
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_DECLARATION, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxbatch.Example"))

@@ -59,25 +59,32 @@ class JsonLines:
         """Returns the text of a line and "", or b"" and the problem with the line."""
         try:
             record = json.loads(line.decode("utf-8"))
+            if isinstance(record, dict):
+                if self.text_field is None:
+                    return record_as_json(record), ""
+                if isinstance(text := record.get(self.text_field), str):
+                    return text.encode("utf-8"), ""
         except UnicodeDecodeError as error:
             return b"", f"not UTF-8 at byte {error.start} of the line"
+        except UnicodeEncodeError:
+            field = (
+                "a field" if self.text_field is None else f"field text_field={shown(repr(self.text_field))}"
+            )
+            return b"", f"{field} contains half of a surrogate pair"
         except (ValueError, RecursionError) as error:
             return b"", f"not JSON ({error})"
-        if self.text_field is None:
-            return _whole(record)
+        return b"", self._problem(record)
+
+    def _problem(self, record: Any) -> str:
+        """Returns why a record has no text."""
         name = shown(repr(self.text_field))
         if not isinstance(record, dict):
-            return b"", f"a {type(record).__name__}, not an object with a field {name}"
-        if self.text_field not in record:
-            fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
-            return b"", f"no field text_field={name}; its fields: {fields}"
-        text = record[self.text_field]
-        if not isinstance(text, str):
-            return b"", f"field text_field={name} is a {type(text).__name__}, not a string"
-        try:
-            return text.encode("utf-8"), ""
-        except UnicodeEncodeError:
-            return b"", f"field text_field={name} contains half of a surrogate pair"
+            field = "" if self.text_field is None else f" with a field {name}"
+            return f"a {type(record).__name__}, not an object{field}"
+        if self.text_field in record:
+            return f"field text_field={name} is a {type(record[self.text_field]).__name__}, not a string"
+        fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
+        return f"no field text_field={name}; its fields: {fields}"
 
 
 def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
@@ -89,15 +96,6 @@ def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
     while position < piece.end and (line := stream.readline()):
         position += len(line)
         yield line
-
-
-def _whole(record: Any) -> tuple[bytes, str]:
-    if not isinstance(record, dict):
-        return b"", f"a {type(record).__name__}, not an object"
-    try:
-        return record_as_json(record), ""
-    except UnicodeEncodeError:
-        return b"", "a field contains half of a surrogate pair"
 
 
 def _lines_before(piece: Piece) -> int:

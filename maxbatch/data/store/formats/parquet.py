@@ -20,11 +20,6 @@ class Parquet:
     """Rows of Parquet files. Pieces are runs of row groups; only the text column is read, a few rows at a time."""
 
     def __init__(self, text_field: str | None, bad: Bad):
-        """Makes a reader of the column `text_field`, or of whole rows as JSON if it is None.
-
-        Raises:
-          ConfigError: pyarrow is not installed.
-        """
         try:
             import pyarrow.parquet
         except ImportError as error:
@@ -40,10 +35,8 @@ class Parquet:
         """Yields runs of row groups; a single empty one if the file is not a Parquet file."""
         try:
             with self._opened(file) as parquet:
-                metadata = parquet.metadata
-                sizes = [
-                    metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)
-                ]
+                groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
+                sizes = [group.total_byte_size for group in groups]
         except (self._arrow.ArrowException, OSError) as error:
             _raise_system_error(error)
             yield Piece(file, 0, 0, file.size)
@@ -79,10 +72,7 @@ class Parquet:
     def _opened(self, file: SourceFile) -> Iterator[Any]:
         # Without read-ahead of whole column chunks a row group of any size takes little memory.
         options = {"pre_buffer": False, "buffer_size": _READ_AHEAD_BYTES, "page_checksum_verification": True}
-        with (
-            open_file(file) as stream,
-            self._arrow.parquet.ParquetFile(stream, **options) as parquet,
-        ):
+        with open_file(file) as stream, self._arrow.parquet.ParquetFile(stream, **options) as parquet:
             yield parquet
 
     def _rows(self, parquet: Any, group: int, place: str) -> Iterator[bytes]:
@@ -109,11 +99,14 @@ class Parquet:
         column = batch.column(0)
         types = self._arrow.types
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-        if not any(
-            is_text(kind)
-            for is_text in (types.is_string, types.is_large_string, types.is_string_view,
-                            types.is_binary, types.is_large_binary)
-        ):  # fmt: skip
+        texts = (
+            types.is_string,
+            types.is_large_string,
+            types.is_string_view,
+            types.is_binary,
+            types.is_large_binary,
+        )
+        if not any(is_text(kind) for is_text in texts):
             raise ConfigError(
                 f"text_field={shown(repr(self._text_field))}: the column is of type {shown(str(kind))} at {place}, "
                 "not a string; name a column of strings"
