@@ -1,12 +1,10 @@
 """A task that needs no download: sums whose answers can be checked, and worked examples that are mostly wrong.
 
-A prompt is the sum of four digits, "7+8+5+2=", one of 10^4; its answer is "22". A small model learns it within a
-minute or two: since a sum does not depend on the order, equal attention to all digits is a start, and the model learns
-the size of the answer before its digits.
+A prompt is the sum of four digits, "7+8+5+2=", one of 10^4; its answer is "22". A small model learns it within minutes.
 
 The answer of a worked example is the sum plus a slip, drawn uniformly from `SLIPS`. A model that imitates the examples
-learns to add and to slip. It is right in at most one of five answers, and its likeliest answer is rarely right, since
-the right one is at the edge of what it has seen. Only the reward says which of the five is right.
+is right in at most one of five answers, and its likeliest answer is rarely right, since the right one is at the edge
+of what it has seen. Only the reward says which of the five is right.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def records() -> list[dict[str, Any]]:
     """Returns all prompts, {"prompt": "7+8+5+2=", "answer": "22"}, in a fixed order that mixes them well."""
     prompts = ["+".join(terms) + "=" for terms in itertools.product("0123456789", repeat=NUM_TERMS)]
     prompts.sort(key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=8).digest())
-    return [{"prompt": prompt, "answer": str(_sum(prompt))} for prompt in prompts]
+    return [{"prompt": prompt, "answer": str(sum(map(int, prompt[:-1].split("+"))))} for prompt in prompts]
 
 
 def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
@@ -39,11 +37,7 @@ def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
 
 
 def worked_examples(config: ConfigDict, count: int) -> Iterator[str]:
-    """Yields `count` documents, each a prompt and an answer with a slip.
-
-    The prompts are those to train on (`eval_fraction`), as `prompt_template` writes them; `data_shuffle_seed` fixes
-    the documents.
-    """
+    """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and an answer with a slip."""
     template = Template(config.prompt_template)
     everything = records()
     split = HeldOutFraction.from_config(config)
@@ -53,7 +47,3 @@ def worked_examples(config: ConfigDict, count: int) -> Iterator[str]:
         record = everything[draw.choice(training)]
         answer = int(record["answer"]) + draw.choice(SLIPS)
         yield f"{template.fill(record, 'a worked example')}{answer}"
-
-
-def _sum(prompt: str) -> int:
-    return sum(map(int, prompt.removesuffix("=").split("+")))

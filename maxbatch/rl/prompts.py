@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -36,19 +36,12 @@ _TEXTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-      index: in the stream, in which epochs follow one another, or in the held-out split.
-      text: what the template makes of the record.
-      tokens: int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, the beginning-of-text token first.
-      record: all fields, for the rewards; a copy of its own.
-    """
-
-    index: int
-    text: str
-    tokens: np.ndarray
-    record: dict[str, Any]
+    index: int  # in the stream, in which epochs follow one another, or in the held-out split
+    text: str  # what the template makes of the record
+    tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
+    record: dict[str, Any]  # all fields, for the rewards; a copy of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,22 +50,14 @@ class Prompts:
 
     The training stream has no end: epoch e is prompts e n to (e + 1) n - 1, each epoch another permutation of the
     records. A held-out split is its n prompts once, in order.
-
-    Attributes:
-      records: JSON objects, n of them.
-      text: what makes a record's text and its tokens.
-      identity: what defines the prompts; equal identities mean equal prompts.
-      skipped_records: records of the whole dataset that were left out (`skip_bad_records`).
-      shuffle: seed and name that key the permutations; None: in order.
-      is_endless: whether the stream goes on after its first epoch.
     """
 
-    records: Sequence[bytes]
+    records: Sequence[bytes]  # JSON objects, n of them
     text: PromptText
-    identity: Identity
-    skipped_records: int
-    shuffle: tuple[int, str] | None
-    is_endless: bool
+    identity: Identity  # equal identities mean equal prompts
+    skipped_records: int  # records of the whole dataset that were left out (`skip_bad_records`)
+    shuffle: tuple[int, str] | None  # seed and name that key the permutations; None: in order
+    is_endless: bool  # whether the stream goes on after its first epoch
 
     @property
     def num_prompts(self) -> int:
@@ -81,7 +66,7 @@ class Prompts:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What makes the prompts' tokens."""
+        """The tokenizer of the prompts."""
         return self.text.tokenizer
 
     def read(self, first: int, count: int) -> list[Prompt]:
@@ -120,33 +105,27 @@ class PromptSource:
 
     def train(self) -> Prompts:
         """Returns the prompts to train on."""
-        return self._split("train", self._dataset, self._part(held_out=False))
+        return self._split(self._dataset, self._part(held_out=False), trains=True)
 
     def held_out(self) -> Prompts | None:
-        """Returns the held-out prompts, of `eval_dataset_path` if it is given; None if nothing is held out.
-
-        Raises:
-          ConfigError: as for the prompts to train on.
-        """
+        """Returns the held-out prompts, of `eval_dataset_path` if it is given; None if nothing is held out."""
         if self._config.eval_dataset_path:
             dataset = _read_dataset(self._config, "eval_dataset_path", self._text)
-            return self._split("eval", dataset, dataset.records)
+            return self._split(dataset, dataset.records, trains=False)
         if not self._fraction.fraction:
             return None
-        return self._split("eval", self._dataset, self._part(held_out=True))
+        return self._split(self._dataset, self._part(held_out=True), trains=False)
 
-    def _part(self, *, held_out: bool) -> list[bytes]:
+    def _part(self, held_out: bool) -> list[bytes]:
         records, fraction = self._dataset.records, self._fraction
-        if not fraction.fraction:
-            return records
         chosen = fraction.records(fraction.count(len(records), held_out), held_out)
         return [records[number] for number in chosen.tolist()]
 
-    def _split(self, split: Literal["train", "eval"], dataset: _Dataset, records: Sequence[bytes]) -> Prompts:
-        config, trains = self._config, split == "train"
+    def _split(self, dataset: _Dataset, records: Sequence[bytes], trains: bool) -> Prompts:
+        config = self._config
         identity: Identity = {
             "prompts_version": _PROMPTS_VERSION,
-            "split": split,
+            "split": "train" if trains else "eval",
             "content": dataset.content,
             "tokenizer": self._text.tokenizer.identity,
             **{key: config[key] for key in names_fixing(Fixes.PROMPTS)},
@@ -176,17 +155,11 @@ class PromptText:
 
 
 class _Dataset(NamedTuple):
-    """All records of one path, before they are split.
+    """All records of one path, before they are split."""
 
-    Attributes:
-      records: JSON objects, in order.
-      content: a hash of the records and of the prompts they make.
-      skipped: records that were left out.
-    """
-
-    records: list[bytes]
-    content: str
-    skipped: int
+    records: list[bytes]  # JSON objects, in order
+    content: str  # a hash of the records and of the prompts they make
+    skipped: int  # records that were left out
 
 
 def _read_dataset(config: ConfigDict, key: str, text: PromptText) -> _Dataset:
@@ -212,9 +185,8 @@ def _read_dataset(config: ConfigDict, key: str, text: PromptText) -> _Dataset:
         raise first_problem or ConfigError(f"{where}: has no record that makes a prompt")
     lengths: dict[int, int] = {}
     for begin in range(0, len(kept), _TEXTS_AT_ONCE):
-        batch = kept[begin : begin + _TEXTS_AT_ONCE]
-        tokens = text.tokens([prompt for _, _, prompt in batch])
-        lengths |= {number: len(each) for (number, _, _), each in zip(batch, tokens, strict=True)}
+        numbers, _, prompts = zip(*kept[begin : begin + _TEXTS_AT_ONCE], strict=True)
+        lengths |= zip(numbers, map(len, text.tokens(prompts)), strict=True)
     _check_lengths(config, where, lengths)
     return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept))
 
@@ -243,26 +215,18 @@ def _check_lengths(config: ConfigDict, where: str, lengths: Mapping[int, int]) -
         works = f"max_prefill_predict_length={lengths[longest]}"
         if lengths[longest] >= config.max_target_length:
             works += f" max_target_length={lengths[longest] + config.max_target_length - most}"
-        raise ConfigError(
-            f"max_prefill_predict_length={most}: the prompt of record {longest} of {where} has "
-            f"{lengths[longest]} tokens{more}; works: {works}"
-        )
+        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of record {longest} of {where} has "
+                          f"{lengths[longest]} tokens{more}; works: {works}")  # fmt: skip
     if not lengths[shortest]:
-        raise ConfigError(
-            f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
-            "works: add_bos=true"
-        )
+        raise ConfigError(f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
+                          "works: add_bos=true")  # fmt: skip
 
 
 def _check_dataset(config: ConfigDict) -> None:
     if config.dataset_type not in ("arithmetic", "jsonl", "parquet"):
         nearest = _NEAREST_TYPE.get(config.dataset_type, "arithmetic")
-        raise ConfigError(
-            f"dataset_type={config.dataset_type}: prompts come from records with fields: one of arithmetic, jsonl, "
-            f"parquet; works: dataset_type={nearest}"
-        )
+        raise ConfigError(f"dataset_type={config.dataset_type}: prompts come from records with fields: one of "
+                          f"arithmetic, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip
     if read_mixture(config) is not None:
-        raise ConfigError(
-            f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; files joined by "
-            "';' follow one another"
-        )
+        raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
+                          "files joined by ';' follow one another")  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -21,12 +21,7 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 
 
 class Question(NamedTuple):
-    """One response to score.
-
-    Attributes:
-      prompt, response: texts, without special tokens.
-      record: the fields of the prompt's record.
-    """
+    """One response to score, and what the functions get: texts without special tokens, the fields of the record."""
 
     prompt: str
     response: str
@@ -38,37 +33,29 @@ class RewardError(Exception):
 
 
 def scorer(specs: Sequence[str]) -> Callable[[Question], tuple[float, ...]]:
-    """Returns what scores a question by the functions that `specs` name (see `import_function`)."""
-    return functools.partial(score, [import_function(spec) for spec in specs])
-
-
-def score(functions: Sequence[RewardFunction], question: Question) -> tuple[float, ...]:
-    """Calls the functions one after the other, each with its own copy of the record, and returns their numbers.
-
-    Raises:
-      RewardError: a function raised, also SystemExit, or returned no number. Numbers need not be finite.
-    """
-    values = []
-    for function in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        try:
-            value = function(question.prompt, question.response, copy.deepcopy(question.record))
-            if hasattr(value, "__float__"):
-                values.append(float(value))
-                continue
-            problem = f"{name} returned {value!r:.80}, which is no number"
-        except BaseException as error:
-            problem = f"{name} raised {type(error).__name__}: {error}"
-        raise RewardError(_in_one_line(problem))
-    return tuple(values)
-
-
-def import_function(spec: str) -> RewardFunction:
-    """Returns the function that "module:function" or "path/FILE.py:function" names.
+    """Returns what scores a question by the functions that `specs` name: "module:function", "path/FILE.py:function".
 
     Raises:
       ImportError: there is no such function; the message says why, in one line.
     """
+    functions = [_import_function(spec) for spec in specs]
+    return lambda question: tuple(_score(function, question) for function in functions)
+
+
+def _score(function: RewardFunction, question: Question) -> float:
+    """Returns a function's number, finite or not, and raises RewardError if it raised, also SystemExit, or has none."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        value = function(question.prompt, question.response, copy.deepcopy(question.record))
+        if hasattr(value, "__float__"):
+            return float(value)
+        problem = f"{name} returned {value!r:.80}, which is no number"
+    except BaseException as error:
+        problem = f"{name} raised {type(error).__name__}: {error}"
+    raise RewardError(_in_one_line(problem))
+
+
+def _import_function(spec: str) -> RewardFunction:
     place, _, name = spec.rpartition(":")
     try:
         module = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
@@ -80,12 +67,11 @@ def import_function(spec: str) -> RewardFunction:
         names = [known for known, value in vars(module).items() if inspect.isfunction(value)]
         nearest = nearest_name(name, names)
         raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))
-    try:
-        inspect.signature(function).bind("prompt", "response", {})
-    except TypeError as error:
-        raise ImportError(f"{name} must take (prompt, response, record) ({error})") from error
-    except ValueError:  # a function written in C may not say what it takes
-        return function
+    with contextlib.suppress(ValueError):  # a function written in C may not say what it takes
+        try:
+            inspect.signature(function).bind("prompt", "response", {})
+        except TypeError as error:
+            raise ImportError(f"{name} must take (prompt, response, record) ({error})") from error
     return function
 
 

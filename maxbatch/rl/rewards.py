@@ -9,6 +9,7 @@ Limits: a function that is interrupted by the time limit may leave behind proces
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -25,35 +26,21 @@ from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 
 
 class Scores(NamedTuple):
-    """The scores of n responses, in the order of the questions.
+    """The scores of n responses, in the order of the questions; `reward_on_failure` for those that failed."""
 
-    Attributes:
-      rewards: float32[n], the weighted sum of the functions.
-      by_name: float32[n] of each function. A response that failed scores `reward_on_failure` here and in `rewards`.
-      num_failed: responses on which a function raised, crashed or returned no finite number.
-      num_timed_out: responses that took more than `reward_timeout_s`; they are not among the failed.
-      problem: what happened on the first response that failed or timed out, or "".
-    """
-
-    rewards: np.ndarray
-    by_name: dict[str, np.ndarray]
-    num_failed: int
-    num_timed_out: int
-    problem: str = ""
+    rewards: np.ndarray  # float32[n], the weighted sum of the functions
+    by_name: dict[str, np.ndarray]  # float32[n] of each function
+    num_failed: int  # responses on which a function raised, crashed or returned no finite number
+    num_timed_out: int  # responses that took more than `reward_timeout_s`; they are not among the failed
+    problem: str = ""  # what happened on the first response that failed or timed out
 
 
 class RewardTerm(NamedTuple):
-    """One function of the key `reward`.
+    """One function of the key `reward`."""
 
-    Attributes:
-      spec: what names it in the key.
-      name: what names it in metrics.
-      weight: what its number is multiplied by.
-    """
-
-    spec: str
-    name: str
-    weight: float
+    spec: str  # what names it in the key
+    name: str  # what names it in metrics
+    weight: float  # what its number is multiplied by
 
 
 def parse_rewards(text: str) -> list[RewardTerm]:
@@ -99,20 +86,13 @@ def _error(reward: str, problem: object) -> ConfigError:
     return ConfigError(f"reward={shown(repr(reward))}: {problem}")
 
 
+@dataclasses.dataclass(frozen=True)
 class Pending:
     """Scores that are not all there yet."""
 
-    def __init__(
-        self, answers: Sequence[Future[tuple[float, ...]]], terms: Sequence[RewardTerm], on_failure: float
-    ) -> None:
-        """Makes scores of answers.
-
-        Args:
-          answers: a number of each term, per response.
-          terms: reward functions and their weights.
-          on_failure: score of a response that failed.
-        """
-        self._answers, self._terms, self._on_failure = answers, terms, on_failure
+    answers: Sequence[Future[tuple[float, ...]]]  # a number of each term, per response
+    terms: Sequence[RewardTerm]
+    on_failure: float  # the score of a response that failed
 
     def result(self) -> Scores:
         """Waits for all answers and returns the scores.
@@ -120,9 +100,9 @@ class Pending:
         Raises:
           RuntimeError: the rewards were closed before.
         """
-        values_NxF = np.full((len(self._answers), len(self._terms)), math.nan)
+        values_NxF = np.full((len(self.answers), len(self.terms)), math.nan)
         problems: dict[int, Exception] = {}
-        for i, answer in enumerate(self._answers):
+        for i, answer in enumerate(self.answers):
             try:
                 values_NxF[i] = answer.result()
             except CancelledError:
@@ -130,17 +110,17 @@ class Pending:
             except Exception as error:
                 problems[i] = error
         with np.errstate(over="ignore", invalid="ignore"):
-            total_N = values_NxF @ np.array([term.weight for term in self._terms])
+            total_N = values_NxF @ np.array([term.weight for term in self.terms])
             columns = np.concatenate([total_N[:, None], values_NxF], axis=1).astype(np.float32)
         (bad,) = np.nonzero(~np.isfinite(columns).all(axis=1))
-        columns[bad] = self._on_failure
+        columns[bad] = self.on_failure
         problem = ""
         if len(bad):
             problem = str(problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}")
         num_timed_out = sum(isinstance(error, TimedOut) for error in problems.values())
         return Scores(
             rewards=columns[:, 0],
-            by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self._terms)},
+            by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self.terms)},
             num_failed=len(bad) - num_timed_out,
             num_timed_out=num_timed_out,
             problem=problem,

@@ -15,12 +15,7 @@ class Template:
     """A text with fields in braces, such as "Q: {question}\\nA:".
 
     A brace that is text is written twice. `{messages[0][content]}` reaches into a field that holds lists or objects.
-
-    Args:
-      text: the value of `prompt_template`.
-
-    Raises:
-      ConfigError: not a template, or one without a field.
+    A text that is no template, or has no field, raises ConfigError.
     """
 
     def __init__(self, text: str):
@@ -29,14 +24,12 @@ class Template:
             names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
             doubled = re.sub(r"[{}]", lambda brace: brace[0] * 2, text)
-            raise self._error(
-                f"not a template ({error}); a brace that is text is written twice: {shown(repr(doubled))}"
-            ) from None
+            twice = f"a brace that is text is written twice: {shown(repr(doubled))}"
+            raise self._error(f"not a template ({error}); {twice}") from None
         self._fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
         if not names:
-            raise self._error(
-                'has no field, so that all prompts would be the same; works: prompt_template="{prompt}"'
-            )
+            problem = "has no field, so that all prompts would be the same"
+            raise self._error(f'{problem}; works: prompt_template="{{prompt}}"')
         if "" in self._fields or any(name.isdigit() for name in self._fields):
             raise self._error('fields go by their names; works: prompt_template="{prompt}"')
 

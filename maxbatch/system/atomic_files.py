@@ -55,11 +55,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Removes unfinished files and folders whose writers were killed more than a day ago."""
     for entry in folder.glob(f"{BUILDING}*"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             is_stale = time.time() - entry.stat().st_mtime > _STALE_S
-        except FileNotFoundError:
-            continue
-        if is_stale and entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        elif is_stale:
-            entry.unlink(missing_ok=True)
+            if is_stale and entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif is_stale:
+                entry.unlink()

@@ -51,26 +51,24 @@ def exclusive(path: Path) -> Iterator[None]:
 
     On a file system without locks the block runs all the same: only for work that may be done twice.
     """
-    while True:
-        try:
-            file = take_lock(path, math.inf)
-        except OSError:
-            yield
-            return
-        assert file is not None, "waits for ever"
-        with file:
-            # The lock on a file that its holder has removed keeps nobody out.
-            if not _is_at(file, path):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+        file = _lock_at(path)
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_at(path: Path) -> BinaryIO:
+    while True:
+        file = take_lock(path, math.inf)
+        assert file is not None, "waits for ever"
+        # The lock on a file that its holder has removed keeps nobody out.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()

@@ -39,11 +39,11 @@ class TimedOut(WorkerEnded):
     """The call took longer than the limit, and the worker was killed."""
 
 
-class WorkerPool:
-    """Worker processes that call one function; a context manager.
+_Part = deque[tuple[Future[Any], Any]]  # items, and where their answers go
 
-    Each has a thread, which hands it items, reads its answers, and replaces it once it has ended.
-    """
+
+class WorkerPool:
+    """Worker processes that call one function, and a thread for each that serves it; a context manager."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerPool:
           limit_s: seconds that a call may take.
           variables: environment variables of the workers, besides the caller's.
         """
-        self._items: queue.SimpleQueue[deque[tuple[Future[Any], Any]] | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._is_closed = False
         pickled, environment = pickle.dumps(setup), {**os.environ, **(variables or {})}
         self._workers = [_Worker(pickled, limit_s, environment) for _ in range(workers)]
@@ -75,12 +75,7 @@ class WorkerPool:
             thread.start()
 
     def wait_for_setup(self) -> None:
-        """Waits until every worker is set up.
-
-        Raises:
-          WorkerEnded: a worker ended during its setup.
-          Exception: whatever `setup` raised.
-        """
+        """Waits until every worker is set up; raises WorkerEnded if one ended, and whatever `setup` raised."""
         for started in self._started:
             started.result()
 
@@ -98,7 +93,7 @@ class WorkerPool:
             # Large parts first, single items last, so that the workers finish together whatever an item takes
             # (guided self-scheduling: Polychronopoulos and Kuck 1987).
             size = -(-len(left) // (2 * len(self._workers)))
-            self._items.put(deque(left.popleft() for _ in range(size)))
+            self._parts.put(deque(left.popleft() for _ in range(size)))
         return futures
 
     def close(self) -> None:
@@ -106,7 +101,7 @@ class WorkerPool:
         self._is_closed = True
         for worker in self._workers:
             worker.kill_for_good()
-            self._items.put(None)
+            self._parts.put(None)
         for thread in self._threads:
             thread.join()
 
@@ -122,14 +117,14 @@ class WorkerPool:
             started.set_result(None)
         except Exception as error:
             started.set_exception(error)
-        while (part := self._items.get()) is not None:
+        while (part := self._parts.get()) is not None:
             self._call(worker, part)
             # A worker that has just ended is replaced now, while nobody waits for it.
             with contextlib.suppress(Exception):
                 worker.start()
         worker.end()
 
-    def _call(self, worker: _Worker, part: deque[tuple[Future[Any], Any]]) -> None:
+    def _call(self, worker: _Worker, part: _Part) -> None:
         while part and not self._is_closed:
             try:
                 worker.start()
@@ -160,12 +155,7 @@ class _Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Starts the process unless it lives, and waits until it is set up.
-
-        Raises:
-          WorkerEnded: it cannot be started, or ended.
-          Exception: whatever `setup` raised.
-        """
+        """Starts the process unless it lives, waits until it is set up, and raises what `setup` raised."""
         if self._process is not None and self._process.poll() is None:
             return
         self.end()
@@ -174,7 +164,7 @@ class _Worker:
                 raise WorkerEnded("the worker pool is closed")
             self._connection, theirs = multiprocessing.Pipe()
             with theirs:
-                self._spawn(theirs.fileno())
+                self._process = _spawn(theirs.fileno(), self._environment)
         with self._telling_the_end():
             self._connection.send_bytes(self._setup)
         _, error = self._receive(_SETUP_LIMIT_S)
@@ -183,11 +173,7 @@ class _Worker:
             raise error
 
     def answers(self, items: Sequence[Any]) -> Iterator[tuple[Any, Exception | None]]:
-        """Yields what the function returned or raised for each item, as soon as it is there.
-
-        Raises:
-          WorkerEnded: the process ended over the next item.
-        """
+        """Yields what the function returned or raised for each item; WorkerEnded: the process ended over the next."""
         assert self._connection is not None
         with self._telling_the_end():
             self._connection.send(items)
@@ -201,25 +187,14 @@ class _Worker:
             if self._process is not None:
                 self._process.kill()
 
-    def end(self) -> int | None:
-        """Kills the process, if there is one, and returns its exit code."""
+    def end(self) -> None:
+        """Kills the process, if there is one."""
         process, self._process = self._process, None
-        if process is None:
-            return None
-        process.kill()
-        assert self._connection is not None and process.stdin is not None
-        self._connection.close()
-        process.stdin.close()
-        return process.wait()
-
-    def _spawn(self, descriptor: int) -> None:
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "maxbatch.system.worker_pool", str(descriptor)],
-                stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=self._environment,
-            )  # fmt: skip
-        except OSError as error:
-            raise WorkerEnded(f"cannot start a process ({error})") from error
+        if process is not None:
+            process.kill()
+            assert self._connection is not None
+            self._connection.close()
+            process.communicate()
 
     def _receive(self, limit_s: float) -> tuple[Any, Exception | None]:
         assert self._process is not None and self._connection is not None
@@ -239,27 +214,25 @@ class _Worker:
         try:
             yield
         except (EOFError, ConnectionError):
-            raise WorkerEnded(self._how_it_ended()) from None
-
-    def _how_it_ended(self) -> str:
-        assert self._process is not None
-        try:
-            self._process.wait(_POLL_S)  # the connection closes a moment before the process ends
-        except subprocess.TimeoutExpired:
+            assert self._process is not None
+            how = "closed its connection"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_POLL_S)  # the connection closes a moment before the process ends
+                how = "ended with " + (
+                    f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                )
             self.end()
-            return "the process closed its connection"
-        code = self.end()
-        assert code is not None
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"the process ended with {how}"
+            raise WorkerEnded(f"the process {how}") from None
 
 
-def _work(connection: Connection) -> None:
-    function, error = _call(pickle.loads(connection.recv_bytes()))
-    connection.send((None, error))
-    while error is None:
-        for item in connection.recv():
-            connection.send(_call(function, item))
+def _spawn(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "maxbatch.system.worker_pool", str(descriptor)],
+            stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
+        )  # fmt: skip
+    except OSError as error:
+        raise WorkerEnded(f"cannot start a process ({error})") from error
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
@@ -269,15 +242,19 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception
         return None, error
 
 
-def main() -> None:
+def _main() -> None:
     """Serves the connection whose file descriptor is the argument, until it closes."""
     leave_signals_to_parent()
     end_with_parent()
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
     with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
-        _work(connection)
+        function, error = _call(pickle.loads(connection.recv_bytes()))
+        connection.send((None, error))
+        while error is None:
+            for item in connection.recv():
+                connection.send(_call(function, item))
 
 
 if __name__ == "__main__":
-    main()
+    _main()
