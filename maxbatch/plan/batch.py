@@ -38,7 +38,7 @@ NEW_RUN = Resume()
 
 
 def check_batch_keys(config: ConfigDict) -> None:
-    """Checks what can be checked of pre-training's batch keys without devices; `BatchPlan.from_config` checks the rest.
+    """Checks what pre-training's batch keys state, as far as no devices are needed; `BatchPlan` checks the rest.
 
     Raises:
       ConfigError: the expansion factor, the ramp or the schedule breaks its rule, or `batch_size` states a batch of
@@ -139,10 +139,10 @@ class BatchPlan:
         samples_per_epoch: int | None = None,
         resume: Resume = NEW_RUN,
     ) -> BatchPlan:
-        """Plans the batch of a run of pre-training on a mesh whose shape is built, else as `from_config` does."""
+        """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
 
         def plan(tried: ConfigDict) -> BatchPlan:
-            same = tried is config  # what a refusal names may change the axes
+            same = tried is config  # other axes may be tried for a refusal
             mesh = shape if same else MeshShape.from_config(tried, shape.num_devices, shape.num_slices)
             return cls._on(
                 tried, RunMeshes(mesh, mesh, mesh.num_devices), num_hosts, samples_per_epoch, resume
@@ -277,14 +277,12 @@ def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume =
     """
     key, works = "expansion_factor_real_data", Fraction(-1)
     e, hosts = exact(config[key]), num_hosts or 1
-    then = resume.loading_hosts or hosts
+    then = resume.loading_hosts or resume.hosts or hosts
     if e <= 0 and e != -1:
         rule = "must be -1, a whole number from 1 on, or 1 / a whole number"
     elif e > 1 and e.denominator > 1:
-        rule, works = (
-            "above 1 it must be whole (one host in e loads)",
-            Fraction(largest_divisor(hosts, int(e))),
-        )
+        rule = "above 1 it must be whole (one host in e loads)"
+        works = Fraction(largest_divisor(hosts, int(e)))
     elif 0 < e < 1 and e.numerator > 1:
         rule = "below 1 it must be 1 / a whole number (hosts now / hosts then)"
         works = Fraction(1, round(1 / e)) if 1 / e < MOST_DEVICES else works
@@ -292,11 +290,8 @@ def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume =
         rule = f"must divide the {num_hosts} hosts, of which one in {e} loads"
         works = Fraction(largest_divisor(num_hosts, int(e)))
     elif 0 < e < 1 and resume.hosts not in (None, num_hosts) and hosts != e * then:
-        rule, share = (
-            f"must be hosts now / loading hosts of the checkpoint = {hosts}/{then}",
-            Fraction(hosts, then),
-        )
-        works = share if share.numerator == 1 and share < 1 else works
+        rule = f"must be hosts now / loading hosts of the checkpoint = {hosts}/{then}"
+        works = Fraction(hosts, then) if then > hosts and then % hosts == 0 else works
     else:
         return e
     raise Refusal(config, key, rule, {key: works})

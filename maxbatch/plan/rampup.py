@@ -194,7 +194,7 @@ class RampupBatchManager(Trajectory):
         """Yields the updates that follow the first `step` ones, to the end of the run.
 
         Raises:
-          ValueError: the step lies behind an anchor that this plan did not lead to.
+          ValueError: the step lies before an anchor that the plan from the start does not reach.
         """
         first = self.position_after(step)
         while self.total_steps is None or step < self.total_steps:

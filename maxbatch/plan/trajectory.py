@@ -28,8 +28,8 @@ class _Visit(NamedTuple):
 class Trajectory:
     """The way of a run through its stages.
 
-    Where the plan from the very start leads to the anchor, the resume changes nothing and the stages behind are as they
-    ran. Otherwise their steps are unknown, and steps and samples count from the anchor.
+    If the plan from the start reaches the anchor, the stages before it are planned as they ran. Otherwise their steps
+    are unknown, and stages count from the anchor.
 
     Attributes:
       split_stages: every stage, also one that is skipped or never reached.
@@ -83,7 +83,7 @@ class Trajectory:
         A length in data ends the last batch; a length in steps does not: beyond it the plan simply goes on.
 
         Raises:
-          ValueError: the step lies behind an anchor that this plan did not lead to.
+          ValueError: the step lies before an anchor that the plan from the start does not reach.
         """
         self._check_ahead("step", steps, self._visits[0].step)
         return self._position_after(self._visits, steps)
@@ -92,7 +92,7 @@ class Trajectory:
         """Returns the updates that are complete when samples_seen samples have been trained on.
 
         Raises:
-          ValueError: the position lies behind an anchor that this plan did not lead to.
+          ValueError: the position lies before an anchor that the plan from the start does not reach.
         """
         self._check_ahead("sample", samples_seen, self._visits[0].sample)
         total = self.totals[0]
@@ -130,7 +130,7 @@ class Trajectory:
     def _check_ahead(self, name: str, asked: int, first: int) -> None:
         if asked < first:
             raise ValueError(
-                f"{name} {asked} lies behind the anchor {self.anchor}, to which this plan did not lead"
+                f"{name} {asked} lies before the anchor {self.anchor}, and the steps there are unknown"
             )
 
     def _walk(self, step: int, sample: int) -> tuple[_Visit, ...]:

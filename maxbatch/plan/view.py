@@ -16,7 +16,7 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
 
-# Wider than any table here: a number that a terminal wraps can be read, one that a table cuts off cannot.
+# Wider than any table here: a terminal wraps a long line, but a table would cut it off.
 WIDTH = 400
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
 _GAP = "..."
@@ -25,7 +25,7 @@ _STAGE_NUMBERS = (
     "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
     "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size",
 )  # fmt: skip
-# Titles, and under them the names of numbers with what they are.
+# Titles, and under each the names of its numbers and what they are.
 _NUMBERS = """
 machine
   num_devices                    N
@@ -105,7 +105,7 @@ def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
     try:
         rate = LearningRate.from_config(config, plan.manager)
     except ConfigError:
-        rate = None  # epochs of data that is not here: the plan stands without the rates
+        rate = None  # the samples of an epoch are unknown here
     console.print()
     console.print(ramp_table(plan, rate))
 

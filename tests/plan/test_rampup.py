@@ -188,10 +188,10 @@ def test_a_resume_from_elsewhere_goes_on_from_that_pair(
     assert (manager.total_steps, manager.total_samples) == end
     assert sum(stage.num_steps or 0 for stage in manager.stages) == end[0] - step
     if step:
-        with pytest.raises(ValueError, match="behind the anchor"):
+        with pytest.raises(ValueError, match="before the anchor"):
             manager.position_after(step - 1)
     if seen:
-        with pytest.raises(ValueError, match="behind the anchor"):
+        with pytest.raises(ValueError, match="before the anchor"):
             manager.step_at(seen - 1)
 
 
