@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
@@ -51,8 +52,6 @@ def _dispatch(argv: list[str]) -> int:
         print(_overview())
         return 0
     if argv[0] == "--version":
-        from maxbatch import __version__
-
         print(f"maxbatch {__version__}")
         return 0
     name, *rest = argv
@@ -60,9 +59,8 @@ def _dispatch(argv: list[str]) -> int:
         nearest = nearest_name(name, COMMANDS)
         works = f"nearest: {nearest}" if nearest else f"one of {', '.join(COMMANDS)}"
         raise ConfigError(f"{shown(name)}: unknown command; {works}")
-    command = COMMANDS[name]
-    parser = _Parser(name, command)
-    body = importlib.import_module(command.module)
+    parser = _Parser(name, COMMANDS[name])
+    body = importlib.import_module(COMMANDS[name].module)
     body.add_arguments(parser)
     try:
         args = parser.parse_intermixed_args(rest)
@@ -79,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
             prog=f"maxbatch {name}",
             usage=f"maxbatch {name} {command.usage}",
             description=command.summary,
-            epilog=_examples(command),
+            epilog="\n".join(("examples:", *(f"  {example}" for example in command.examples))),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -114,7 +112,3 @@ def _overview() -> str:
         "environment variables MAXBATCH_KEY override files, key=value overrides both.\n"
         "maxbatch COMMAND --help shows a command's flags; maxbatch --version the version."
     )
-
-
-def _examples(command: Command) -> str:
-    return "examples:\n" + "\n".join(f"  {example}" for example in command.examples)

@@ -2,137 +2,101 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """A command's help, and the module that runs it.
+class Command(NamedTuple):
+    """A command's help, and the module that runs it, which is imported for this command only."""
 
-    Attributes:
-      summary: one line for `maxbatch --help`.
-      usage: its arguments, as `maxbatch COMMAND --help` shows them.
-      examples: command lines that work.
-      module: has `add_arguments(parser)` and `run(args)`, which returns the exit code; imported for this command only.
-    """
-
-    summary: str
-    usage: str
-    examples: tuple[str, ...]
-    module: str
+    module: str  # has `add_arguments(parser)` and `run(args)`, which returns the exit code
+    summary: str  # one line for `maxbatch --help`
+    usage: str  # its arguments, as `maxbatch COMMAND --help` shows them
+    examples: tuple[str, ...]  # command lines that work
 
 
+# fmt: off
 COMMANDS: dict[str, Command] = {
     "plan": Command(
+        "maxbatch.commands.plan",
         "Print the whole batch plan of a run, before any device is touched.",
         "[CONFIG.yml] [key=value ...] [--devices N] [--hosts H] [--json] [--layout] [--words]",
-        (
-            "maxbatch plan",
-            "maxbatch plan model_name=llama3-8b global_batch_size=1024 --devices 256 --hosts 64",
-            "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
-            'maxbatch plan batch_size_schedule="0:256 1M:512 2Bt:1024" train_tokens=10B --devices 64 --json',
-        ),
-        "maxbatch.commands.plan",
-    ),
+        ("maxbatch plan",
+         "maxbatch plan model_name=llama3-8b global_batch_size=1024 --devices 256 --hosts 64",
+         "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
+         'maxbatch plan batch_size_schedule="0:256 1M:512 2Bt:1024" train_tokens=10B --devices 64 --json')),
     "config": Command(
+        "maxbatch.commands.config",
         "Print every config key with its value, its unit or rule, and where the value comes from.",
         "[KEY] [CONFIG.yml] [key=value ...] [--json]",
-        (
-            "maxbatch config",
-            "maxbatch config run.yml model_name=llama3-8b",
-            "maxbatch config per_device_batch_size",
-        ),
-        "maxbatch.commands.config",
-    ),
+        ("maxbatch config",
+         "maxbatch config run.yml model_name=llama3-8b",
+         "maxbatch config per_device_batch_size")),
     "train": Command(
+        "maxbatch.commands.train",
         "Train a model; a checkpoint in run_dir is resumed.",
         "[CONFIG.yml] [key=value ...] [--simulate-devices N [--simulate-hosts H]]",
-        (
-            "maxbatch train",
-            "maxbatch train run_dir=runs/wider base_emb_dim=256 train_tokens=10M",
-            "maxbatch train dataset_type=text dataset_path='books/*.txt' global_batch_size=64 num_epochs=2",
-            "maxbatch train run.yml enable_rampup_batch_size=true --simulate-devices 4",
-            "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4",
-        ),
-        "maxbatch.commands.train",
-    ),
+        ("maxbatch train",
+         "maxbatch train run_dir=runs/wider base_emb_dim=256 train_tokens=10M",
+         "maxbatch train dataset_type=text dataset_path='books/*.txt' global_batch_size=64 num_epochs=2",
+         "maxbatch train run.yml enable_rampup_batch_size=true --simulate-devices 4",
+         "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4")),
     "fit": Command(
+        "maxbatch.commands.fit.command",
         "Find the largest batch that fits, by asking the compiler.",
         "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--json] [--write FILE]",
-        (
-            "maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
-            "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
-        ),
-        "maxbatch.commands.fit.command",
-    ),
+        ("maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
+         "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml")),
     "compile": Command(
+        "maxbatch.commands.compile",
         "Compile every program of a run ahead of time, for this machine or a TPU that is not here.",
         "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--output DIR] [--json]",
-        (
-            "maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
-            "maxbatch compile run.yml --simulate-devices 8 --output compiled",
-        ),
-        "maxbatch.commands.compile",
-    ),
+        ("maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
+         "maxbatch compile run.yml --simulate-devices 8 --output compiled")),
     "data": Command(
+        "maxbatch.commands.data",
         "Show the stream of samples that training reads.",
         "[CONFIG.yml] [key=value ...] [--first S] [--count N] [--fingerprint | --stats] [--json]",
-        (
-            "maxbatch data --first 0 --count 2",
-            "maxbatch data run.yml --stats --json",
-            "maxbatch data run.yml --fingerprint --first 1024 --count 64",
-        ),
-        "maxbatch.commands.data",
-    ),
+        ("maxbatch data --first 0 --count 2",
+         "maxbatch data run.yml --stats --json",
+         "maxbatch data run.yml --fingerprint --first 1024 --count 64")),
     "prepare": Command(
+        "maxbatch.commands.prepare",
         "Tokenise a dataset into a folder that dataset_type=tokens reads.",
         "[CONFIG.yml] [key=value ...] --output FOLDER [--workers N] | --verify FOLDER",
-        (
-            "maxbatch prepare dataset_type=jsonl dataset_path=web.jsonl --output web-tokens",
-            "maxbatch prepare run.yml --output tokens --workers 64",
-            "maxbatch prepare --verify tokens",
-        ),
-        "maxbatch.commands.prepare",
-    ),
+        ("maxbatch prepare dataset_type=jsonl dataset_path=web.jsonl --output web-tokens",
+         "maxbatch prepare run.yml --output tokens --workers 64",
+         "maxbatch prepare --verify tokens")),
     "generate": Command(
+        "maxbatch.commands.generate",
         "Continue a prompt with the model of a run.",
         'RUN_DIR [--prompt "..."] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]',
-        (
-            'maxbatch generate runs/default --prompt "def main("',
-            'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7',
-        ),
-        "maxbatch.commands.generate",
-    ),
+        ('maxbatch generate runs/default --prompt "def main("',
+         'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7')),
     "rl": Command(
+        "maxbatch.commands.rl",
         "Train a policy with GRPO: prompts, sampled responses, rewards.",
         "[CONFIG.yml] [key=value ...] [--simulate-devices N]",
-        (
-            "maxbatch rl",
-            "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
-            "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score",
-        ),
-        "maxbatch.commands.rl",
-    ),
+        ("maxbatch rl",
+         "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
+         "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score")),
     "sweep": Command(
+        "maxbatch.commands.sweep.command",
         "Train a run for each combination of swept config keys, and compare them.",
         "SWEEP.yml [--retry-failed]",
-        ("maxbatch sweep batch_size", "maxbatch sweep configs/sweeps/batch_size.yml"),
-        "maxbatch.commands.sweep.command",
-    ),
+        ("maxbatch sweep batch_size",
+         "maxbatch sweep configs/sweeps/batch_size.yml")),
     "critical-batch": Command(
+        "maxbatch.commands.critical_batch.command",
         "Measure the critical batch size along a run, and write the schedule that follows.",
         "RUN_DIR [--checkpoints STEP,...] [--factors F,...] [--samples N] [--scaling sqrt|linear|none]"
         " [--tolerance NATS] [--simulate-devices N]",
-        (
-            "maxbatch critical-batch runs/default",
-            "maxbatch critical-batch runs/default --checkpoints 100,400,1600 --factors 1/2,1,2,4,8,16 --samples 4K",
-        ),
-        "maxbatch.commands.critical_batch.command",
-    ),
+        ("maxbatch critical-batch runs/default",
+         "maxbatch critical-batch runs/default --checkpoints 100,400,1600 --factors 1/2,1,2,4,8,16 --samples 4K")),
     "report": Command(
+        "maxbatch.commands.report.command",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
         "RUN_DIR [RUN_DIR ...] [--output FILE]",
-        ("maxbatch report runs/default", "maxbatch report runs/a runs/b --output compared.html"),
-        "maxbatch.commands.report.command",
-    ),
+        ("maxbatch report runs/default",
+         "maxbatch report runs/a runs/b --output compared.html")),
 }
+# fmt: on

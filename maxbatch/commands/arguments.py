@@ -22,7 +22,7 @@ def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
-    """Returns the config that the positional arguments state: at most one file, any number of overrides.
+    """Returns the config that the positional arguments state.
 
     Args:
       args: parsed arguments.
@@ -38,11 +38,7 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
 
 
 def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Returns the config file and the overrides that the positional arguments state.
-
-    Raises:
-      ConfigError: two files, or a key without a value.
-    """
+    """Returns the config file, of which there is at most one, and the overrides that the arguments state."""
     from maxbatch.config.loading import keys
 
     files = [text for text in args.config if "=" not in text]
@@ -51,9 +47,8 @@ def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
         if text in keys() and not os.path.exists(text):
             raise ConfigError(f"{text}: an override is key=value; works: {text}={keys()[text].default}")
     if len(files) > 1:
-        raise ConfigError(
-            f"{shown(files[1])}: only one config file is read ({shown(files[0])}); an override is key=value"
-        )
+        first, second = map(shown, files[:2])
+        raise ConfigError(f"{second}: only one config file is read ({first}); an override is key=value")
     return (files[0] if files else None), overrides
 
 
@@ -62,6 +57,21 @@ def count(text: str) -> int:
     if not re.fullmatch(r"[+]?\d+(_\d+)*", text) or len(text) > 18 or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 on; works: 1")
     return int(text)
+
+
+def check_at_most(flag: str, number: int, most: int) -> None:
+    """Raises ConfigError for a flag that states more than `most`."""
+    if number > most:
+        raise ConfigError(f"{flag} {number}: must be at most {most}; works: {flag} {most}")
+
+
+def check_divides(flag: str, number: int, num_devices: int) -> None:
+    """Raises ConfigError for hosts or slices of which not each would have the same number of devices."""
+    from maxbatch.plan.divisors import largest_divisor
+
+    if num_devices % number:
+        works = f"{flag} {largest_divisor(num_devices, number)}"
+        raise ConfigError(f"{flag} {number}: must divide the {num_devices} devices; works: {works}")
 
 
 def local_path(text: str) -> str:

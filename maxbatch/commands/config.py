@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every key of a config, or all that is known of one; returns the exit code.
-
-    Raises:
-      ConfigError: a config that cannot be used, an unknown key, or more than one.
-    """
+    """Prints every key of a config, or all that is known of one; returns the exit code."""
     asked = [text for text in args.config if text in keys()]
     if len(asked) > 1:
         raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
@@ -95,9 +91,8 @@ def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]]) -> N
                 said = f"displaced by {facts['displaced_by']}"
             setting = _cropped(f"{facts['key']}: {facts['text']}", 36)
             style = "dim" if layer == "base.yml" else ""
-            console.print(
-                f"{setting}  {_cropped(layer, 12)}  {said}", style=style, no_wrap=True, overflow="ellipsis"
-            )
+            line = f"{setting}  {_cropped(layer, 12)}  {said}"
+            console.print(line, style=style, no_wrap=True, overflow="ellipsis")
         console.print()
 
 

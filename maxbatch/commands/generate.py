@@ -11,21 +11,17 @@ from maxbatch.system.errors import EXIT_DONE, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
-    parser.add_argument(
-        "run_dir", type=local_path, metavar="RUN_DIR", help="a run folder, or one of its checkpoints"
-    )
+    run_dir = "a run folder, or one of its checkpoints"
+    parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help=run_dir)
     parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N",
         help="most tokens to add, also beyond max_target_length: a full window goes on from its last half (128)",
     )  # fmt: skip
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T",
-        help="0: the likeliest token; 1: as trained (0.8)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0: all (0)"
-    )
+    temperature = "0: the likeliest token; 1: as trained (0.8)"
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=temperature)
+    top_k = "draw from the K likeliest; 0: all (0)"
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help=top_k)
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P",
         help="draw from the likeliest that together have probability P (nucleus); 1: all (1)",
@@ -34,11 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation by the newest checkpoint of a run.
-
-    Raises:
-      ConfigError: a flag is out of its range, or there is no such run or checkpoint.
-    """
+    """Prints the prompt and its continuation by the newest checkpoint of a run; returns the exit code."""
     from maxbatch.data.store.tokenizers import make_tokenizer
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import generate_text

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, config_of, count, note
+from maxbatch.commands.arguments import add_config, check_at_most, check_divides, config_of, count, note
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
     from maxbatch.plan.batch import BatchPlan
 
 _MOST_PARTS = 1_000_000
@@ -21,12 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
     parser.add_argument("--hosts", type=count, metavar="H", default=1, help="plan for H hosts (default 1)")
-    parser.add_argument(
-        "--slices", type=count, metavar="S", default=1, help="slices of the devices (default 1)"
-    )
-    parser.add_argument(
-        "--samples-per-epoch", type=count, metavar="N", help="samples in one pass over data that is not here"
-    )
+    slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
+    parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
+    parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", action="store_true", help="draw which sample lands on which device")
     parser.add_argument("--words", action="store_true", help="say it in the words of other frameworks")
@@ -35,22 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
     from maxbatch.config.rules import check_data_paths
+    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args)
     check_data_paths(config)
     if args.words and config.batch_size is not None:
-        raise ConfigError(
-            f"--words: is for the batch of pre-training, and batch_size={config.batch_size} states one of prompts"
-        )
+        stated = f"batch_size={config.batch_size} states one of prompts"
+        raise ConfigError(f"--words: is for the batch of pre-training, and {stated}")
     _check_machine(args)
-    plan = BatchPlan.from_config(
-        config,
-        args.devices or 1,
-        args.hosts,
-        num_slices=args.slices,
-        samples_per_epoch=args.samples_per_epoch or _cached_samples_per_epoch(config),
-    )
+    epoch = args.samples_per_epoch or samples_per_epoch_if_cached(config)
+    devices, hosts, slices = args.devices or 1, args.hosts, args.slices
+    plan = BatchPlan.from_config(config, devices, hosts, num_slices=slices, samples_per_epoch=epoch)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
@@ -79,31 +70,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_machine(args: argparse.Namespace) -> None:
     """Raises ConfigError, in the names of the flags, for devices that cannot be that many hosts or slices."""
-    from maxbatch.plan.divisors import largest_divisor
     from maxbatch.plan.mesh_shape import MOST_DEVICES
 
-    devices = args.devices or 1
-    if devices > MOST_DEVICES:
-        raise ConfigError(
-            f"--devices {devices}: must be at most {MOST_DEVICES}; works: --devices {MOST_DEVICES}"
-        )
-    for flag, number in (("--hosts", args.hosts), ("--slices", args.slices)):
-        if devices % number:
-            works = f"{flag} {largest_divisor(devices, number)}"
-            raise ConfigError(f"{flag} {number}: must divide the {devices} devices; works: {works}")
+    check_at_most("--devices", args.devices or 1, MOST_DEVICES)
+    check_divides("--hosts", args.hosts, args.devices or 1)
+    check_divides("--slices", args.slices, args.devices or 1)
 
 
 def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:
     parts = plan.gradient_accumulation_steps * plan.batch_shards
     if parts > _MOST_PARTS:
-        raise ConfigError(
-            f"--json: prints every part of an update with --layout, and there are {parts}; they must be at most "
-            f"{_MOST_PARTS}; works: --layout without --json, which draws the first and the last"
-        )
+        works = "works: --layout without --json, which draws the first and the last"
+        raise ConfigError(f"--json: prints every part of an update with --layout, and there are {parts}; they must be "
+                          f"at most {_MOST_PARTS}; {works}")  # fmt: skip
     return plan.layout()
-
-
-def _cached_samples_per_epoch(config: ConfigDict) -> int | None:
-    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
-
-    return samples_per_epoch_if_cached(config)

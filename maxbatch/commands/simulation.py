@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+from maxbatch.commands.arguments import check_at_most, check_divides
 from maxbatch.system.child_process import last_line, start_child
-from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError, TrainingError, report
+from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
@@ -26,12 +27,8 @@ _POLL_S = 0.05
 
 
 def simulate_devices(num_devices: int) -> None:
-    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else.
-
-    Raises:
-      ConfigError: they are more than one process can run.
-    """
-    _check_most("--simulate-devices", num_devices, _MOST_DEVICES)
+    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else."""
+    check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
     flags = {
         "--xla_force_host_platform_device_count": num_devices,
         # Many devices on few cores meet late; XLA takes a wait of 40 s for a deadlock and aborts.
@@ -45,33 +42,16 @@ def simulate_devices(num_devices: int) -> None:
 
 def check_hosts(num_devices: int, num_hosts: int) -> None:
     """Raises ConfigError if the hosts are too many, or do not divide the devices."""
-    _check_most("--simulate-devices", num_devices, _MOST_DEVICES)
-    _check_most("--simulate-hosts", num_hosts, _MOST_HOSTS)
-    if num_devices % num_hosts:
-        nearest = max(h for h in range(1, min(num_hosts, num_devices) + 1) if num_devices % h == 0)
-        raise ConfigError(
-            f"--simulate-hosts {num_hosts}: must divide the {num_devices} devices of --simulate-devices; "
-            f"works: --simulate-hosts {nearest}"
-        )
-
-
-def _check_most(flag: str, number: int, most: int) -> None:
-    if number > most:
-        raise ConfigError(f"{flag} {number}: must be at most {most}; works: {flag} {most}")
+    check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
+    check_at_most("--simulate-hosts", num_hosts, _MOST_HOSTS)
+    check_divides("--simulate-hosts", num_hosts, num_devices)
 
 
 def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
     """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
 
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
-    hosts agree on the update after which they stop.
-
-    Args:
-      arguments: the command line of every host.
-      num_hosts: H.
-
-    Returns:
-      The exit code of the run.
+    hosts agree on the update after which they stop. Returns the exit code of the run.
     """
     port = _free_port()
     with Stopping() as stop, contextlib.ExitStack() as closing:

@@ -16,42 +16,27 @@ from maxbatch.training.compile.target import Target, find_target
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the config and the flags that name the devices."""
     add_config(parser)
-    parser.add_argument(
-        "--topology",
-        metavar="T",
-        help="a TPU slice that is not here, in chips: v5p:4x4x4 (default: this machine)",
-    )
-    parser.add_argument(
-        "--slices", type=count, metavar="S", default=1, help="slices of that topology (default 1)"
-    )
-    parser.add_argument(
-        "--simulate-devices", type=count, metavar="N", help="compile for N CPU devices made in this process"
-    )
+    topology = "a TPU slice that is not here, in chips: v5p:4x4x4 (default: this machine)"
+    parser.add_argument("--topology", metavar="T", help=topology)
+    slices = "slices of that topology (default 1)"
+    parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
+    simulated = "compile for N CPU devices made in this process"
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=simulated)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def chosen_target(args: argparse.Namespace) -> Target:
-    """Returns the devices that the flags name.
-
-    Raises:
-      ConfigError: the flags contradict each other, or name no topology.
-    """
+    """Returns the devices that the flags name; raises ConfigError if they contradict each other."""
     if args.topology and args.simulate_devices:
-        raise ConfigError(
-            f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which says how "
-            f"many devices there are; works: --topology {args.topology}"
-        )
+        raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
+                          f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
     return find_target(args.topology, args.slices)
 
 
 def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
-    """Returns the batch plan on the mesh of those devices.
-
-    Raises:
-      ConfigError: the devices cannot run the model, or a rule of the batch is broken.
-    """
+    """Returns the batch plan on the mesh of those devices; raises ConfigError if they cannot run the model."""
     from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
     from maxbatch.training.compile.lowering import checked_mesh_shape
 

@@ -9,21 +9,16 @@ from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `maxbatch train`."""
+    """Adds the flags of `maxbatch train`."""
     add_config(parser)
-    parser.add_argument(
-        "--simulate-devices", type=count, metavar="N", help="train on N CPU devices made in this process"
-    )
-    parser.add_argument(
-        "--simulate-hosts",
-        type=count,
-        metavar="H",
-        help="train in H processes of N / H devices each (default N: H)",
-    )
+    devices = "train on N CPU devices made in this process"
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+    hosts = "train in H processes of N / H devices each (default N: H)"
+    parser.add_argument("--simulate-hosts", type=count, metavar="H", help=hosts)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train as a config says; return the exit code."""
+    """Trains as a config says; returns the exit code."""
     from maxbatch.plan.batch import check_batch_keys
 
     config = config_of(args)
