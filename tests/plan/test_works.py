@@ -118,7 +118,7 @@ def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str
     pytest.fail("\n".join(messages))
 
 
-@settings(max_examples=300)
+@settings(max_examples=500)
 @given(
     statements(), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 10240]), st.sampled_from([1, 2, 3, 4, 2560]),
     st.sampled_from([1, 1, 2, 3, 10**9]), st.sampled_from([None, 100]),
