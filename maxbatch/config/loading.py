@@ -27,19 +27,12 @@ _ENVIRONMENT = "MAXBATCH_"
 
 
 class Setting(NamedTuple):
-    """The value of a key, and where it comes from.
-
-    Attributes:
-      value: its value.
-      layer: base.yml, base_config, preset, config file, environment or override.
-      where: file and line, or the environment variable; "" for an override.
-      displaced_by: the alternative in that layer which takes the value's place, "" if nothing does.
-    """
+    """The value of a key, and where it comes from."""
 
     value: Value
-    layer: str
-    where: str = ""
-    displaced_by: str = ""
+    layer: str  # base.yml, base_config, preset, config file, environment or override
+    where: str = ""  # file and line, or the environment variable; "" for an override
+    displaced_by: str = ""  # the alternative in that layer which takes the value's place, "" if nothing does
 
 
 _Layer = Mapping[str, Setting]
@@ -126,9 +119,8 @@ def _chain(path: Path) -> list[_Layer]:
             return layers
         if real in seen:
             loop = shown(" -> ".join(p.name for p in [*seen, path]))
-            raise ConfigError(
-                f"base_config={shown_path(path)}: must not lead back to a file of its own chain ({loop})"
-            )
+            rule = f"must not lead back to a file of its own chain ({loop})"
+            raise ConfigError(f"base_config={shown_path(path)}: {rule}")
         seen.append(real)
         base = next((entry for entry in stated if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"

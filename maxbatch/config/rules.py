@@ -31,14 +31,11 @@ class Displaced(NamedTuple):
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields what a layer displaces of the layers below it.
+    """Yields what a layer displaces of the layers below it; raises ConfigError for a batch in prompts and in rows.
 
     Args:
       values: of all keys, the layer's included.
       stated: the keys that the layer states, other than as null.
-
-    Raises:
-      ConfigError: the layer states the batch in prompts and in rows.
     """
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:

@@ -36,17 +36,13 @@ _ENDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The interval a number must lie in; `above` and `below` exclude their end.
-
-    Attributes:
-      also: one value outside of the interval that is allowed as well.
-    """
+    """The interval a number must lie in; `above` and `below` exclude their end."""
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
-    also: float | None = None
+    also: float | None = None  # a value outside of the interval that is allowed as well
 
     def broken(self, value: Number) -> tuple[str, float] | None:
         """Returns the rule that value breaks and the nearest value that does not, or None."""
@@ -78,29 +74,19 @@ def _short(end: float) -> str:
 class Scalar:
     """A named value that is read from text.
 
-    Attributes:
-      name: what states it, for messages.
-      kind: bool; choice; int; quantity (whole, with suffixes K, M, B); real; exact (a decimal or fraction that means
-        exactly what it says); text; path (of this machine); paths (of data, joined by ";").
-      bounds: of a number.
-      choices: of a choice.
-      nullable: whether it may be null.
-      default: the text of its default.
+    Its kind is bool; choice; int; quantity (whole, with suffixes K, M, B); real; exact (a decimal or fraction that
+    means exactly what it says); text; path (of this machine); or paths (of data, joined by ";").
     """
 
-    name: str
+    name: str  # what states it, for messages
     kind: str
-    bounds: Bounds | None = None
-    choices: tuple[str, ...] = ()
+    bounds: Bounds | None = None  # of a number
+    choices: tuple[str, ...] = ()  # of a choice
     nullable: bool = False
-    default: str = ""
+    default: str = ""  # the text of its default
 
     def read(self, text: str, plain: bool = True) -> Value:
-        """Returns the value that a text means.
-
-        Args:
-          text: as it is written.
-          plain: whether it is written without quotes, so that `null` is no word.
+        """Returns the value that a text means; `plain`: it is written without quotes, so that `null` is no word.
 
         Raises:
           ConfigError: the text has another type, breaks the rule, or is a path of another place.

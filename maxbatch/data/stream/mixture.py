@@ -91,11 +91,11 @@ def _check_eval_path(config: ConfigDict) -> None:
     if any(weight for _, weight in paths):
         plain = ";".join(path for path, _ in paths)
         raise ConfigError(
-            f"eval_dataset_path={shown(value)}: held-out data have no weights, since all of them are used; "
+            f"eval_dataset_path={shown(repr(value))}: held-out data have no weights, since all of them are used; "
             f"works: eval_dataset_path={plain!r}"
         )
     for path, _ in paths:
-        _refuse_mixture_file(f"eval_dataset_path={shown(value)}", path)
+        _refuse_mixture_file(f"eval_dataset_path={shown(repr(value))}", path)
 
 
 def _refuse_mixture_file(where: str, path: str) -> None:
@@ -126,7 +126,7 @@ def _line_items(value: str) -> Iterator[_Item]:
     pairs = [_split_weight(part) for part in value.split(";")]
     if not any(weight for _, weight in pairs):
         return
-    where = f"dataset_path={shown(value)}"
+    where = f"dataset_path={shown(repr(value))}"
     for path, weight in pairs:
         path = path.strip()
         if not path or not weight:
@@ -175,7 +175,7 @@ def _parsed(path: str, file: Path) -> yaml.Node | None:
         return compose(file, "mixture file")
     except ConfigError as error:
         raise ConfigError(
-            f"dataset_path={shown(path)!r}: {error} (seen from {shown_path(os.getcwd())}); "
+            f"dataset_path={shown(repr(path))}: {error} (seen from {shown_path(os.getcwd())}); "
             f"if it holds data: dataset_path={_as_glob(path)!r}"
         ) from None
 
