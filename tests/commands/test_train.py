@@ -203,7 +203,7 @@ def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(tmp
 
 
 def test_the_users_own_device_count_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests import command
+    from tests.helpers import command
 
     env = command.environment()
     env["XLA_FLAGS"] += " --xla_force_host_platform_device_count=2"
