@@ -17,6 +17,8 @@ from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.data.stream.reader import Contiguous, RowBlocks
+from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
@@ -53,6 +55,10 @@ def _documents(path: Path, count: int, seed: int) -> Path:
     return path
 
 
+def _only_row(block: Rows) -> Rows:
+    return {name: array[0] for name, array in block.items()}
+
+
 def _compare(name: str, overrides: list[str], batches: int, turns: int) -> list[Measurement]:
     size = [f"per_device_batch_size={_ROWS_OF_A_DEVICE}", "gradient_accumulation_steps=2", f"steps={batches}"]
     config = load_config(overrides=[*overrides, *size])
@@ -62,18 +68,20 @@ def _compare(name: str, overrides: list[str], batches: int, turns: int) -> list[
     micro_batch = _ROWS_OF_A_DEVICE * jax.device_count()
     placement = Placement(batch_sharding(make_mesh(config)), config.max_target_length)
 
+    rows = grain.MapDataset.source(RowBlocks(stream.batch, Contiguous(0, samples), 1)).map(_only_row)
+
     def feed() -> None:
         with Feed(stream, manager, lambda *_: BatchShape(micro_batch, 2), placement, 0, batches) as feed:
             for staged in feed:
                 jax.block_until_ready(staged.batch)
 
     def row_by_row() -> None:
-        for _ in stream.dataset(0, samples):
+        for _ in rows:
             pass
 
     def in_threads() -> None:
-        rows = stream.dataset(0, samples).batch(2 * micro_batch)
-        for _ in rows.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)):
+        in_batches = rows.batch(2 * micro_batch)
+        for _ in in_batches.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)):
             pass
 
     sides: dict[str, Callable[[], Any]] = {"feed": feed, "row by row": row_by_row, "in threads": in_threads}

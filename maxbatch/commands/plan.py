@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
     from maxbatch.config.rules import check_data_paths
-    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+    from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args)

@@ -37,7 +37,7 @@ def chosen_target(args: argparse.Namespace) -> Target:
 
 def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
     """Returns the batch plan on the mesh of those devices; raises ConfigError if they cannot run the model."""
-    from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+    from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.training.compile.lowering import checked_mesh_shape
 
     shape = checked_mesh_shape(config, target.devices)

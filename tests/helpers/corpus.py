@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.data.stream.reader import Order, RowBlocks
+from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.stream import Stream
 
 LENGTH = 16
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "it", "sleeps"]
@@ -46,3 +50,17 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and np.array_equal(left[name], right[name]) for name in left
     )
+
+
+def rows_of(stream: Stream, order: Order) -> Iterator[Rows]:
+    """The samples of an order one by one, arrays [L], read ahead in blocks."""
+    with stream.reader_of(order) as reader:
+        while len((block := reader.take(256))["tokens"]):
+            for place in range(len(block["tokens"])):
+                yield {name: array[place] for name, array in block.items()}
+
+
+def row_by_row(stream: Stream, order: Order) -> grain.MapDataset:
+    """A Grain dataset whose elements are the samples of an order, arrays [L]."""
+    blocks = RowBlocks(stream.batch, order, 1)
+    return grain.MapDataset.source(blocks).map(lambda block: {name: a[0] for name, a in block.items()})

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.config.loading import keys, load_config
-from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
+from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.pages.page import Page, paragraph, table
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation

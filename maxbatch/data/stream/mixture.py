@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -30,36 +30,22 @@ from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Scalar, exact, nearest_name, shown, shown_path
-from maxbatch.config.yaml_file import compose
+from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
-SOURCE_KEYS = names_fixing(Fixes.RECORDS)
-_FIELDS = ("path", "weight", *SOURCE_KEYS)
+_SOURCE_KEYS = names_fixing(Fixes.RECORDS)
+_FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _WEIGHT = Scalar("weight", "exact", default="1")
 _PATH = Scalar("path", "text")
 
 
 class MixtureSource(NamedTuple):
-    """One source of a mixture.
-
-    Attributes:
-      name: its name in the mixture.
-      weight: its share of the samples; the weights of all sources add up to 1.
-      config: the config with this source as its dataset.
-    """
+    """One source of a mixture."""
 
     name: str
-    weight: Fraction
-    config: ConfigDict
-
-
-class _Item(NamedTuple):
-    where: str  # for messages
-    name: str
-    path: str
-    weight: str
-    settings: dict[str, str]
+    weight: Fraction  # its share of the samples; the weights of all sources add up to 1
+    config: ConfigDict  # the config with this source as its dataset
 
 
 def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
@@ -69,33 +55,34 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
       ConfigError: a mixture that cannot be read or that breaks a rule, or weights in `eval_dataset_path`.
     """
     check_data_paths(config)
-    _check_eval_path(config)
-    value = config.dataset_path
-    if is_mixture_file(value):
-        items = list(_file_items(value))
-    else:
-        items = list(_line_items(value))
-        if not items:
-            return None
-    weights = [_weight(item) for item in items]
-    _refuse_same_paths(items)
-    return tuple(
-        MixtureSource(item.name, weight / sum(weights), _source_config(config, item))
-        for item, weight in zip(items, weights, strict=True)
-    )
+    _check_eval_path(config.eval_dataset_path)
+    read = _file_sources if is_mixture_file(config.dataset_path) else _line_sources
+    sources = []
+    name_of_path: dict[str, str] = {}
+    for where, source in read(config):
+        paths = source.config.dataset_path
+        for path in {_real(part) for part in paths.split(";")}:
+            if path in name_of_path:
+                raise ConfigError(
+                    f"{where}: {shown(paths) or 'python_stdlib'} is in source {shown(name_of_path[path])} as well; "
+                    "works: once, with the sum of the weights"
+                )
+            name_of_path[path] = source.name
+        sources.append(source)
+    total = sum(source.weight for source in sources)
+    return tuple(source._replace(weight=source.weight / total) for source in sources) or None
 
 
-def _check_eval_path(config: ConfigDict) -> None:
-    value = config.eval_dataset_path
+def _check_eval_path(value: str) -> None:
+    where = f"eval_dataset_path={shown(value)}"
     paths = [_split_weight(part) for part in value.split(";")]
     if any(weight for _, weight in paths):
         plain = ";".join(path for path, _ in paths)
         raise ConfigError(
-            f"eval_dataset_path={shown(repr(value))}: held-out data have no weights, since all of them are used; "
-            f"works: eval_dataset_path={plain!r}"
+            f"{where}: held-out data have no weights, since all of them are used; works: eval_dataset_path={plain!r}"
         )
     for path, _ in paths:
-        _refuse_mixture_file(f"eval_dataset_path={shown(repr(value))}", path)
+        _refuse_mixture_file(where, path)
 
 
 def _refuse_mixture_file(where: str, path: str) -> None:
@@ -111,6 +98,10 @@ def _as_glob(path: str) -> str:
     return f"{glob.escape(path[:-1])}[{path[-1]}]"
 
 
+def _real(path: str) -> str:
+    return path if not path or "://" in path else os.path.realpath(os.path.expanduser(path))
+
+
 def _split_weight(part: str) -> tuple[str, str]:
     """Returns the path and the weight of `PATH,WEIGHT`; the weight is "" if the part after the comma is no number."""
     path, _, weight = part.rpartition(",")
@@ -121,137 +112,109 @@ def _split_weight(part: str) -> tuple[str, str]:
     return path, weight.strip()
 
 
-def _line_items(value: str) -> Iterator[_Item]:
-    """Yields the sources of the one-line form; none if no path has a weight."""
-    pairs = [_split_weight(part) for part in value.split(";")]
-    if not any(weight for _, weight in pairs):
+def _line_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+    """Yields the sources of the one-line form, and what to call it in messages; none if no path has a weight."""
+    parts = [_split_weight(part) for part in config.dataset_path.split(";")]
+    if not any(weight for _, weight in parts):
         return
-    where = f"dataset_path={shown(repr(value))}"
-    for path, weight in pairs:
+    where = f"dataset_path={shown(config.dataset_path)}"
+    for path, weight in parts:
         path = path.strip()
         if not path or not weight:
-            works = ";".join(f"{p or 'PATH'},{w or 1}" for p, w in pairs)
+            works = ";".join(f"{p or 'PATH'},{w or 1}" for p, w in parts)
             what = f"{shown(path)} has no weight" if path else "a source has no path"
             raise ConfigError(f"{where}: {what}; works: dataset_path={works!r}")
         _refuse_mixture_file(where, path)
-        yield _Item(where, path, path, weight, {})
+        yield where, MixtureSource(path, _weight(where, weight), _source_config(config, path, {}))
 
 
-def _file_items(path: str) -> Iterator[_Item]:
-    """Yields the sources of a mixture file."""
+def _file_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+    """Yields the sources of a mixture file, and where each stands in it."""
+    path = config.dataset_path
     file = Path(os.path.expanduser(path))
-    root = _parsed(path, file)
-    if not isinstance(root, yaml.MappingNode) or not root.value:
-        raise ConfigError(
-            f"{shown(path)}: must map names to sources, as in `web: {{path: web.jsonl, weight: 0.7}}`; "
-            f"if it holds data: dataset_path={_as_glob(path)!r}"
-        )
-    seen: set[str] = set()
-    for name_node, fields_node in root.value:
-        where = f"{shown(path)}:{name_node.start_mark.line + 1}"
-        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else ""
-        if not name or not name.isprintable():
-            raise ConfigError(f"{where}: the name of a source must be one line of text")
-        if name in seen:
-            raise ConfigError(f"{where}: source {shown(name)} is stated twice")
-        seen.add(name)
-        where = f"{where}: source {shown(name)}"
-        fields = _fields(where, fields_node)
-        settings = {key: fields[key] for key in SOURCE_KEYS if key in fields}
-        _check_settings(where, settings)
-        has_no_path = settings.get("dataset_type") == "python_stdlib"
-        for field, works in (("path", "path: web.jsonl"), ("weight", "weight: 0.5")):
-            if not fields.get(field) and not (field == "path" and has_no_path):
-                raise ConfigError(f"{where}: has no {field}; works: {works}")
-        if "path" in fields and has_no_path:
-            raise ConfigError(f"{where}: dataset_type=python_stdlib reads no path; leave out path")
-        _refuse_mixture_file(where, fields.get("path", ""))
-        yield _Item(where, name, _below(file.parent, fields.get("path", "")), fields["weight"], settings)
-
-
-def _parsed(path: str, file: Path) -> yaml.Node | None:
+    works = f"if it holds data: dataset_path={_as_glob(path)!r}"
     try:
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
-        return compose(file, "mixture file")
+        root = compose(file, "mixture file")
     except ConfigError as error:
-        raise ConfigError(
-            f"dataset_path={shown(repr(path))}: {error} (seen from {shown_path(os.getcwd())}); "
-            f"if it holds data: dataset_path={_as_glob(path)!r}"
-        ) from None
+        where = f"dataset_path={shown(path)!r}"
+        raise ConfigError(f"{where}: {error} (seen from {shown_path(os.getcwd())}); {works}") from None
+    if not isinstance(root, yaml.MappingNode) or not root.value:
+        rule = "must map names to sources, as in `web: {path: web.jsonl, weight: 0.7}`"
+        raise ConfigError(f"{shown_path(file)}: {rule}; {works}")
+    for name, node, where in pairs(file, root):
+        if not name or not name.isprintable():
+            raise ConfigError(f"{where}: the name of a source must be one line of text")
+        where = f"{where}: source {shown(name)}"
+        fields = _fields(file, where, node)
+        _check_fields(where, fields)
+        settings = {key: fields[key] for key in _SOURCE_KEYS if key in fields}
+        paths = _below(file.parent, fields.get("path", ""))
+        weight = _weight(where, fields["weight"])
+        yield where, MixtureSource(name, weight, _source_config(config, paths, settings))
 
 
-def _fields(where: str, node: yaml.Node) -> dict[str, str]:
+def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{where}: must have fields, as in {{path: web.jsonl, weight: 0.7}}")
     fields: dict[str, str] = {}
-    for name_node, value_node in node.value:
-        name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "a list or mapping"
+    for name, value, _ in pairs(file, node):
         if name not in _FIELDS:
             nearest = nearest_name(name, _FIELDS, least_like=0) or "path"
             raise ConfigError(f"{where}: unknown field {shown(name)}; nearest: {nearest}")
-        if name in fields:
-            raise ConfigError(f"{where}: field {name} is stated twice")
-        if not isinstance(value_node, yaml.ScalarNode):
+        if not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{where}: field {name} takes one value, not a list or a mapping")
-        fields[name] = value_node.value
-    try:
-        _PATH.read(fields.get("path", ""))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        fields[name] = value.value
     return fields
 
 
-def _check_settings(where: str, settings: dict[str, str]) -> None:
-    for name, value in settings.items():
+def _check_fields(where: str, fields: Mapping[str, str]) -> None:
+    path = fields.get("path", "")
+    try:
+        _PATH.read(path)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for name in [name for name in _SOURCE_KEYS if name in fields]:
         choices = [choice for choice in keys()[name].choices if choice != "synthetic"]
-        if choices and value not in choices:
-            works = nearest_name(value, choices) or choices[-1]
-            raise ConfigError(
-                f"{where}: {name}={shown(value)}: must be one of {', '.join(choices)}; works: {name}: {works}"
-            )
-        if not value:
+        if choices and fields[name] not in choices:
+            works = nearest_name(fields[name], choices) or choices[-1]
+            rule = f"must be one of {', '.join(choices)}; works: {name}: {works}"
+            raise ConfigError(f"{where}: {name}={shown(fields[name])}: {rule}")
+        if not fields[name]:
             raise ConfigError(f"{where}: {name} is empty; works: leave {name} out")
+    has_no_path = fields.get("dataset_type") == "python_stdlib"
+    if not path and not has_no_path:
+        raise ConfigError(f"{where}: has no path; works: path: web.jsonl")
+    if not fields.get("weight"):
+        raise ConfigError(f"{where}: has no weight; works: weight: 0.5")
+    if "path" in fields and has_no_path:
+        raise ConfigError(f"{where}: dataset_type=python_stdlib reads no path; leave out path")
+    _refuse_mixture_file(where, path)
 
 
 def _below(folder: Path, paths: str) -> str:
     """Returns paths that are relative to a folder as seen from here; `;` separates them."""
     return ";".join(
         part if "://" in part or os.path.isabs(os.path.expanduser(part)) else str(folder / part)
-        for part in (part.strip() for part in paths.split(";"))
+        for part in map(str.strip, paths.split(";"))
         if part
     )
 
 
-def _weight(item: _Item) -> Fraction:
+def _weight(where: str, text: str) -> Fraction:
     try:
-        weight = exact(_WEIGHT.read(item.weight))  # type: ignore[arg-type]
+        weight = exact(_WEIGHT.read(text))  # type: ignore[arg-type]
     except ConfigError as error:
-        raise ConfigError(f"{item.where}: {error}") from None
+        raise ConfigError(f"{where}: {error}") from None
     if weight <= 0:
-        raise ConfigError(f"{item.where}: {_WEIGHT.fault(item.weight, 'greater than 0', 1)}")
+        raise ConfigError(f"{where}: {_WEIGHT.fault(text, 'greater than 0', 1)}")
     return weight
 
 
-def _refuse_same_paths(items: list[_Item]) -> None:
-    first: dict[str, str] = {}
-    for item in items:
-        for path in {part if "://" in part else _real(part) for part in item.path.split(";")}:
-            if path in first:
-                raise ConfigError(
-                    f"{item.where}: {shown(item.path) or 'python_stdlib'} is in source {shown(first[path])} as well; "
-                    "works: once, with the sum of the weights"
-                )
-            first[path] = item.name
-
-
-def _real(path: str) -> str:
-    return os.path.realpath(os.path.expanduser(path)) if path else ""
-
-
-def _source_config(config: ConfigDict, item: _Item) -> ConfigDict:
+def _source_config(config: ConfigDict, paths: str, settings: Mapping[str, str]) -> ConfigDict:
     source = config.copy_and_resolve_references()
-    source.dataset_path = item.path
-    for key, value in item.settings.items():
+    source.dataset_path = paths
+    for key, value in settings.items():
         source[key] = value
     if source.dataset_type != config.dataset_type:
         # Held-out paths have the config's own type, so that none of their files is in this source.

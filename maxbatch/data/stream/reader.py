@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,18 +24,13 @@ ENDLESS = 1 << 62
 
 
 class Order(Protocol):
-    """The samples that a reader returns, in order; places in it are counted from 0.
+    """The samples that a reader returns, by their place from 0; it is pickled for worker processes, so it is small."""
 
-    It is pickled for worker processes, and so must be small and depend on its fields alone.
-    """
+    def __len__(self) -> int: ...  # `ENDLESS` if there is no last sample
 
-    def __len__(self) -> int:
-        """Returns the number of places, or `ENDLESS`."""
-        ...
-
-    def indices(self, first: int, stop: int) -> np.ndarray:
-        """Returns the stream's indices at places first to stop - 1: int64[stop - first]."""
-        ...
+    def indices(
+        self, first: int, stop: int
+    ) -> np.ndarray: ...  # int64: of the samples at places first to stop - 1
 
 
 @dataclass(frozen=True)
@@ -62,31 +57,20 @@ class Contiguous:
         return np.arange(self.start + first, self.start + stop, dtype=np.int64)
 
 
-class RowsByIndex(Protocol):
-    """A source of samples, such as a stream; pickled for worker processes."""
-
-    max_target_length: int
-
-    def batch(self, indices: Indices) -> Rows:
-        """Returns the samples with these indices, in their order, as arrays [n, L]."""
-        ...
-
-
+@dataclass(frozen=True)
 class RowBlocks:
     """A Grain data source: element k is the samples at places k * size to (k + 1) * size - 1 of an order."""
 
-    def __init__(self, stream: RowsByIndex, order: Order, size: int):
-        """Takes the samples of `order`, `size` rows per element, fewer in the last."""
-        self.stream = stream
-        self.order = order
-        self.size = size
+    batch: Callable[[Indices], Rows]  # returns samples by their indices, arrays [n, L]
+    order: Order
+    size: int
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)
 
     def __getitem__(self, block: int) -> Rows:
         first = block * self.size
-        return self.stream.batch(self.order.indices(first, min(first + self.size, len(self.order))))
+        return self.batch(self.order.indices(first, min(first + self.size, len(self.order))))
 
 
 class ReadAhead(NamedTuple):
@@ -99,17 +83,22 @@ class ReadAhead(NamedTuple):
 class Reader:
     """Returns samples of a stream in a given order, any number at a time, and reads ahead.
 
-    The samples are the same for any number of threads or worker processes. Worker processes end with this process, also
-    when it is killed.
+    The samples are the same for any number of threads or worker processes. The first `take` starts them. Worker
+    processes end with this process, also when it is killed.
+
+    Args:
+      batch: returns the samples with given indices, as arrays [n, L]; pickled for worker processes.
+      row_length: L.
+      order: the samples to return.
+      ahead: how to read ahead.
 
     Attributes:
       position: samples returned so far, which is the place of the next one in the order.
     """
 
-    def __init__(self, stream: RowsByIndex, order: Order, ahead: ReadAhead):
-        """Takes the samples of `order`; the first `take` starts threads or processes."""
-        size = max(1, min(_BLOCK_TOKENS // stream.max_target_length, ahead.rows // 4))
-        self._blocks = RowBlocks(stream, order, size)
+    def __init__(self, batch: Callable[[Indices], Rows], row_length: int, order: Order, ahead: ReadAhead):
+        size = max(1, min(_BLOCK_TOKENS // row_length, ahead.rows // 4))
+        self._blocks = RowBlocks(batch, order, size)
         self._worker_count = ahead.worker_count
         self._prefetch_blocks = -(-ahead.rows // size)
         self._iterator: grain.DatasetIterator[Rows] | None = None
@@ -139,13 +128,8 @@ class Reader:
         self.position += wanted
         if len(parts) == 1:
             return parts[0]
-        parts = parts or [self._blocks.stream.batch([])]
+        parts = parts or [self._blocks.batch([])]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-    def blocks(self) -> Iterator[Rows]:
-        """Yields the remaining samples as arrays [n, L], in blocks of the size that is cheapest."""
-        while self.position < len(self._blocks.order):
-            yield self.take(self._blocks.size)
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""

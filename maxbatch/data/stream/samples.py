@@ -9,12 +9,12 @@ import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxbatch.data.stream.mixture_order import Origins
+from maxbatch.data.stream.mixture_order import Origins, WeightedOrder
 from maxbatch.data.stream.rows import Rows, RowSource
 
 MAX_SHUFFLED_ROWS = 1 << 32
@@ -34,7 +34,6 @@ class Epochs:
     """The rows of one source, epoch after epoch: of n rows, sample i is row i mod n of epoch i // n, permuted."""
 
     def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
-        """Takes the rows of a split, and the seed and the name that key the permutations (None: no shuffle)."""
         self.rows = rows
         self.row_length = rows.row_length
         self._shuffle = shuffle
@@ -46,23 +45,13 @@ class Epochs:
         return self.rows.batch([self.place(index).row for index in indices])
 
     def stats(self) -> dict[str, Any]:
-        """Returns the figures of an epoch, as `Stream.stats` describes them."""
         return _figures([self.rows])
 
 
-class SourceOrder(Protocol):
-    """The source of every sample of a mixture: by weight (`WeightedOrder`), or one after the other (`InTurn`)."""
-
-    def at(self, indices: Indices) -> Origins: ...
-
-    def counts(self, position: int) -> list[int]: ...
-
-
 class InTurn:
-    """The sources one after the other, each sample once."""
+    """An order of sources one after the other, each sample once; otherwise like `WeightedOrder`."""
 
     def __init__(self, num_rows: Sequence[int]):
-        """Takes the number of samples of each source."""
         self._ends = np.cumsum(num_rows)
         self._begins = self._ends - num_rows
 
@@ -72,31 +61,24 @@ class InTurn:
         return Origins(source_n, index_n - self._begins[source_n])
 
     def counts(self, position: int) -> list[int]:
-        """Returns the number of samples of each source among samples 0 to position - 1."""
         return (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
 
 
 class Mixed:
-    """Samples of several sources.
+    """Samples of several sources, which are numbered as in their order."""
 
-    Attributes:
-      sources: by name, in the order's numbering.
-      order: which source each sample comes from.
-    """
-
-    def __init__(self, sources: Mapping[str, Epochs], order: SourceOrder):
-        self.sources = sources
-        self.order = order
+    def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | InTurn):
+        self._order = order
         self._names = list(sources)
         self._epochs = list(sources.values())
         self.row_length = self._epochs[0].row_length
 
     def place(self, index: int) -> Place:
-        source, place = (array.tolist()[0] for array in self.order.at([operator.index(index)]))
+        source, place = (array.tolist()[0] for array in self._order.at([operator.index(index)]))
         return self._epochs[source].place(place)._replace(source=self._names[source])
 
     def batch(self, indices: Indices) -> Rows:
-        source_n, place_n = self.order.at(indices)
+        source_n, place_n = self._order.at(indices)
         rows: Rows = {}
         for source in np.unique(source_n).tolist() or [0]:
             here = np.flatnonzero(source_n == source)
@@ -109,11 +91,16 @@ class Mixed:
                 rows[name][here] = array
         return rows
 
+    def counts(self, position: int) -> dict[str, int]:
+        """Returns the number of samples of each source among samples 0 to position - 1."""
+        return dict(zip(self._names, self._order.counts(position), strict=True))
+
     def stats(self) -> dict[str, Any]:
-        """Returns the figures of one epoch of all sources together and, under `sources`, of each one by name."""
-        return _figures([epochs.rows for epochs in self._epochs]) | {
-            "sources": {name: epochs.stats() for name, epochs in self.sources.items()}
-        }
+        sources = {name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)}
+        if isinstance(self._order, WeightedOrder):
+            for figures, weight in zip(sources.values(), self._order.weights, strict=True):
+                figures["weight"] = float(weight)
+        return _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
 
 
 def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:

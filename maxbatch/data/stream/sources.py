@@ -1,7 +1,11 @@
-"""The rows that a config names: its dataset opened, split and cut into rows, and the settings that define them."""
+"""The rows that a config names: its dataset opened, split and cut into rows, and the settings that define them.
+
+Does not import Grain, so that plans, which ask for the length of an epoch, need not wait for it.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +13,12 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.rules import check_data_paths
+from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, RowPlan, RowSource, StoredRows
 from maxbatch.data.stream.synthetic import SyntheticRows
@@ -22,16 +28,10 @@ Identity = dict[str, str | int | bool]
 
 
 class SourceRows(NamedTuple):
-    """Rows of one split of one source.
-
-    Attributes:
-      rows: by index.
-      identity: the settings that define them, by config key if there is one.
-      tokenizer: made their tokens.
-    """
+    """Rows of one split of one source."""
 
     rows: RowSource
-    identity: Identity
+    identity: Identity  # the settings that define the rows, by config key if there is one
     tokenizer: Tokenizer
 
     @property
@@ -87,8 +87,40 @@ def order_identity(config: ConfigDict) -> Identity:
     return {key: config[key] for key in fixing}
 
 
-def num_rows_if_cached(config: ConfigDict) -> int | None:
-    """Returns the number of training rows if it is known without reading data, else None."""
+def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
+    """Returns the samples of an epoch if they are known without reading data, else None (a mixture has no epochs).
+
+    Raises:
+      ConfigError: `num_epochs` of a mixture.
+    """
+    try:
+        mixture = read_mixture(config)
+        if mixture is None:
+            return _num_rows_if_cached(config)
+    except ConfigError:
+        # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
+        return None
+    refuse_num_epochs(config, mixture)
+    return None
+
+
+def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) -> None:
+    """Raises ConfigError for `num_epochs` of a mixture, with the number of samples that it might mean, if known."""
+    if config.num_epochs is None:
+        return
+    try:
+        rows = [_num_rows_if_cached(source.config) for source in mixture]
+    except ConfigError:
+        rows = [None]
+    samples = 10**6 if None in rows else math.ceil(exact(config.num_epochs) * sum(filter(None, rows)))
+    raise ConfigError(
+        f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
+        f"own epochs; works: train_samples={samples}"
+    )
+
+
+def _num_rows_if_cached(config: ConfigDict) -> int | None:
+    """Returns the training rows of one source."""
     check_data_paths(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
@@ -115,7 +147,7 @@ def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]
     }
 
 
-def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> RowPlan:
+def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> ConcatenatePlan | DocumentPlan:
     plan = ConcatenatePlan if config.packing else DocumentPlan
     return plan(store.offsets, documents, config.max_target_length)
 

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-import grain
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.data.stream.epoch_length import refuse_num_epochs
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.mixture_order import WeightedOrder
-from maxbatch.data.stream.reader import Contiguous, Order, ReadAhead, Reader, RowBlocks
-from maxbatch.data.stream.rows import Rows, RowSource
+from maxbatch.data.stream.reader import Order, ReadAhead, Reader
+from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place
-from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity
+from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.system.errors import ConfigError
 
 # Part of every identity. Raise it if the same settings come to mean other samples.
 _STREAM_VERSION = 1
 
 
+@dataclass(frozen=True, eq=False)
 class Stream:
     """Samples by index; any index costs the same.
 
@@ -40,37 +39,20 @@ class Stream:
     0 at the first token of each segment and at padding, else 1).
 
     Attributes:
-      samples_per_epoch: n, rows of the split; None for the training stream of a mixture, which has no epochs.
-      max_target_length: L, tokens of a row.
-      identity: the settings that define the stream, by config key if there is one; equal identities mean equal samples.
+      samples: by index, without an end.
       tokenizer: turned text into tokens.
+      identity: the settings that define the stream, by config key if there is one; equal identities mean equal samples.
+      samples_per_epoch: n, rows of the split; None for the training stream of a mixture, which has no epochs.
+      is_endless: whether the stream goes on after n samples.
+      ahead: how readers read ahead.
     """
 
-    def __init__(
-        self,
-        samples: Epochs | Mixed,
-        *,
-        tokenizer: Tokenizer,
-        identity: Identity,
-        samples_per_epoch: int | None,
-        endless: bool,
-        ahead: ReadAhead,
-    ):
-        """Makes a stream; `open_stream` is the usual way.
-
-        Args:
-          samples: by index.
-          tokenizer, identity, samples_per_epoch: see the class.
-          endless: the stream goes on after `samples_per_epoch`.
-          ahead: how `rows` and `reader` read ahead.
-        """
-        self.samples_per_epoch = samples_per_epoch
-        self.max_target_length = samples.row_length
-        self.identity = identity
-        self.tokenizer = tokenizer
-        self._samples = samples
-        self._end = None if endless else samples_per_epoch
-        self._ahead = ahead
+    samples: Epochs | Mixed
+    tokenizer: Tokenizer
+    identity: Identity
+    samples_per_epoch: int | None
+    is_endless: bool
+    ahead: ReadAhead
 
     def __getitem__(self, index: int) -> Rows:
         """Returns sample `index`, arrays [L].
@@ -78,14 +60,14 @@ class Stream:
         Raises:
           IndexError: the index is below 0, or past the end of a held-out stream.
         """
-        return _only_row(self.batch([operator.index(index)]))
+        return {name: array[0] for name, array in self.batch([operator.index(index)]).items()}
 
     def batch(self, indices: Indices) -> Rows:
         """Returns the samples with these indices, in their order, as arrays [n, L]; cheaper than one at a time."""
         if len(indices):
             self._check(min(indices))
             self._check(max(indices))
-        return self._samples.batch(indices)
+        return self.samples.batch(indices)
 
     def read(self, start: int, stop: int) -> Rows:
         """Returns samples start to stop - 1 as arrays [stop - start, L]."""
@@ -94,39 +76,21 @@ class Stream:
     def row(self, index: int) -> Place:
         """Returns the origin of sample `index`."""
         self._check(index)
-        return self._samples.place(index)
+        return self.samples.place(index)
 
     def samples_by_source(self, position: int) -> dict[str, int] | None:
-        """Returns the number of samples of each source of a mixture among samples 0 to position - 1, else None. O(1) in
-        `position`.
+        """Returns how many of samples 0 to position - 1 come from each source of a mixture, else None; at any position
+        at the same cost.
         """
-        if not isinstance(self._samples, Mixed):
+        if not isinstance(self.samples, Mixed):
             return None
         if position < 0:
             raise IndexError(f"position {position}: must be at least 0")
-        return dict(zip(self._samples.sources, self._samples.order.counts(position), strict=True))
-
-    def dataset(self, start: int = 0, stop: int | None = None) -> grain.MapDataset:
-        """Returns a `grain.MapDataset` whose element i is sample start + i, arrays [L], to transform further."""
-        return grain.MapDataset.source(RowBlocks(self, Contiguous(start, self._stop(stop)), 1)).map(_only_row)
-
-    def reader(self, start: int = 0, stop: int | None = None) -> Reader:
-        """Returns a reader of samples start to stop - 1 (by default all that follow), which has to be closed.
-
-        It reads ahead with threads or processes, as the config says.
-        """
-        return self.reader_of(Contiguous(start, self._stop(stop)))
+        return self.samples.counts(position)
 
     def reader_of(self, order: Order) -> Reader:
-        """Returns a reader of the samples of `order`, such as one host's rows; otherwise like `reader`."""
-        return Reader(self, order, self._ahead)
-
-    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Rows]:
-        """Yields samples start to stop - 1, arrays [L], read ahead like `reader` until the generator is closed."""
-        with self.reader(start, stop) as reader:
-            for block in reader.blocks():
-                for place in range(len(block["tokens"])):
-                    yield {name: array[place] for name, array in block.items()}
+        """Returns a reader of the samples of `order`, such as one host's rows; it has to be closed."""
+        return Reader(self.batch, self.samples.row_length, order, self.ahead)
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures of an epoch.
@@ -136,20 +100,13 @@ class Stream:
           `documents`, `skipped_records` (of the whole dataset). Of a mixture, the sums over all sources, each once, and
           `sources`: the same figures of each source by name, and its `weight` in a training stream.
         """
-        stats = self._samples.stats()
-        if isinstance(self._samples, Mixed) and isinstance(self._samples.order, WeightedOrder):
-            weights = self._samples.order.weights
-            for figures, weight in zip(stats["sources"].values(), weights, strict=True):
-                figures["weight"] = float(weight)
-        return stats
+        return self.samples.stats()
 
     def _check(self, index: int) -> None:
-        if index < 0 or (self._end is not None and index >= self._end):
-            end = "" if self._end is None else f" to {self._end - 1}"
-            raise IndexError(f"sample {index}: the stream has samples from 0{end}")
-
-    def _stop(self, stop: int | None) -> int | None:
-        return self._end if stop is None else stop
+        end = None if self.is_endless else self.samples_per_epoch
+        if index < 0 or (end is not None and index >= end):
+            last = "" if end is None else f" to {end - 1}"
+            raise IndexError(f"sample {index}: the stream has samples from 0{last}")
 
 
 @overload
@@ -179,43 +136,28 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
         refuse_num_epochs(config, mixture)
     identity: Identity = {"stream_version": _STREAM_VERSION, "split": split}
     samples: Epochs | Mixed
+    samples_per_epoch: int | None
     if mixture is None or (held_out and config.eval_dataset_path):
         source = open_rows(config, held_out=held_out)
         if source is None:
             return None
         tokenizer = source.tokenizer
-        samples = _epochs(config, source.rows, None if held_out else source.shuffle_name)
-        samples_per_epoch: int | None = source.rows.num_rows
+        samples = _epochs(config, source, None if held_out else source.shuffle_name)
+        samples_per_epoch = source.rows.num_rows
         identity |= source.identity
     else:
-        opened = _open_sources(mixture, held_out)
-        if not opened:
+        sources = _open_sources(mixture, held_out)
+        if not sources:
             return None
-        tokenizer = next(iter(opened.values())).tokenizer
-        seen: Counter[str] = Counter()
-        sources = {}
-        for name, source in opened.items():
-            # The number gives two sources of equal content different permutations.
-            key = f"{source.shuffle_name} {seen[source.shuffle_name]}"
-            seen[source.shuffle_name] += 1
-            sources[name] = _epochs(config, source.rows, None if held_out else key)
-        num_rows = [source.rows.num_rows for source in opened.values()]
-        order = InTurn(num_rows) if held_out else WeightedOrder([source.weight for source in mixture])
-        samples = Mixed(sources, order)
-        samples_per_epoch = sum(num_rows) if held_out else None
-        identity |= _mixture_identity(config, opened)
+        tokenizer = next(iter(sources.values())).tokenizer
+        samples, samples_per_epoch = _mixed(config, mixture, sources, held_out)
+        identity |= _mixture_identity(config, sources)
         if not held_out:
             identity |= {f"source {i}: weight": str(source.weight) for i, source in enumerate(mixture)}
     if not held_out:
         identity |= order_identity(config)
-    return Stream(
-        samples,
-        tokenizer=tokenizer,
-        identity=identity,
-        samples_per_epoch=samples_per_epoch,
-        endless=not held_out,
-        ahead=ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size),
-    )
+    ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
+    return Stream(samples, tokenizer, identity, samples_per_epoch, not held_out, ahead)
 
 
 def _open_sources(mixture: tuple[MixtureSource, ...], held_out: bool) -> dict[str, SourceRows]:
@@ -231,6 +173,23 @@ def _open_sources(mixture: tuple[MixtureSource, ...], held_out: bool) -> dict[st
     return opened
 
 
+def _mixed(
+    config: ConfigDict, mixture: tuple[MixtureSource, ...], sources: dict[str, SourceRows], held_out: bool
+) -> tuple[Mixed, int | None]:
+    """Returns the samples of a mixture, and how many make an epoch, if it has any."""
+    if held_out:
+        num_rows = [source.rows.num_rows for source in sources.values()]
+        parts = {name: _epochs(config, source, None) for name, source in sources.items()}
+        return Mixed(parts, InTurn(num_rows)), sum(num_rows)
+    seen: Counter[str] = Counter()
+    parts = {}
+    for name, source in sources.items():
+        # The number gives two sources of equal content different permutations.
+        parts[name] = _epochs(config, source, f"{source.shuffle_name} {seen[source.shuffle_name]}")
+        seen[source.shuffle_name] += 1
+    return Mixed(parts, WeightedOrder([source.weight for source in mixture])), None
+
+
 def _mixture_identity(config: ConfigDict, sources: dict[str, SourceRows]) -> Identity:
     """Returns the identities of all sources, numbered; settings that they share stand once.
 
@@ -243,17 +202,13 @@ def _mixture_identity(config: ConfigDict, sources: dict[str, SourceRows]) -> Ide
     return identity
 
 
-def _epochs(config: ConfigDict, rows: RowSource, name: str | None) -> Epochs:
+def _epochs(config: ConfigDict, source: SourceRows, name: str | None) -> Epochs:
     """Returns the epochs of a source, shuffled by `name` if the config says so; in order if `name` is None."""
     if name is None or not config.enable_data_shuffling:
-        return Epochs(rows, shuffle=None)
-    if rows.num_rows > MAX_SHUFFLED_ROWS:
+        return Epochs(source.rows, shuffle=None)
+    if source.rows.num_rows > MAX_SHUFFLED_ROWS:
         raise ConfigError(
-            f"enable_data_shuffling=true: an epoch has {rows.num_rows} rows, and at most "
+            f"enable_data_shuffling=true: an epoch has {source.rows.num_rows} rows, and at most "
             f"{MAX_SHUFFLED_ROWS} (2^32) can be permuted; works: enable_data_shuffling=false"
         )
-    return Epochs(rows, shuffle=(config.data_shuffle_seed, name))
-
-
-def _only_row(block: Rows) -> Rows:
-    return {name: array[0] for name, array in block.items()}
+    return Epochs(source.rows, shuffle=(config.data_shuffle_seed, name))

@@ -389,7 +389,7 @@ def test_a_plan_of_any_format_loads_neither_formats_nor_tokenizers(tmp_path: Pat
     script = (
         "import sys\n"
         "from maxbatch import load_config\n"
-        "from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached\n"
+        "from maxbatch.data.stream.sources import samples_per_epoch_if_cached\n"
         f"assert samples_per_epoch_if_cached(load_config(overrides={overrides!r})) == 1\n"
         "print(*sorted({'jax', 'grain', 'pyarrow', 'tokenizers', 'fsspec', 'array_record'} & set(sys.modules)))"
     )

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.reader import Contiguous
+from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
 from tests.helpers.corpus import LENGTH, same, some_texts, write_jsonl
 
@@ -150,7 +150,7 @@ REFUSED_FILES = {
     "empty": ("", "must map names to sources"),
     "an empty mapping": ("{}", "must map names to sources"),
     "a list": ("[a, b]", "must map names to sources"),
-    "a name twice": ("a: {path: x, weight: 1}\na: {path: y, weight: 1}", "mix.yml:2: source a is stated twice"),
+    "a name twice": ("a: {path: x, weight: 1}\na: {path: y, weight: 1}", "mix.yml:2: a is stated twice"),
     "a name of two lines": ('"a\\nb": {path: x, weight: 1}', "must be one line of text"),
     "a source without fields": ("a: 3", "source a: must have fields"),
     "no weight": ("a: {path: x}", "source a: has no weight; works: weight: 0.5"),
@@ -161,7 +161,7 @@ REFUSED_FILES = {
     "a truth value": ("a: {path: x, weight: true}", "source a: weight=true: must be a number"),
     "a time of day": ("a: {path: x, weight: 1:30}", "source a: weight=1:30: must be a number"),
     "an unknown field": ("a: {path: x, wieght: 1}", "source a: unknown field wieght; nearest: weight"),
-    "a field twice": ("a: {path: x, path: y, weight: 1}", "field path is stated twice"),
+    "a field twice": ("a: {path: x, path: y, weight: 1}", "mix.yml:1: path is stated twice"),
     "a field that is a list": ("a: {path: [x], weight: 1}", "field path takes one value"),
     "an unknown type": (
         "a: {path: x, weight: 1, dataset_type: jsonls}", "dataset_type=jsonls: must be one of",
@@ -337,7 +337,7 @@ def test_any_way_of_asking_gives_the_same_samples(packing: str) -> None:
 @pytest.mark.slow
 def test_worker_processes_give_the_same_samples() -> None:
     stream = opened(LINE, "grain_worker_count=2", "packing=true", "packing_strategy=best_fit")
-    with stream.reader(990, 1100) as reader:
+    with stream.reader_of(Contiguous(990, 1100)) as reader:
         assert same(reader.take(110), stream.read(990, 1100))
 
 

@@ -17,9 +17,10 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.data.stream.reader import Contiguous
 from maxbatch.data.stream.stream import Stream, open_stream
-from tests.helpers.corpus import jsonl_config, same, some_texts, synthetic_config
+from tests.helpers.corpus import jsonl_config, row_by_row, rows_of, same, some_texts, synthetic_config
 
 TEXTS = some_texts(100)
+ALL = Contiguous(0, None)
 
 
 def make(tmp_path: Path, *overrides: str) -> Stream:
@@ -31,7 +32,7 @@ def make(tmp_path: Path, *overrides: str) -> Stream:
 def test_portions_of_any_size_are_the_stream(tmp_path: Path, prefetch: int) -> None:
     stream = make(tmp_path, f"grain_prefetch_buffer_size={prefetch}")
     taken = 0
-    with stream.reader(11) as reader:
+    with stream.reader_of(Contiguous(11, None)) as reader:
         for count in (1, 0, 7, 64, 3, 200, 16, 16):
             assert same(reader.take(count), stream.read(11 + taken, 11 + taken + count))
             taken += count
@@ -77,15 +78,15 @@ def test_an_endless_order_has_no_last_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("start", [0, 5, 40])
 def test_a_range_is_met_exactly(tmp_path: Path, start: int) -> None:
     stream = make(tmp_path)
-    with stream.reader(start, 40) as reader:
+    with stream.reader_of(Contiguous(start, 40)) as reader:
         assert len(reader.take(100)["tokens"]) == 40 - start
         assert len(reader.take(1)["tokens"]) == 0
-    assert len(list(stream.rows(start, 40))) == 40 - start
+    assert len(list(rows_of(stream, Contiguous(start, 40)))) == 40 - start
 
 
 def test_portions_do_not_share_memory_that_later_ones_change(tmp_path: Path) -> None:
     stream = make(tmp_path)
-    with stream.reader() as reader:
+    with stream.reader_of(ALL) as reader:
         first = reader.take(5)
         for _ in range(50):
             reader.take(5)
@@ -93,7 +94,7 @@ def test_portions_do_not_share_memory_that_later_ones_change(tmp_path: Path) -> 
 
 
 def test_a_closed_reader_reads_no_more(tmp_path: Path) -> None:
-    reader = make(tmp_path).reader()
+    reader = make(tmp_path).reader_of(ALL)
     reader.take(3)
     reader.close()
     reader.close()
@@ -105,17 +106,16 @@ def test_what_fails_while_reading_ahead_reaches_the_caller(tmp_path: Path) -> No
     stream = make(tmp_path, f"data_cache_dir={tmp_path}/cache")
     for file in (tmp_path / "cache").rglob("tokens.bin"):
         file.unlink()
-    with stream.reader() as reader, pytest.raises(ConfigError, match="tokenised data cannot be used"):
+    with stream.reader_of(ALL) as reader, pytest.raises(ConfigError, match="tokenised data cannot be used"):
         reader.take(1)
 
 
 def test_threads_end_with_the_reader(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    rows = make(tmp_path).rows()
-    next(rows)
-    started = set(threading.enumerate()) - before
-    assert started
-    rows.close()
+    with make(tmp_path).reader_of(ALL) as reader:
+        reader.take(1)
+        started = set(threading.enumerate()) - before
+        assert started
     for thread in started:
         thread.join(timeout=5)
         assert not thread.is_alive()
@@ -130,8 +130,9 @@ def test_reading_ahead_is_faster_than_a_bare_loop_over_rows() -> None:
             pass
         return time.perf_counter() - start
 
-    bare = min(seconds(iter(stream.dataset(0, 600))) for _ in range(3))
-    ours = min(seconds(stream.rows(0, 600)) for _ in range(3))
+    order = Contiguous(0, 600)
+    bare = min(seconds(row_by_row(stream, order)) for _ in range(3))
+    ours = min(seconds(rows_of(stream, order)) for _ in range(3))
     assert ours < bare / 0.95
 
 
@@ -139,12 +140,12 @@ def test_reading_ahead_is_faster_than_a_bare_loop_over_rows() -> None:
 def test_worker_processes_give_the_same_samples_in_the_same_order_and_end(tmp_path: Path) -> None:
     in_threads = make(tmp_path)
     stream = make(tmp_path, "grain_worker_count=2", "grain_prefetch_buffer_size=32")
-    with stream.reader(7) as reader:
+    with stream.reader_of(Contiguous(7, None)) as reader:
         assert same(reader.take(1), in_threads.read(7, 8))
         assert len(multiprocessing.active_children()) == 2
         assert same(reader.take(150), in_threads.read(8, 158))
     assert multiprocessing.active_children() == []
-    reader = stream.reader(0, 20)
+    reader = stream.reader_of(Contiguous(0, 20))
     assert same(reader.take(30), in_threads.read(0, 20))
     del reader
     gc.collect()
@@ -157,11 +158,12 @@ def test_worker_processes_outlive_signals_to_the_group_but_not_their_killed_pare
     code = (
         "import signal, sys, time\n"
         "from maxbatch import load_config\n"
+        "from maxbatch.data.stream.reader import Contiguous\n"
         "from maxbatch.data.stream.stream import open_stream\n"
         "if __name__ == '__main__':\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    config = load_config(overrides=['dataset_type=synthetic', 'grain_worker_count=2'])\n"
-        "    reader = open_stream(config).reader()\n"
+        "    reader = open_stream(config).reader_of(Contiguous(0, None))\n"
         "    reader.take(40); print('reading', flush=True)\n"
         "    sys.stdin.readline(); reader.take(400); print('still', flush=True); time.sleep(60)\n"
     )
@@ -201,7 +203,7 @@ def in_group(group: int) -> set[int]:
 
 
 def test_an_empty_portion_has_the_shape_of_rows(tmp_path: Path) -> None:
-    with make(tmp_path).reader() as reader:
+    with make(tmp_path).reader_of(ALL) as reader:
         nothing = reader.take(0)
     assert {name: array.shape for name, array in nothing.items()} == dict.fromkeys(nothing, (0, 16))
     assert nothing["tokens"].dtype == np.int32

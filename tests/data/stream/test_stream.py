@@ -13,10 +13,10 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.data.stream import samples as samples_module
-from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached
 from maxbatch.data.stream.reader import Contiguous, RowBlocks
+from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from tests.helpers.corpus import LENGTH, jsonl_config, same, some_texts, synthetic_config
+from tests.helpers.corpus import LENGTH, jsonl_config, row_by_row, rows_of, same, some_texts, synthetic_config
 
 TEXTS = some_texts(150)
 
@@ -132,9 +132,10 @@ def test_any_way_of_asking_gives_the_same_samples(stream: Stream) -> None:
     start, stop = 13, 13 + 2 * stream.samples_per_epoch
     one_by_one = [stream[index] for index in range(start, stop)]
     block = stream.read(start, stop)
-    dataset = stream.dataset(start, stop)
+    dataset = row_by_row(stream, Contiguous(start, stop))
     assert len(dataset) == stop - start
-    for place, (sample, row) in enumerate(zip(one_by_one, stream.rows(start, stop), strict=True)):
+    rows = rows_of(stream, Contiguous(start, stop))
+    for place, (sample, row) in enumerate(zip(one_by_one, rows, strict=True)):
         assert same(sample, {name: array[place] for name, array in block.items()})
         assert same(sample, row)
         assert same(sample, dataset[place])
@@ -197,7 +198,7 @@ def test_a_resume_far_into_the_stream_costs_what_its_start_costs(tmp_path: Path,
 
         sys.setprofile(count)
         try:
-            block = RowBlocks(stream, Contiguous(start, start + 64), 16)[2]
+            block = RowBlocks(stream.batch, Contiguous(start, start + 64), 16)[2]
         finally:
             sys.setprofile(None)
         assert len(block["tokens"]) == 16
@@ -212,7 +213,7 @@ def test_far_samples_of_a_shuffled_stream_are_found(stream: Stream) -> None:
     n = stream.samples_per_epoch
     epoch = 10**9
     assert sorted(ids(stream, epoch * n, (epoch + 1) * n)) == sorted(ids(stream, 0, n))
-    with stream.reader(epoch * n + 3) as reader:
+    with stream.reader_of(Contiguous(epoch * n + 3, None)) as reader:
         assert same(reader.take(5), stream.read(epoch * n + 3, epoch * n + 8))
 
 
@@ -221,7 +222,7 @@ def test_there_is_nothing_before_the_start(stream: Stream, index: int) -> None:
     with pytest.raises(IndexError, match=str(index)):
         stream[index]
     with pytest.raises(IndexError):
-        stream.reader(index)
+        stream.reader_of(Contiguous(index, None))
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.37])
@@ -238,7 +239,7 @@ def test_held_out_samples_come_once_and_in_order(tmp_path: Path) -> None:
     stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, "eval_fraction=0.2"), "eval")
     n = stream.samples_per_epoch
     assert documents_of(stream) == TEXTS[4::5]
-    assert [row["tokens"].tobytes() for row in stream.rows()] == ids(stream, 0, n)
+    assert [row["tokens"].tobytes() for row in rows_of(stream, Contiguous(0, n))] == ids(stream, 0, n)
     with pytest.raises(IndexError, match=f"0 to {n - 1}"):
         stream[n]
 
@@ -366,7 +367,7 @@ def test_the_length_of_an_epoch_of_data_that_are_not_here_is_unknown() -> None:
 def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
     code = (
         "import sys; from maxbatch import load_config;"
-        "from maxbatch.data.stream.epoch_length import samples_per_epoch_if_cached;"
+        "from maxbatch.data.stream.sources import samples_per_epoch_if_cached;"
         "samples_per_epoch_if_cached(load_config());"
         "print(sorted({'jax', 'grain', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)))"
     )
