@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of
 from maxbatch.config.values import shown
@@ -16,9 +18,7 @@ from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from maxbatch.system.terminal import PipeConsole
 
 _DEFAULT_COUNT = 3
 _BLOCK_ROWS = 256
@@ -104,12 +104,6 @@ def _print_stats(stream: Stream, as_json: bool) -> None:
     if as_json:
         print(json.dumps(stats))
         return
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from maxbatch.system.terminal import PipeConsole
-
     sources: dict[str, dict[str, int | float]] = stats.pop("sources", {})
     console = PipeConsole()
     table = Table("each source once" if sources else "one epoch", box=box.SIMPLE)
@@ -127,10 +121,6 @@ def _figure(value: int | float) -> str:
 
 
 def _print_samples(stream: Stream, start: int, stop: int) -> None:
-    from rich.text import Text
-
-    from maxbatch.system.terminal import PipeConsole
-
     # Neither wrap nor highlight: a line of a sample is a line of output.
     console = PipeConsole(highlight=False, soft_wrap=True)
     for index in range(start, stop):
@@ -153,8 +143,6 @@ def _print_samples(stream: Stream, start: int, stop: int) -> None:
 
 def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
     """Returns the text of ids, with names for special tokens and escapes for control characters."""
-    from rich.text import Text
-
     named = ((tokenizer.pad_id, "<pad>"), (tokenizer.bos_id, "<bos>"), (tokenizer.eos_id, "<eos>"))
     names = {token: name for token, name in named if token is not None}
     special = np.flatnonzero(np.isin(ids, list(names)))

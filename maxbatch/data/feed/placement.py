@@ -26,17 +26,11 @@ from maxbatch.data.stream.rows import Rows
 
 
 class Batch(NamedTuple):
-    """Rows of a global batch, cut into A micro-batches; with load expansion, each field is a tuple of e arrays.
+    """Rows of a global batch, cut into A micro-batches; with load expansion, each field is a tuple of e arrays."""
 
-    Attributes:
-      tokens_AxMxL: int32 token ids.
-      segments_AxMxL: int32, 1.. per document within a row, 0 at padding.
-      weights_AxMxL: float32 loss weight of each token as a target; 0 at padding rows.
-    """
-
-    tokens_AxMxL: Any
-    segments_AxMxL: Any
-    weights_AxMxL: Any
+    tokens_AxMxL: Any  # int32 token ids
+    segments_AxMxL: Any  # int32, 1.. per document within a row, 0 at padding
+    weights_AxMxL: Any  # float32 loss weight of each token as a target; 0 at padding rows
 
 
 BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}
@@ -63,11 +57,10 @@ class Placement:
         self._final, self._length, self._expansion = final, length, expansion
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
-        self._padding: dict[BatchShape, Batch] = {}
         # Every batch needs these several times, and they depend on its shape alone.
         self._local_slots = cache(self._find_local_slots)
         self.local_rows = cache(self._find_local_rows)
-        self.loads = is_loading(jax.process_index(), expansion)
+        self.padding = cache(self._make_padding)
         self.stages_all = expansion == 1 and final.is_fully_addressable
 
     def abstract_batch(self, shape: BatchShape) -> Batch:
@@ -108,16 +101,15 @@ class Placement:
         row_exS = np.where(loads_S, first_e + np.cumsum(loads_S) - 1, -1)
         return np.where(row_exS < micro_batch, row_exS, -1)
 
-    def _find_local_slots(self, num_slots: int) -> dict[int, np.ndarray]:
-        """Returns this host's slots of an array: the slots of each of its devices, by the first of them."""
+    def _find_local_slots(self, num_slots: int) -> np.ndarray:
+        """Returns the slots of an array, in order, that are on this host's devices."""
         indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
-        runs = {(index[1].start or 0, index[1].stop or num_slots) for index in indices.values() if index}
-        return {start: np.arange(start, stop) for start, stop in sorted(runs)}
+        runs = {index[1].indices(num_slots) for index in indices.values() if index}
+        return np.concatenate([np.arange(*run) for run in sorted(runs)])
 
     def _find_local_rows(self, shape: BatchShape) -> np.ndarray:
         """Returns int64[A, e, local slots]: the row of the batch in each slot of this host, -1 for a placeholder."""
-        num_slots = self._num_slots(shape.micro_batch)
-        slots = np.concatenate(list(self._local_slots(num_slots).values()))
+        slots = self._local_slots(self._num_slots(shape.micro_batch))
         row_exs = self._row_of_slot(shape.micro_batch)[:, slots]
         micro_A = np.arange(shape.max_micro_batches)[:, None, None] * shape.micro_batch
         return np.where(row_exs >= 0, micro_A + row_exs, -1)
@@ -141,26 +133,21 @@ class Placement:
 
         return Batch(*map(staged, BATCH_DTYPES))
 
-    def padding(self, shape: BatchShape) -> Batch:
-        """Returns a batch of padding, made once per shape; a host that reads no rows stages it."""
-        if shape not in self._padding:
-            local = (shape.max_micro_batches, self.wanted(0, shape).shape[-1], self._length)
-            arrays = (self._put(np.zeros(local, dtype), shape) for dtype in BATCH_DTYPES.values())
-            self._padding[shape] = Batch(*(self._staged([array] * self._expansion) for array in arrays))
-        return self._padding[shape]
+    def _make_padding(self, shape: BatchShape) -> Batch:
+        """Returns a batch of padding, which a host that reads no rows stages."""
+        local = (shape.max_micro_batches, self.local_rows(shape).shape[-1], self._length)
+        arrays = (self._put(np.zeros(local, dtype), shape) for dtype in BATCH_DTYPES.values())
+        return Batch(*(self._staged([array] * self._expansion) for array in arrays))
 
     def _put(self, local: np.ndarray, shape: BatchShape) -> jax.Array:
         """Puts this host's slots of one array, `[A, local slots, L]`, on its devices."""
         num_slots = self._num_slots(shape.micro_batch)
-        place_of_run, place = {}, 0
-        for start, slots in self._local_slots(num_slots).items():
-            place_of_run[start] = place
-            place += len(slots)
+        slots = self._local_slots(num_slots)
 
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "asked for devices of this host only"
             start, stop, _ = index[1].indices(num_slots)
-            place = place_of_run[start]
+            place = int(np.searchsorted(slots, start))
             return local[:, place : place + stop - start, index[2]]
 
         whole = (shape.max_micro_batches, num_slots, self._length)
@@ -168,5 +155,5 @@ class Placement:
 
 
 def is_loading(host: int, expansion: int) -> bool:
-    """Whether a host reads data: with e > 1, the first of every e hosts."""
+    """Whether a host reads data: the first of every e hosts."""
     return host % expansion == 0

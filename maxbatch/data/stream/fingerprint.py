@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+_U32 = np.uint32
 # Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start value.
-_FMIX = (0x85EBCA6B, 0xC2B2AE35)
-_POSITION, _TOKEN, _SEGMENT, _WEIGHT = 0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1
-_LANES = (0x2545F491, 0x8F1BBCDC)
+_FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
+_POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
+_LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
+_LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
 MAX_ROWS = 1 << 16  # in one call of `limb_sums`
 
 
@@ -32,51 +34,45 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
     Returns:
       uint32[R, 2]: low and high half of each row's hash; 0 for padding rows (all segments 0).
     """
-
-    def u32(value: int) -> Any:
-        return xp.asarray(value, dtype=xp.uint32)
-
-    def mixed(x: Any) -> Any:
-        x = (x ^ (x >> u32(16))) * u32(_FMIX[0])
-        x = (x ^ (x >> u32(13))) * u32(_FMIX[1])
-        return x ^ (x >> u32(16))
-
     position_1xL = xp.arange(tokens_RxL.shape[1], dtype=xp.uint32)[None, :]
-    tokens = tokens_RxL.astype(xp.uint32) * u32(_TOKEN)
-    segments = segments_RxL.astype(xp.uint32) * u32(_SEGMENT)
-    weights = weights_RxL.astype(xp.float32).view(xp.uint32) * u32(_WEIGHT)
+    tokens = tokens_RxL.astype(xp.uint32) * _TOKEN
+    segments = segments_RxL.astype(xp.uint32) * _SEGMENT
+    weights = weights_RxL.astype(xp.float32).view(xp.uint32) * _WEIGHT
     sums = []
     for lane in _LANES:
-        slot = mixed(position_1xL * u32(_POSITION) + u32(lane))
-        slot = mixed(slot ^ tokens)
-        slot = mixed(slot ^ segments)
-        slot = mixed(slot ^ weights)
+        slot = _mixed(position_1xL * _POSITION + lane)
+        for part in (tokens, segments, weights):
+            slot = _mixed(slot ^ part)
         sums.append(slot.sum(axis=1, dtype=xp.uint32))
     # Without this, the sum over rows would be linear in slots and miss tokens that two rows swap at one place.
-    low = mixed(sums[0] ^ mixed(sums[1] + u32(_LANES[0])))
-    high = mixed(sums[1] ^ mixed(low + u32(_LANES[1])))
+    low = _mixed(sums[0] ^ _mixed(sums[1] + _LANES[0]))
+    high = _mixed(sums[1] ^ _mixed(low + _LANES[1]))
     real_R = (segments_RxL != 0).any(axis=1)
     return xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
+
+
+def _mixed(x: Any) -> Any:
+    x = (x ^ (x >> _HALF)) * _FMIX[0]
+    x = (x ^ (x >> _U32(13))) * _FMIX[1]
+    return x ^ (x >> _HALF)
 
 
 def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
     """Returns uint32[4]: the sum of row hashes (uint32[R, 2], R <= 65,536) in limbs of 16 bits, not carried."""
     if hashes_Rx2.shape[0] > MAX_ROWS:
         raise ValueError(f"{hashes_Rx2.shape[0]} rows in one call; at most {MAX_ROWS}")
-    mask, shift = xp.asarray(0xFFFF, dtype=xp.uint32), xp.asarray(16, dtype=xp.uint32)
-    limbs_Rx2x2 = xp.stack([hashes_Rx2 & mask, hashes_Rx2 >> shift], axis=2)
+    limbs_Rx2x2 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2)
     return limbs_Rx2x2.reshape(-1, 4).sum(axis=0, dtype=xp.uint32)
 
 
 def carry(xp: Any, limbs: Any) -> Any:
     """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be added."""
-    mask, shift = xp.asarray(0xFFFF, dtype=xp.uint32), xp.asarray(16, dtype=xp.uint32)
-    carried, over = [], xp.asarray(0, dtype=xp.uint32)
+    carried, over = [], _U32(0)
     for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):
         # Split the limb before adding the carry from below: their sum could exceed 2^32.
-        low = (limb & mask) + (over & mask)
-        carried.append(low & mask)
-        over = (limb >> shift) + (over >> shift) + (low >> shift)
+        low = (limb & _LOW_HALF) + (over & _LOW_HALF)
+        carried.append(low & _LOW_HALF)
+        over = (limb >> _HALF) + (over >> _HALF) + (low >> _HALF)
     return xp.stack(carried)
 
 

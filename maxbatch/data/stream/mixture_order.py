@@ -38,16 +38,10 @@ _CANDIDATES = 64
 
 
 class Origins(NamedTuple):
-    """The origins of n samples of a mixture.
+    """The origins of n samples of a mixture."""
 
-    Attributes:
-      source_n: int64, number of the source.
-      place_n: samples of that source that come before; int64, or Python ints (dtype object) for indices that need more
-        than 64 bits.
-    """
-
-    source_n: np.ndarray
-    place_n: np.ndarray
+    source_n: np.ndarray  # int64, number of the source
+    place_n: np.ndarray  # samples of that source before; int64, or Python ints (dtype object) beyond 64 bits
 
 
 class _Block(NamedTuple):
@@ -57,14 +51,9 @@ class _Block(NamedTuple):
 
 
 class WeightedOrder:
-    """The source of every sample, by weight."""
+    """The source of every sample, by the exact weights of the sources, which add up to 1."""
 
     def __init__(self, weights: Sequence[Fraction]):
-        """Takes the exact weights of the sources.
-
-        Raises:
-          ValueError: a weight is not above 0, or they do not add up to 1.
-        """
         if sum(weights) != 1 or min(weights) <= 0:
             raise ValueError(f"weights {weights}: must be above 0 and add up to 1")
         self.weights = tuple(weights)
@@ -80,11 +69,8 @@ class WeightedOrder:
         self._extra_slots = np.flatnonzero(pattern_W == len(weights))
         self._block = lru_cache(maxsize=8)(self._make_block)
 
-    def __getstate__(self) -> tuple[Fraction, ...]:
-        return self.weights
-
-    def __setstate__(self, weights: tuple[Fraction, ...]) -> None:
-        self.__init__(weights)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[WeightedOrder], tuple[Sequence[Fraction]]]:
+        return WeightedOrder, (self.weights,)
 
     def at(self, indices: Sequence[int] | np.ndarray) -> Origins:
         """Returns the origins of the samples with these indices, each at least 0.
@@ -100,10 +86,9 @@ class WeightedOrder:
         place_n = np.empty(len(index_n), index_n.dtype)
         for block in dict.fromkeys(block_n.tolist()):
             before_K, source_W, place_W = self._block(block)
-            here = np.flatnonzero(block_n == block)
-            slots = slot_n[here]
-            source_n[here] = source_W[slots]
-            place_n[here] = np.array(before_K, index_n.dtype)[source_W[slots]] + place_W[slots]
+            here = block_n == block
+            source_n[here] = source_W[slot_n[here]]
+            place_n[here] = np.array(before_K, index_n.dtype)[source_n[here]] + place_W[slot_n[here]]
         return Origins(source_n, place_n)
 
     def counts(self, position: int) -> list[int]:
@@ -126,14 +111,11 @@ class WeightedOrder:
         place_W = np.empty(WINDOW, np.int64)
         number = np.bincount(source_W, minlength=len(self.weights))
         place_W[order] = np.arange(WINDOW) - np.repeat(np.cumsum(number) - number, number)
-        return _Block(self._counts_of_blocks(block), source_W, place_W)
-
-    def _counts_of_blocks(self, blocks: int) -> list[int]:
-        """Returns the number of samples of each source in the first `blocks` blocks."""
-        return [
-            blocks * fixed + _hits(blocks, self._stride, self._steps, begin, width)
+        before_K = [
+            block * fixed + _hits(block, self._stride, self._steps, begin, width)
             for fixed, begin, width in zip(self._fixed, self._begins, self._widths, strict=True)
         ]
+        return _Block(before_K, source_W, place_W)
 
 
 def _stride(steps: int, widest: int) -> int:

@@ -44,27 +44,18 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multi
 
 
 class Packing(NamedTuple):
-    """Pieces by row.
+    """Pieces by row: row r is pieces first_piece[r] to first_piece[r + 1] - 1."""
 
-    Attributes:
-      first_piece: int64[R + 1]; row r is pieces first_piece[r] to first_piece[r + 1] - 1.
-      start_P: int64, index of the piece's first token in the store.
-      length_P: int32, tokens, 1 to L.
-    """
+    first_piece: np.ndarray  # int64[R + 1]
+    start_P: np.ndarray  # int64, index of the piece's first token in the store
+    length_P: np.ndarray  # int32, tokens, 1 to L
 
-    first_piece: np.ndarray
-    start_P: np.ndarray
-    length_P: np.ndarray
+
+_DTYPES = ("<i8", "<i8", "<i4")  # of the arrays of a Packing in a file
 
 
 def best_fit(offsets: np.ndarray, documents_S: np.ndarray, row_length: int) -> Packing:
-    """Packs documents into rows.
-
-    Args:
-      offsets: int64[documents + 1], of the store.
-      documents_S: numbers of the documents to pack, increasing.
-      row_length: L.
-    """
+    """Packs the documents with increasing numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
     start_P, length_P = _cut(offsets[documents_S], offsets[documents_S + 1], row_length)
     row_P, opener_R = _fit(length_P, row_length)
     num_rows = len(opener_R)
@@ -98,16 +89,11 @@ def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class _Rows:
-    """Rows that are filled with pieces, from long to short.
-
-    Attributes:
-      row_P: int64[P], the row of each piece that was placed.
-      openers: arrays of the pieces that opened the rows, in order.
-    """
+    """Rows that are filled with pieces, from long to short."""
 
     def __init__(self, num_pieces: int, row_length: int):
-        self.row_P = np.empty(num_pieces, np.int64)
-        self.openers: list[np.ndarray] = []
+        self.row_P = np.empty(num_pieces, np.int64)  # the row of each piece that was placed
+        self.openers: list[np.ndarray] = []  # the pieces that opened the rows, in order
         self._row_length = row_length
         self._num_rows = 0
         self._by_space: dict[int, list[np.ndarray]] = {}  # rows by their free space
@@ -183,13 +169,11 @@ class BestFitPlan:
 
     @cached_property
     def _packing(self) -> Packing:
-        starts_at = _HEADER_BYTES + 8 * (self.num_rows + 1)
-        lengths_at = starts_at + 8 * self._num_pieces
-        return Packing(
-            np.memmap(self._path, "<i8", "r", _HEADER_BYTES, (self.num_rows + 1,)),
-            np.memmap(self._path, "<i8", "r", starts_at, (self._num_pieces,)),
-            np.memmap(self._path, "<i4", "r", lengths_at, (self._num_pieces,)),
-        )
+        arrays: list[np.ndarray] = []
+        for dtype, size in zip(_DTYPES, (self.num_rows + 1, self._num_pieces, self._num_pieces), strict=True):
+            begin = _HEADER_BYTES + sum(array.nbytes for array in arrays)
+            arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
+        return Packing(*arrays)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_packing"}
@@ -220,7 +204,7 @@ def open_best_fit(
     Args:
       config: states the cache and L (`max_target_length`).
       key: JSON values that, with L, fix the plan.
-      documents: returns the offsets and document numbers that `best_fit` takes; called if there is no plan yet.
+      documents: returns what `best_fit` takes; called if there is no plan yet.
 
     Raises:
       ConfigError: the cache cannot be written.
@@ -256,10 +240,7 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
         "tokens": int(packing.length_P.sum(dtype=np.int64)),
         "row_length": row_length,
     }
-    arrays = [
-        np.ascontiguousarray(array, dtype).data
-        for array, dtype in zip(packing, ("<i8", "<i8", "<i4"), strict=True)
-    ]
+    arrays = [np.ascontiguousarray(array, dtype).data for array, dtype in zip(packing, _DTYPES, strict=True)]
     checksum = _checksum(header, arrays)
     with writing_atomically(path) as file:
         file.write(json.dumps(header | {"crc32": checksum}).encode().ljust(_HEADER_BYTES))

@@ -20,17 +20,11 @@ Rows = dict[str, np.ndarray]
 
 
 class Pieces(NamedTuple):
-    """Pieces of some rows, in order of row and place.
+    """Pieces of some rows, in order of row and place."""
 
-    Attributes:
-      row_P: int64, position of the piece's row among the rows asked for.
-      start_P: int64, index of its first token in the store.
-      length_P: int64, tokens, at least 1; the pieces of a row add up to at most L.
-    """
-
-    row_P: np.ndarray
-    start_P: np.ndarray
-    length_P: np.ndarray
+    row_P: np.ndarray  # int64, position of the piece's row among the rows asked for
+    start_P: np.ndarray  # int64, index of its first token in the store
+    length_P: np.ndarray  # int64, tokens, at least 1; the pieces of a row add up to at most L
 
 
 class RowPlan(Protocol):
@@ -75,7 +69,7 @@ class DocumentPlan:
     """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
 
     def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
-        """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+        """Plans documents like `ConcatenatePlan`."""
         self.row_length = row_length
         self._store_start_S = offsets[documents_S]
         self._store_end_S = offsets[documents_S + 1]
@@ -92,46 +86,34 @@ class DocumentPlan:
 
 
 def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int, pad_id: int) -> Rows:
-    """Lays pieces into rows.
-
-    Args:
-      tokens: the store's tokens, any unsigned integer type.
-      pieces: as a RowPlan gives them.
-      num_rows: n.
-      row_length: L.
-      pad_id: token of empty slots.
+    """Lays pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 
     Returns:
-      `tokens` int32[n, L]; `segments` int32[n, L], the number of the piece in its row from 1, 0 at padding;
-      `weights` float32[n, L], 1 where a token follows another of its segment, else 0.
+      `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the number of the piece in its row from 1,
+      0 at padding; `weights` float32[n, L], 1 where a token follows another of its segment, else 0.
     """
     row_P, start_P, length_P = pieces
     end_P = np.cumsum(length_P)
     begin_P = end_P - length_P
     total = int(end_P[-1]) if len(end_P) else 0
-    gathered = tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)]
     new_row_P = np.diff(row_P, prepend=-1) != 0
     first_piece_P = np.maximum.accumulate(np.where(new_row_P, np.arange(len(row_P)), 0))
     segment_P = (np.arange(len(row_P)) - first_piece_P + 1).astype(np.int32)
-    slot_weights = np.ones(total, np.float32)
-    slot_weights[begin_P] = 0
+    filled = {
+        "tokens": tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)].astype(np.int32),
+        "segments": np.repeat(segment_P, length_P),
+        "weights": np.ones(total, np.float32),
+    }
+    filled["weights"][begin_P] = 0
     shape = (num_rows, row_length)
     if total == num_rows * row_length:
-        return {
-            "tokens": gathered.astype(np.int32).reshape(shape),
-            "segments": np.repeat(segment_P, length_P).reshape(shape),
-            "weights": slot_weights.reshape(shape),
-        }
-    filled_n = np.bincount(row_P, weights=length_P, minlength=num_rows).astype(np.int64)
-    mask_nxL = np.arange(row_length) < filled_n[:, None]
-    rows = {
-        "tokens": np.full(shape, pad_id, np.int32),
-        "segments": np.zeros(shape, np.int32),
-        "weights": np.zeros(shape, np.float32),
-    }
-    rows["tokens"][mask_nxL] = gathered
-    rows["segments"][mask_nxL] = np.repeat(segment_P, length_P)
-    rows["weights"][mask_nxL] = slot_weights
+        return {name: slots.reshape(shape) for name, slots in filled.items()}
+    length_n = np.bincount(row_P, weights=length_P, minlength=num_rows).astype(np.int64)
+    is_filled_nxL = np.arange(row_length) < length_n[:, None]
+    rows = {name: np.zeros(shape, slots.dtype) for name, slots in filled.items()}
+    rows["tokens"].fill(pad_id)
+    for name, slots in filled.items():
+        rows[name][is_filled_nxL] = slots
     return rows
 
 
@@ -151,7 +133,6 @@ class StoredRows:
     """Rows of a token store by index: slices of a memory map, so that opening reads nothing."""
 
     def __init__(self, store: TokenStore, plan: RowPlan, num_documents: int, pad_id: int):
-        """Takes a plan of `num_documents` documents of the store; `pad_id` fills empty slots."""
         self.row_length = plan.row_length
         self.num_rows = plan.num_rows
         self.num_tokens = plan.num_tokens
@@ -162,6 +143,5 @@ class StoredRows:
         self._pad_id = pad_id
 
     def batch(self, rows_n: Sequence[int]) -> Rows:
-        """Returns the rows with these numbers, each below `num_rows`, as arrays [n, L] (see `assemble`)."""
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
         return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id)

@@ -82,11 +82,8 @@ class SyntheticRows:
         tokens_nxL = words_nxKx4.reshape(len(number_n), 4 * words_nxKx4.shape[1])[:, : self.row_length]
         weights_nxL = np.ones(tokens_nxL.shape, np.float32)
         weights_nxL[:, 0] = 0
-        return {
-            "tokens": np.ascontiguousarray(tokens_nxL),
-            "segments": np.ones(tokens_nxL.shape, np.int32),
-            "weights": weights_nxL,
-        }
+        segments_nxL = np.ones(tokens_nxL.shape, np.int32)
+        return {"tokens": np.ascontiguousarray(tokens_nxL), "segments": segments_nxL, "weights": weights_nxL}
 
     def _spelled(self, number_n: np.ndarray) -> np.ndarray:
         """Returns int32[n, 3, 4]: the numbers in letters, lowest digit first; ASCII words reach 10^10."""
