@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 
 import numpy as np
 from rich import box
@@ -15,7 +14,6 @@ from maxbatch.commands.arguments import add_config, config_of
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
-from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
@@ -60,7 +58,9 @@ def run(args: Namespace) -> int:
     if args.stats:
         _print_stats(stream, args.json)
     elif args.fingerprint:
-        digits = fingerprint(_blocks(stream, first, first + count))
+        stop = first + count
+        begins = range(first, stop, _BLOCK_ROWS)
+        digits = fingerprint(stream.read(begin, min(begin + _BLOCK_ROWS, stop)) for begin in begins)
         print(json.dumps({"first": first, "count": count, "fingerprint": digits}) if args.json else digits)
     elif args.json:
         for index in range(first, first + count):
@@ -82,11 +82,6 @@ def _whole(flag: str, text: str | None, *, least: int, default: int) -> int:
     if number < least:
         raise ConfigError(f"{flag} {shown(text)}: must be at least {least}")
     return number
-
-
-def _blocks(stream: Stream, start: int, stop: int) -> Iterator[Rows]:
-    for begin in range(start, stop, _BLOCK_ROWS):
-        yield stream.read(begin, min(begin + _BLOCK_ROWS, stop))
 
 
 def _sample_record(stream: Stream, index: int) -> dict[str, object]:

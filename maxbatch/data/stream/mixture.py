@@ -75,13 +75,11 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
 
 def _check_eval_path(value: str) -> None:
     where = f"eval_dataset_path={shown(value)}"
-    paths = [_split_weight(part) for part in value.split(";")]
-    if any(weight for _, weight in paths):
-        plain = ";".join(path for path, _ in paths)
-        raise ConfigError(
-            f"{where}: held-out data have no weights, since all of them are used; works: eval_dataset_path={plain!r}"
-        )
-    for path, _ in paths:
+    paths, weights = zip(*map(_split_weight, value.split(";")), strict=True)
+    if any(weights):
+        rule = "held-out data have no weights, since all of them are used"
+        raise ConfigError(f"{where}: {rule}; works: eval_dataset_path={';'.join(paths)!r}")
+    for path in paths:
         _refuse_mixture_file(where, path)
 
 

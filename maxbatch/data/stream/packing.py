@@ -157,10 +157,9 @@ class BestFitPlan:
         with open(path, "rb") as file:
             header = dict(json.loads(file.read(_HEADER_BYTES)))
             checksum = header.pop("crc32")
-            if header["version"] != _VERSION:
-                raise ValueError(f"{path} is of version {header['version']}, not {_VERSION}")
-            if checksum != _checksum(header, iter(lambda: file.read(_CHUNK_BYTES), b"")):
-                raise ValueError(f"{path} is damaged")
+            found = _checksum(header, iter(lambda: file.read(_CHUNK_BYTES), b""))
+            if header["version"] != _VERSION or checksum != found:
+                raise ValueError(f"{path} is damaged, or of another version")
         self.row_length: int = header["row_length"]
         self.num_rows: int = header["rows"]
         self.num_tokens: int = header["tokens"]

@@ -114,18 +114,15 @@ class Reader:
         """
         if self._closed:
             raise ValueError("the reader is closed")
-        wanted = min(count, len(self._blocks.order) - self.position)
+        end = min(self.position + count, len(self._blocks.order))
         parts: list[Rows] = []
-        missing = wanted
-        while missing > 0:
-            block = self._next_block()
-            have = len(block["tokens"])
-            if have > missing:
+        while self.position < end:
+            block, missing = self._next_block(), end - self.position
+            if len(block["tokens"]) > missing:
                 self._rest = {name: array[missing:] for name, array in block.items()}
                 block = {name: array[:missing] for name, array in block.items()}
             parts.append(block)
-            missing -= min(have, missing)
-        self.position += wanted
+            self.position += len(block["tokens"])
         if len(parts) == 1:
             return parts[0]
         parts = parts or [self._blocks.batch([])]

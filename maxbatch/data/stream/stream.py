@@ -37,20 +37,12 @@ class Stream:
     A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of the row, 0 at
     padding), `weights` float32 (loss weight of token t as a target, predicted from the tokens before it in its segment:
     0 at the first token of each segment and at padding, else 1).
-
-    Attributes:
-      samples: by index, without an end.
-      tokenizer: turned text into tokens.
-      identity: the settings that define the stream, by config key if there is one; equal identities mean equal samples.
-      samples_per_epoch: n, rows of the split; None for the training stream of a mixture, which has no epochs.
-      is_endless: whether the stream goes on after n samples.
-      ahead: how readers read ahead.
     """
 
     samples: Epochs | Mixed
     tokenizer: Tokenizer
-    identity: Identity
-    samples_per_epoch: int | None
+    identity: Identity  # the settings that define the stream; equal identities mean equal samples
+    samples_per_epoch: int | None  # n, rows of the split; None for the training stream of a mixture
     is_endless: bool
     ahead: ReadAhead
 
@@ -132,36 +124,38 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
     """
     held_out = {"train": False, "eval": True}[split]
     mixture = read_mixture(config)
-    if mixture is not None and not held_out:
+    if held_out and config.eval_dataset_path:
+        mixture = None  # the held-out files are those of every source
+    elif mixture is not None and not held_out:
         refuse_num_epochs(config, mixture)
+    sources = _open_sources(config, mixture, held_out)
+    if not sources:
+        return None
+    first = next(iter(sources.values()))
     identity: Identity = {"stream_version": _STREAM_VERSION, "split": split}
     samples: Epochs | Mixed
-    samples_per_epoch: int | None
-    if mixture is None or (held_out and config.eval_dataset_path):
-        source = open_rows(config, held_out=held_out)
-        if source is None:
-            return None
-        tokenizer = source.tokenizer
-        samples = _epochs(config, source, None if held_out else source.shuffle_name)
-        samples_per_epoch = source.rows.num_rows
-        identity |= source.identity
+    if mixture is None:
+        samples = _epochs(config, first, None if held_out else first.shuffle_name)
+        identity |= first.identity
     else:
-        sources = _open_sources(mixture, held_out)
-        if not sources:
-            return None
-        tokenizer = next(iter(sources.values())).tokenizer
-        samples, samples_per_epoch = _mixed(config, mixture, sources, held_out)
+        samples = _mixed(config, mixture, sources, held_out)
         identity |= _mixture_identity(config, sources)
-        if not held_out:
-            identity |= {f"source {i}: weight": str(source.weight) for i, source in enumerate(mixture)}
     if not held_out:
+        identity |= {f"source {i}: weight": str(source.weight) for i, source in enumerate(mixture or ())}
         identity |= order_identity(config)
+    has_epochs = mixture is None or held_out
+    samples_per_epoch = sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
-    return Stream(samples, tokenizer, identity, samples_per_epoch, not held_out, ahead)
+    return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead)
 
 
-def _open_sources(mixture: tuple[MixtureSource, ...], held_out: bool) -> dict[str, SourceRows]:
-    """Opens one split of every source that has it."""
+def _open_sources(
+    config: ConfigDict, mixture: tuple[MixtureSource, ...] | None, held_out: bool
+) -> dict[str, SourceRows]:
+    """Opens one split of the dataset, or of every source of a mixture, if it has that split."""
+    if mixture is None:
+        rows = open_rows(config, held_out=held_out)
+        return {} if rows is None else {"": rows}
     opened = {}
     for source in mixture:
         try:
@@ -175,19 +169,17 @@ def _open_sources(mixture: tuple[MixtureSource, ...], held_out: bool) -> dict[st
 
 def _mixed(
     config: ConfigDict, mixture: tuple[MixtureSource, ...], sources: dict[str, SourceRows], held_out: bool
-) -> tuple[Mixed, int | None]:
-    """Returns the samples of a mixture, and how many make an epoch, if it has any."""
-    if held_out:
-        num_rows = [source.rows.num_rows for source in sources.values()]
-        parts = {name: _epochs(config, source, None) for name, source in sources.items()}
-        return Mixed(parts, InTurn(num_rows)), sum(num_rows)
+) -> Mixed:
     seen: Counter[str] = Counter()
     parts = {}
     for name, source in sources.items():
         # The number gives two sources of equal content different permutations.
-        parts[name] = _epochs(config, source, f"{source.shuffle_name} {seen[source.shuffle_name]}")
+        key = f"{source.shuffle_name} {seen[source.shuffle_name]}"
         seen[source.shuffle_name] += 1
-    return Mixed(parts, WeightedOrder([source.weight for source in mixture])), None
+        parts[name] = _epochs(config, source, None if held_out else key)
+    if held_out:
+        return Mixed(parts, InTurn([source.rows.num_rows for source in sources.values()]))
+    return Mixed(parts, WeightedOrder([source.weight for source in mixture]))
 
 
 def _mixture_identity(config: ConfigDict, sources: dict[str, SourceRows]) -> Identity:

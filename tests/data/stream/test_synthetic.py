@@ -76,5 +76,5 @@ def test_held_out_rows_are_no_training_rows_and_none_is_lost() -> None:
 def test_no_rows_are_no_rows() -> None:
     stream = open_stream(synthetic_config())
     assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(
-        ("tokens", "segments", "weights"), (0, stream.max_target_length)
+        ("tokens", "segments", "weights"), (0, stream.samples.row_length)
     )
