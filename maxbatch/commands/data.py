@@ -153,7 +153,4 @@ def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
 
 def _escaped(text: str) -> str:
     """Returns a text with escapes for control characters, which could move the cursor, except newline and tab."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

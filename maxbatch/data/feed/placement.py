@@ -142,12 +142,11 @@ class Placement:
     def _put(self, local: np.ndarray, shape: BatchShape) -> jax.Array:
         """Puts this host's slots of one array, `[A, local slots, L]`, on its devices."""
         num_slots = self._num_slots(shape.micro_batch)
-        slots = self._local_slots(num_slots)
 
         def of_device(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "asked for devices of this host only"
             start, stop, _ = index[1].indices(num_slots)
-            place = int(np.searchsorted(slots, start))
+            place = int(np.searchsorted(self._local_slots(num_slots), start))
             return local[:, place : place + stop - start, index[2]]
 
         whole = (shape.max_micro_batches, num_slots, self._length)

@@ -29,7 +29,7 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.values import Scalar, exact, nearest_name, shown, shown_path
+from maxbatch.config.values import Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.system.errors import ConfigError
 
@@ -37,7 +37,6 @@ from maxbatch.system.errors import ConfigError
 _SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _WEIGHT = Scalar("weight", "exact", default="1")
-_PATH = Scalar("path", "text")
 
 
 class MixtureSource(NamedTuple):
@@ -168,10 +167,7 @@ def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
 
 def _check_fields(where: str, fields: Mapping[str, str]) -> None:
     path = fields.get("path", "")
-    try:
-        _PATH.read(path)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    refuse_no_text(path, f"{where}: path={shown(path)}")
     for name in [name for name in _SOURCE_KEYS if name in fields]:
         choices = [choice for choice in keys()[name].choices if choice != "synthetic"]
         if choices and fields[name] not in choices:
@@ -211,9 +207,7 @@ def _weight(where: str, text: str) -> Fraction:
 
 def _source_config(config: ConfigDict, paths: str, settings: Mapping[str, str]) -> ConfigDict:
     source = config.copy_and_resolve_references()
-    source.dataset_path = paths
-    for key, value in settings.items():
-        source[key] = value
+    source.update(settings, dataset_path=paths)
     if source.dataset_type != config.dataset_type:
         # Held-out paths have the config's own type, so that none of their files is in this source.
         source.eval_dataset_path = ""

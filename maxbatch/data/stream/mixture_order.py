@@ -25,6 +25,7 @@ Legend: K sources, W = 1000, n indices asked for.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -64,9 +65,8 @@ class WeightedOrder:
         self._stride = _stride(self._steps, max(self._widths))  # s
         # Source k's part is the steps _begins[k] to _begins[k] + _widths[k] - 1 of the line.
         self._begins = [sum(self._widths[:k]) for k in range(len(weights))]
-        pattern_W = _pattern([*self._fixed, WINDOW - sum(self._fixed)])
-        self._pattern_W = pattern_W
-        self._extra_slots = np.flatnonzero(pattern_W == len(weights))
+        self._pattern_W = _pattern([*self._fixed, WINDOW - sum(self._fixed)])
+        self._extra_slots = np.flatnonzero(self._pattern_W == len(weights))
         self._block = lru_cache(maxsize=8)(self._make_block)
 
     def __reduce__(self) -> tuple[type[WeightedOrder], tuple[Sequence[Fraction]]]:
@@ -101,12 +101,8 @@ class WeightedOrder:
     def _make_block(self, block: int) -> _Block:
         source_W = self._pattern_W.copy()
         offset = block * self._stride % self._steps
-        ends = [begin + width for begin, width in zip(self._begins, self._widths, strict=True)]
-        source = 0
-        for extra, slot in enumerate(self._extra_slots.tolist()):
-            while ends[source] <= offset + extra * self._steps:
-                source += 1
-            source_W[slot] = source
+        for extra, slot in enumerate(self._extra_slots):
+            source_W[slot] = bisect_right(self._begins, offset + extra * self._steps) - 1
         order = np.argsort(source_W, kind="stable")
         place_W = np.empty(WINDOW, np.int64)
         number = np.bincount(source_W, minlength=len(self.weights))

@@ -149,11 +149,6 @@ class BestFitPlan:
     """
 
     def __init__(self, path: Path):
-        """Opens a file of the cache.
-
-        Raises:
-          OSError, ValueError, KeyError, TypeError: the file is missing or damaged.
-        """
         with open(path, "rb") as file:
             header = dict(json.loads(file.read(_HEADER_BYTES)))
             checksum = header.pop("crc32")
@@ -198,15 +193,10 @@ def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | N
 def open_best_fit(
     config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], tuple[np.ndarray, np.ndarray]]
 ) -> BestFitPlan:
-    """Returns the plan of `key`; computes it if the cache has none or a damaged one.
+    """Returns the plan of `key`, JSON values that fix it together with L.
 
-    Args:
-      config: states the cache and L (`max_target_length`).
-      key: JSON values that, with L, fix the plan.
-      documents: returns what `best_fit` takes; called if there is no plan yet.
-
-    Raises:
-      ConfigError: the cache cannot be written.
+    If the cache has no plan, or a damaged one, this computes it from `documents()`: the offsets and numbers that
+    `best_fit` takes.
     """
     plan = find_best_fit(config, key)
     if plan is not None:

@@ -84,16 +84,7 @@ class Reader:
     """Returns samples of a stream in a given order, any number at a time, and reads ahead.
 
     The samples are the same for any number of threads or worker processes. The first `take` starts them. Worker
-    processes end with this process, also when it is killed.
-
-    Args:
-      batch: returns the samples with given indices, as arrays [n, L]; pickled for worker processes.
-      row_length: L.
-      order: the samples to return.
-      ahead: how to read ahead.
-
-    Attributes:
-      position: samples returned so far, which is the place of the next one in the order.
+    processes end with this process, also when it is killed. They get `batch` and `order` pickled.
     """
 
     def __init__(self, batch: Callable[[Indices], Rows], row_length: int, order: Order, ahead: ReadAhead):
@@ -104,7 +95,7 @@ class Reader:
         self._iterator: grain.DatasetIterator[Rows] | None = None
         self._rest: Rows | None = None
         self._closed = False
-        self.position = 0
+        self.position = 0  # samples returned so far: the place of the next one in the order
 
     def take(self, count: int) -> Rows:
         """Returns the next `count` samples as arrays [n, L]; n < count only at the end of the order.
@@ -165,9 +156,8 @@ class Reader:
         return iter(in_worker.mp_prefetch(options, worker_init_fn=_start_worker))
 
 
-def _start_worker(worker_index: int, worker_count: int) -> None:
+def _start_worker(*_: int) -> None:
     """Ends a worker process with its parent and not before: the parent may need rows to finish its step."""
-    del worker_index, worker_count
     leave_signals_to_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in worker processes only"

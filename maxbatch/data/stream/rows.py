@@ -69,7 +69,6 @@ class DocumentPlan:
     """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
 
     def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
-        """Plans documents like `ConcatenatePlan`."""
         self.row_length = row_length
         self._store_start_S = offsets[documents_S]
         self._store_end_S = offsets[documents_S + 1]

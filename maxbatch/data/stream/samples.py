@@ -79,17 +79,12 @@ class Mixed:
 
     def batch(self, indices: Indices) -> Rows:
         source_n, place_n = self._order.at(indices)
-        rows: Rows = {}
-        for source in np.unique(source_n).tolist() or [0]:
-            here = np.flatnonzero(source_n == source)
-            of_source = self._epochs[source].batch(place_n[here].tolist())
-            if len(here) == len(source_n):
-                return of_source
-            for name, array in of_source.items():
-                if name not in rows:
-                    rows[name] = np.empty((len(source_n), *array.shape[1:]), array.dtype)
-                rows[name][here] = array
-        return rows
+        parts = [
+            self._epochs[source].batch(place_n[source_n == source].tolist())
+            for source in np.unique(source_n).tolist() or [0]
+        ]
+        place_in_parts_n = np.argsort(np.argsort(source_n, kind="stable"))
+        return {name: np.concatenate([part[name] for part in parts])[place_in_parts_n] for name in parts[0]}
 
     def counts(self, position: int) -> dict[str, int]:
         """Returns the number of samples of each source among samples 0 to position - 1."""
@@ -120,10 +115,7 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
 def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> Place:
     """Returns the place of sample `index` in an endless series of epochs, each of them permuted anew. O(1) in `index`.
 
-    Args:
-      index: of the sample.
-      num_rows: rows of an epoch.
-      shuffle: the seed and the name that key the permutations; None: rows in order.
+    The seed and the name in `shuffle` key the permutations; without it, rows are in order.
     """
     epoch, slot = divmod(operator.index(index), num_rows)
     if shuffle is None:

@@ -41,14 +41,7 @@ class SourceRows(NamedTuple):
 
 
 def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
-    """Opens the training rows of a config, or the held-out ones; new data are tokenised now.
-
-    Returns:
-      The rows; None for held-out rows if nothing is held out.
-
-    Raises:
-      ConfigError: settings or data that cannot be used, by key, value, and file.
-    """
+    """Opens the training rows of a config, or the held-out ones (None if nothing is); new data are tokenised now."""
     check_data_paths(config)
     tokenizer = make_tokenizer(config)
     fraction = HeldOutFraction.from_config(config)
@@ -67,10 +60,10 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
         **{key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)},
         "held_out": rule,
     }
+    plan: RowPlan
     if config.packing_strategy == "best_fit":
-        plan: RowPlan = open_best_fit(
-            config, _packing_key(store, rule, held_out), lambda: (store.offsets, documents)
-        )
+        key = _packing_key(store, rule, held_out)
+        plan = open_best_fit(config, key, lambda: (store.offsets, documents))
     else:
         plan = _plan(config, store, documents)
     if not plan.num_rows:
@@ -162,14 +155,8 @@ def _synthetic_rows(
     # A model may have a vocabulary too small for bytes; the rows then use only its tokens.
     token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
     rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
-    identity: Identity = {
-        "dataset_type": config.dataset_type,
-        "synthetic_samples": samples,
-        "data_shuffle_seed": seed,
-        "token_range": token_range,
-        "max_target_length": config.max_target_length,
-        "held_out": fraction.rule,
-    }
+    stated = ("dataset_type", "synthetic_samples", "data_shuffle_seed", "max_target_length")
+    identity = {key: config[key] for key in stated} | {"token_range": token_range, "held_out": fraction.rule}
     return SourceRows(rows, identity, tokenizer)
 
 

@@ -71,9 +71,7 @@ class Stream:
         return self.samples.place(index)
 
     def samples_by_source(self, position: int) -> dict[str, int] | None:
-        """Returns how many of samples 0 to position - 1 come from each source of a mixture, else None; at any position
-        at the same cost.
-        """
+        """Returns how many of samples 0 to position - 1 come from each source of a mixture, else None."""
         if not isinstance(self.samples, Mixed):
             return None
         if position < 0:
@@ -110,14 +108,7 @@ def open_stream(config: ConfigDict, split: Literal["eval"]) -> Stream | None: ..
 
 
 def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -> Stream | None:
-    """Opens the training stream or the held-out one; new data are tokenised now.
-
-    Args:
-      config: as `load_config` gives it.
-      split: "train" or "eval".
-
-    Returns:
-      The stream; None for "eval" if nothing is held out.
+    """Opens the training stream, or the held-out one (None if nothing is held out); new data are tokenised now.
 
     Raises:
       ConfigError: settings or data that cannot be used, by key, value, and file.

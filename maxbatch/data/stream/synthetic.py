@@ -43,16 +43,7 @@ class SyntheticRows:
         split: HeldOutFraction,
         held_out: bool,
     ):
-        """Describes the rows; computes none.
-
-        Args:
-          samples: rows of both splits together.
-          row_length: L, tokens.
-          seed: any integer; another seed gives another lexicon and other rows.
-          token_range: every token is below it; from 128 on, tokens are ASCII.
-          split: chooses the held-out rows.
-          held_out: whether these are the held-out rows, or the training rows.
-        """
+        """Describes one split of `samples` rows; tokens are below `token_range`, and ASCII if that is at least 128."""
         self.row_length = row_length
         self.num_rows = self.num_documents = split.count(samples, held_out)
         self.num_tokens = self.num_rows * row_length
@@ -67,7 +58,6 @@ class SyntheticRows:
             self._lexicon_Wx4[:, place] = letters[draw_Wx3[:, place] % np.uint64(len(letters))]
 
     def batch(self, rows_n: Sequence[int]) -> Rows:
-        """Returns the rows with these numbers as arrays [n, L] (see `rows.assemble`), one segment each."""
         if self._split.fraction:
             rows_n = [self._split.record(int(row), self._held_out) for row in rows_n]
         number_n = np.asarray(rows_n, np.uint64)
