@@ -29,14 +29,15 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.values import Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
+from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
 _SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *_SOURCE_KEYS)
-_WEIGHT = Scalar("weight", "exact", default="1")
+_NUMBER = Scalar("weight", "exact")
+_WEIGHT = Scalar("weight", "exact", Bounds(above=0), default="1")
 
 
 class MixtureSource(NamedTuple):
@@ -103,7 +104,7 @@ def _split_weight(part: str) -> tuple[str, str]:
     """Returns the path and the weight of `PATH,WEIGHT`; the weight is "" if the part after the comma is no number."""
     path, _, weight = part.rpartition(",")
     try:
-        _WEIGHT.read(weight)
+        _NUMBER.read(weight)
     except ConfigError:
         return part, ""
     return path, weight.strip()
@@ -197,12 +198,9 @@ def _below(folder: Path, paths: str) -> str:
 
 def _weight(where: str, text: str) -> Fraction:
     try:
-        weight = exact(_WEIGHT.read(text))  # type: ignore[arg-type]
+        return exact(_WEIGHT.read(text))  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if weight <= 0:
-        raise ConfigError(f"{where}: {_WEIGHT.fault(text, 'greater than 0', 1)}")
-    return weight
 
 
 def _source_config(config: ConfigDict, paths: str, settings: Mapping[str, str]) -> ConfigDict:

@@ -39,7 +39,6 @@ from maxbatch.system.errors import ConfigError
 
 _VERSION = 1
 _HEADER_BYTES = 4096
-_CHUNK_BYTES = 1 << 24
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples spread evenly
 
 
@@ -152,7 +151,7 @@ class BestFitPlan:
         with open(path, "rb") as file:
             header = dict(json.loads(file.read(_HEADER_BYTES)))
             checksum = header.pop("crc32")
-            found = _checksum(header, iter(lambda: file.read(_CHUNK_BYTES), b""))
+            found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
             if header["version"] != _VERSION or checksum != found:
                 raise ValueError(f"{path} is damaged, or of another version")
         self.row_length: int = header["row_length"]

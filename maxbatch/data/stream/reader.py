@@ -35,11 +35,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The order of the stream itself: samples start to stop - 1 (None: endless).
-
-    Raises:
-      IndexError: a start below 0, beyond `ENDLESS`, or after stop.
-    """
+    """The order of the stream itself: samples start to stop - 1 (None: endless)."""
 
     start: int
     stop: int | None

@@ -69,8 +69,7 @@ class Mixed:
 
     def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | InTurn):
         self._order = order
-        self._names = list(sources)
-        self._epochs = list(sources.values())
+        self._names, self._epochs = list(sources), list(sources.values())
         self.row_length = self._epochs[0].row_length
 
     def place(self, index: int) -> Place:
