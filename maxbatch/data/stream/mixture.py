@@ -74,7 +74,7 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
 
 
 def _check_eval_path(value: str) -> None:
-    where = f"eval_dataset_path={shown(value)}"
+    where = f"eval_dataset_path={shown(repr(value))}"
     paths, weights = zip(*map(_split_weight, value.split(";")), strict=True)
     if any(weights):
         rule = "held-out data have no weights, since all of them are used"
@@ -115,7 +115,7 @@ def _line_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
     parts = [_split_weight(part) for part in config.dataset_path.split(";")]
     if not any(weight for _, weight in parts):
         return
-    where = f"dataset_path={shown(config.dataset_path)}"
+    where = f"dataset_path={shown(repr(config.dataset_path))}"
     for path, weight in parts:
         path = path.strip()
         if not path or not weight:
@@ -135,7 +135,7 @@ def _file_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
         root = compose(file, "mixture file")
     except ConfigError as error:
-        where = f"dataset_path={shown(path)!r}"
+        where = f"dataset_path={shown(repr(path))}"
         raise ConfigError(f"{where}: {error} (seen from {shown_path(os.getcwd())}); {works}") from None
     if not isinstance(root, yaml.MappingNode) or not root.value:
         rule = "must map names to sources, as in `web: {path: web.jsonl, weight: 0.7}`"
