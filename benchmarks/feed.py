@@ -71,8 +71,8 @@ def _compare(name: str, overrides: list[str], batches: int, turns: int) -> list[
     rows = grain.MapDataset.source(RowBlocks(stream.batch, Contiguous(0, samples), 1)).map(_only_row)
 
     def feed() -> None:
-        with Feed(stream, manager, lambda *_: BatchShape(micro_batch, 2), placement, 0, batches) as feed:
-            for staged in feed:
+        with Feed(stream, manager, lambda *_: BatchShape(micro_batch, 2), placement, 0) as batches_of_run:
+            for staged in batches_of_run:
                 jax.block_until_ready(staged.batch)
 
     def row_by_row() -> None:

@@ -39,10 +39,9 @@ def main(output: str, began: str, *overrides: str) -> None:
     for library in _LIBRARIES:
         importlib.import_module(library)
         passed(f"import {library}")
-    from maxbatch.runs.run_folder import RunFolder
-    from maxbatch.training import loop
-    from maxbatch.training.compile.ladder import Background
-    from maxbatch.training.run import Run
+    from maxbatch.training.compile.cache import use_persistent_cache
+    from maxbatch.training.pretraining import Pretraining
+    from maxbatch.training.session import Session
 
     passed("import the rest of maxbatch")
     import jax
@@ -52,18 +51,17 @@ def main(output: str, began: str, *overrides: str) -> None:
 
     config = load_config(overrides=overrides)
     passed("config")
-    loop.use_persistent_cache(config)
+    use_persistent_cache(config)
     devices = jax.devices()
     passed("devices")
     stream = open_stream(config)
     stream.read(0, 1)
     passed("data")
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(config.run_dir))
-        background = stack.enter_context(Background())
-        run = Run(config, folder, stack, devices)
-        passed("run")
-        run.prepare(run.plan_steps(), background)
+        session = Session(config, devices, Pretraining, stack)
+        passed("session")
+        with session.task.feed():
+            session.task.prepare(None)
         passed("state, compile the update")
     Path(output).write_text(json.dumps(seconds))
 

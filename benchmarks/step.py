@@ -7,31 +7,24 @@ of metrics, learning rate) take turns in one process.
 
 from __future__ import annotations
 
-import io
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import jax
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from benchmarks.handwritten import HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import Feed, StagedBatch
-from maxbatch.runs.run_folder import RunFolder
 from maxbatch.training.compile.cache import CompileCounter
-from maxbatch.training.compile.ladder import Background
-from maxbatch.training.loop import open_outputs, train_to_the_end
+from maxbatch.training.pretraining import Pretraining
 from maxbatch.training.profiling import Profiler
-from maxbatch.training.recorder import Recorder
-from maxbatch.training.run import Run
-from maxbatch.training.signals import StopRequest
-from maxbatch.training.state import abstract_state
+from maxbatch.training.session import Session
 
 BAR = 0.97
 TOLERANCE = 2e-4
@@ -42,7 +35,6 @@ class FeedInTurns:
 
     Attributes:
       seconds: of every side, per turn of `updates_per_turn` updates; the loop's under "loop".
-      waited_s: as `Feed` has it.
     """
 
     def __init__(self, feed: Feed, others: Mapping[str, Callable[[], object]], updates_per_turn: int) -> None:
@@ -50,10 +42,6 @@ class FeedInTurns:
         self._taken = 0
         self._turn_began = 0.0
         self.seconds: dict[str, list[float]] = {name: [] for name in (*others, "loop")}
-
-    @property
-    def waited_s(self) -> float:
-        return self._feed.waited_s
 
     def __iter__(self) -> Iterator[StagedBatch]:
         return self
@@ -116,17 +104,17 @@ def _measure(
 def _seconds_in_turns(
     config: ConfigDict, num_micro_batches: int, updates_per_turn: int, stack: ExitStack
 ) -> dict[str, list[float]]:
-    folder = stack.enter_context(RunFolder(config.run_dir))
-    background = stack.enter_context(Background())
-    compiles = stack.enter_context(CompileCounter())
-    run = Run(config, folder, stack, jax.devices())
-    steps = run.plan_steps()
-    run.prepare(steps, background)
-    shape = steps.shape_for(run.plan.manager.stages[-1], True)
-    trainer = TrainerStep(config, run.mesh, abstract_state(config, run.mesh), steps[shape], shape)
+    session = Session(config, jax.devices(), Pretraining, stack)
+    session.console.quiet = True
+    task = session.task
+    assert isinstance(task, Pretraining)
+    feed = stack.enter_context(task.feed())
+    session.state = task.prepare(None)
+    shape = task.steps.shape_for(session.plan.manager.stages[-1], True)
+    trainer = TrainerStep(config, task.mesh, task.abstract, task.steps[shape], shape)
     handwritten = HandwrittenStep(
-        parameters_of_trainer(jax.device_get(run.state.params)),
-        run.mesh,
+        parameters_of_trainer(jax.device_get(session.state.params)),
+        task.mesh,
         config.base_num_query_heads,
         (num_micro_batches, shape.micro_batch, config.max_target_length),
         LEARNING_RATE,
@@ -138,16 +126,9 @@ def _seconds_in_turns(
     }
     _check_equal(*sides.values())
 
-    outputs = open_outputs(run, folder, Console(file=io.StringIO()))
-    recorder = stack.enter_context(
-        closing(Recorder(config, run.position, compiles, run.devices, run.stream, outputs))
-    )
-    feed = stack.enter_context(
-        Feed(run.stream, run.plan.manager, steps.shape_for, run.placement, 0, run.total_steps)
-    )
     in_turns = FeedInTurns(feed, sides, updates_per_turn)
-    profiler = stack.enter_context(Profiler("", folder.path / "profile"))
-    train_to_the_end(run, steps, None, in_turns, recorder, profiler, background, StopRequest())  # type: ignore[arg-type]
+    recorder = session.open_recorder(stack.enter_context(CompileCounter()), stack)
+    session.train(in_turns, recorder, stack.enter_context(Profiler("", session.folder.path / "profile")))
     return in_turns.seconds
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from maxbatch.config.loading import load_config
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.rampup import RampupBatchManager
-    from maxbatch.training.loop import train
+    from maxbatch.training.pretraining import train
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ _HOME = {
     "BatchPlan": "maxbatch.plan.batch",
     "RampupBatchManager": "maxbatch.plan.rampup",
     "load_config": "maxbatch.config.loading",
-    "train": "maxbatch.training.loop",
+    "train": "maxbatch.training.pretraining",
 }
 
 

@@ -115,9 +115,9 @@ def fake_train(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[object]
             raise outcome
         return types.SimpleNamespace(stopped_by=outcome)
 
-    module = types.ModuleType("maxbatch.training.loop")
+    module = types.ModuleType("maxbatch.training.pretraining")
     module.train = train  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "maxbatch.training.loop", module)
+    monkeypatch.setitem(__import__("sys").modules, "maxbatch.training.pretraining", module)
     return seen
 
 

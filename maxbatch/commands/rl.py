@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         simulate_devices(args.simulate_devices)
         BatchPlan.from_config(config, args.simulate_devices)
     from maxbatch.parallel.hosts import together
-    from maxbatch.rl.loop import train_policy
+    from maxbatch.rl.run import train_policy
 
     with together(report):
         outcome = train_policy(config)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
         simulate_devices(args.simulate_devices)
     from maxbatch.parallel.hosts import together
-    from maxbatch.training.loop import train
+    from maxbatch.training.pretraining import train
 
     with together(report):
         outcome = train(config)

@@ -1,6 +1,7 @@
 """Reinforcement learning: GRPO post-training on prompts whose responses are scored by functions.
 
-A prompt's way: `prompts` (by `templates`; `arithmetic` is the task that needs no download) -> `rollout` (responses) ->
-`rewards` (by `reward_functions`) -> `collecting` (chunks of pairs) -> `learner` (the update, for
-`objective`) -> `loop`, which also asks `evaluation`. `run` puts them together, after `warm_start`; `timeline` watches.
+A prompt (`prompts`, by `templates`; `arithmetic` is the task that needs no download) goes through `rollout`
+(responses), `rewards` (by `reward_functions`), `collecting` (chunks of pairs) and `learner` (the update, for
+`objective`). `run` makes them the task of a `maxbatch.training.session`, after `warm_start`; `evaluation` measures the
+policy, and `timeline` the time of each side.
 """

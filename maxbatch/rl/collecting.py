@@ -10,101 +10,147 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
+from maxbatch.plan.rl_batch import RLBatch
+from maxbatch.rl.learner import Learner
 from maxbatch.rl.objective import Pairs, group_advantages
-from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.rewards import Rewards, Scores
-from maxbatch.rl.rollout import Drawn, ask, chunks
-from maxbatch.rl.run import PolicyRun
+from maxbatch.rl.rollout import Roller, SampledPairs, ask, chunks
 from maxbatch.rl.timeline import Timeline
+from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import Responses
 
 
-class Collector:
-    """Collects the pairs of one batch.
+class Workshop(NamedTuple):
+    """What the pairs of a run are made with.
 
-    Args:
-      run: the run.
-      rewards: score the responses.
+    Attributes:
+      batch: numbers of prompts and pairs.
+      prompts: the stream of prompts.
+      roller: samples responses.
+      rewards: score them.
+      learner: places chunks on the devices that train.
       timeline: told when the sampling side has work.
-      params: the parameters to draw from, on the devices that sample.
+      takes_turns: whether sampling must end before other work on its devices begins.
+      temperature: of the sampling.
     """
 
-    def __init__(self, run: PolicyRun, rewards: Rewards, timeline: Timeline, params: nnx.State) -> None:
-        self._run, self._rewards, self._timeline, self._params = run, rewards, timeline, params
-        self._group = run.batch.num_generations
-        self._scored: list[tuple[Drawn, Scores]] = []
+    batch: RLBatch
+    prompts: Prompts
+    roller: Roller
+    rewards: Rewards
+    learner: Learner
+    timeline: Timeline
+    takes_turns: bool
+    temperature: float
+
+
+class CollectedBatch:
+    """The pairs of one batch of prompts, collected for its first update and kept for the others.
+
+    Args:
+      workshop: what the pairs are made with.
+      first: index of the first prompt.
+      num_pairs: pairs of the batch.
+    """
+
+    def __init__(self, workshop: Workshop, first: int, num_pairs: int) -> None:
+        self._workshop, self._first = workshop, first
+        self._group = workshop.batch.num_generations
+        self._num_prompts = num_pairs // self._group
+        self._chunks: list[Pairs] = []
+        self._scored: list[tuple[SampledPairs, Scores]] = []
         self._reward_wait_s = 0.0
 
-    def pairs(self, first: int, num_prompts: int) -> Iterator[Pairs]:
-        """Yield the chunks to train on, of the prompts from `first` on; the last is filled with rows of no weight."""
-        size = self._run.batch.micro_batch_size
+    def chunks(self, params: nnx.State) -> Iterator[Pairs]:
+        """Yields the chunks to train on; the last is filled with rows of no weight.
+
+        Args:
+          params: the parameters to sample from, which only the first call reads.
+        """
+        if self._chunks:
+            yield from self._chunks
+            return
+        for rows in self._rows(self._workshop.roller.take(params)):
+            self._chunks.append(self._workshop.learner.place(*rows))
+            yield self._chunks[-1]
+
+    def _rows(self, params: nnx.State) -> Iterator[tuple[np.ndarray, ...]]:
+        size = self._workshop.batch.micro_batch_size
         rows: tuple[np.ndarray, ...] = ()
-        for drawn, scores in self._rollouts(first, num_prompts):
-            self._scored.append((drawn, scores))
+        for sampled, scores in self._rollouts(params):
+            self._scored.append((sampled, scores))
             advantages_R = group_advantages(scores.rewards, self._group)
-            more = (drawn.tokens_RxL, drawn.mask_RxL, drawn.logprobs_RxL, drawn.lengths_R, advantages_R)
+            more = (*sampled[1:5], advantages_R)
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
             while len(rows[0]) >= size:
-                yield self._run.learner.place(*(array[:size] for array in rows))
+                yield tuple(array[:size] for array in rows)
                 rows = tuple(array[size:] for array in rows)
         if len(rows[0]):
-            yield self._run.learner.place(*(_filled(array, size) for array in rows))
+            yield tuple(_filled(array, size) for array in rows)
 
-    def _rollouts(self, first: int, num_prompts: int) -> Iterator[tuple[Drawn, Scores]]:
+    def _rollouts(self, params: nnx.State) -> Iterator[tuple[SampledPairs, Scores]]:
+        workshop = self._workshop
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
-        for start, number in chunks(first, num_prompts, self._run.batch.rollout_micro_batch_size):
-            prompts = self._run.prompts.read(start, number)
-            temperature = self._run.config.decode_sampling_temperature
-            responses = self._run.roller.start(self._params, prompts, self._group, temperature)
-            self._timeline.watch("sampling", responses.lengths_B)
-            if self._run.one_at_a_time:
+        for start, number in chunks(self._first, self._num_prompts, workshop.batch.rollout_micro_batch_size):
+            prompts = workshop.prompts.read(start, number)
+            responses = workshop.roller.start(params, prompts, self._group, workshop.temperature)
+            workshop.timeline.watch("sampling", responses.lengths_B)
+            if workshop.takes_turns:
                 jax.block_until_ready(responses)
             under_way.append((prompts, responses))
             if len(under_way) > 1:
-                yield self._scored_of(*under_way.popleft())
+                yield self._score(*under_way.popleft())
         while under_way:
-            yield self._scored_of(*under_way.popleft())
+            yield self._score(*under_way.popleft())
 
-    def _scored_of(self, prompts: list[Prompt], responses: Responses) -> tuple[Drawn, Scores]:
-        drawn = self._run.roller.read(prompts, self._group, responses)
+    def _score(self, prompts: list[Prompt], responses: Responses) -> tuple[SampledPairs, Scores]:
+        sampled = self._workshop.roller.read(prompts, self._group, responses)
         asked = time.perf_counter()
-        scores = ask(self._rewards, drawn).result()
+        scores = ask(self._workshop.rewards, sampled).result()
         self._reward_wait_s += time.perf_counter() - asked
-        return drawn, scores
+        return sampled, scores
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that were collected."""
+        return len(self._chunks)
 
     def figures(self) -> dict[str, Any]:
-        """What the rollouts of the batch were like, by the names of the metrics."""
+        """Returns what the rollouts of the batch were like, by the names of the metrics."""
         scores = [scores for _, scores in self._scored]
         rewards = np.concatenate([s.rewards for s in scores])
-        lengths = np.concatenate([drawn.mask_RxL.sum(axis=1) for drawn, _ in self._scored])
+        lengths = np.concatenate([sampled.mask_RxL.sum(axis=1) for sampled, _ in self._scored])
         by_name = {
-            f"reward/{name}": float(np.concatenate([s.by_name[name] for s in scores]).mean())
+            Metric.REWARD_BY_FUNCTION.of(name): float(
+                np.concatenate([s.by_name[name] for s in scores]).mean()
+            )
             for name in scores[0].by_name
         }
         groups = rewards.reshape(-1, self._group)
         return {
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std()),
+            Metric.REWARD: float(rewards.mean()),
+            Metric.REWARD_STD: float(rewards.std()),
             **(by_name if len(by_name) > 1 else {}),
-            "groups_without_signal": float((groups == groups[:, :1]).all(axis=1).mean()),
-            "response_length": float(lengths.mean()),
-            "rewards_failed": sum(s.num_failed for s in scores),
-            "rewards_timed_out": sum(s.num_timed_out for s in scores),
-            "reward_wait_s": self._reward_wait_s,
+            Metric.GROUPS_WITHOUT_SIGNAL: float((groups == groups[:, :1]).all(axis=1).mean()),
+            Metric.RESPONSE_LENGTH: float(lengths.mean()),
+            Metric.REWARDS_FAILED: sum(s.num_failed for s in scores),
+            Metric.REWARDS_TIMED_OUT: sum(s.num_timed_out for s in scores),
+            Metric.REWARD_WAIT_S: self._reward_wait_s,
         }
 
     @property
     def problem(self) -> str:
-        """What happened to the first response that could not be scored; "" where all were."""
+        """What happened to the first response that could not be scored; "" if all were."""
         return next((scores.problem for _, scores in self._scored if scores.problem), "")
 
 
 def _filled(array: np.ndarray, size: int) -> np.ndarray:
-    """Return rows with zeros after them: no tokens, no weight."""
+    """Returns rows with zeros after them: no tokens, no weight."""
     return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])

@@ -1,32 +1,31 @@
-"""The side that trains: its devices, its state, and the update cut into a program per chunk and one that steps.
+"""The devices that train: the update cut into a program per chunk and one that steps.
 
-The update is that of pre-training (`training.step.Update`) with another objective. Pre-training has all its rows when
-it begins; here a chunk is trained on while the next one is sampled, so the sums of an update are carried from call to
-call, donated, and end with it.
+The update is that of pre-training with another objective. Pre-training has all its rows when it begins; here a chunk is
+trained on while the next one is sampled, so the sums of an update are carried from call to call, donated, and end with
+it.
 
 Shapes: M pairs of a chunk, L tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
+from maxbatch.training.gradients import Accumulation, Sums
 from maxbatch.training.state import TrainState, abstract_model, abstract_state
-from maxbatch.training.step import StepMetrics, Sums, Update
+from maxbatch.training.step import StepMetrics, update
 
 
 class Learner:
@@ -34,44 +33,41 @@ class Learner:
 
     Args:
       config: the run's config.
-      devices: those that train.
+      mesh: of the devices that train.
 
     Attributes:
-      mesh: their mesh.
       abstract: shapes and shardings of the state.
-      state: parameters and optimizer state; set by the owner before the first update.
     """
 
-    state: TrainState
-
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device]) -> None:
-        self.mesh = make_mesh(config, devices)
-        self.abstract = abstract_state(config, self.mesh)
-        self._config = config
+    def __init__(self, config: ConfigDict, mesh: Mesh) -> None:
+        self._config, self._mesh = config, mesh
+        self.abstract = abstract_state(config, mesh)
         self._reference: nnx.State | None = None
-        self._rows = NamedSharding(self.mesh, P(BATCH_AXES, "context"))
+        self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        update = Update(config, self.mesh, policy_objective(config))
-        is_measured = config.gradient_noise_scale
+        accumulation = Accumulation(config, mesh, policy_objective(config))
 
         def begin(params: nnx.State, pairs: Pairs) -> tuple[Sums, jax.Array]:
-            staged = update.staged(params)
-            sums = update.add(staged, update.start(staged), pairs, is_measured)
+            staged = accumulation.staged(params)
+            sums = accumulation.add(staged, accumulation.start(staged), pairs, config.gradient_noise_scale)
             return sums, sums.losses_d.sum()
 
         def add(params: nnx.State, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
-            sums = update.add(update.staged(params), sums, pairs, False)
+            sums = accumulation.add(accumulation.staged(params), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
-        whole = NamedSharding(self.mesh, P())
+        def step(state: TrainState, sums: Sums, *rates: jax.Array) -> tuple[TrainState, StepMetrics]:
+            return update(config, state, accumulation.total(sums), *rates)
+
+        whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         self._begin, self._add = jax.jit(begin), jax.jit(add, donate_argnums=1)
-        self._step = jax.jit(update.step, donate_argnums=0, out_shardings=(shardings, whole))
+        self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jax.jit(self._score_fn())
 
     def _score_fn(self) -> Any:
-        graphdef, _ = abstract_model(self._config, activation_constraint(self.mesh, BATCH_AXES))
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        graphdef, _ = abstract_model(self._config, activation_constraint(self._mesh, BATCH_AXES))
+        shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
 
         def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = nnx.merge(graphdef, params)
@@ -87,7 +83,7 @@ class Learner:
         self, tokens_MxL: np.ndarray, mask_MxL: np.ndarray, logprobs_MxL: np.ndarray,
         lengths_M: np.ndarray, advantages_M: np.ndarray,
     ) -> Pairs:  # fmt: skip
-        """A chunk on the devices that train.
+        """Puts a chunk on the devices that train.
 
         Args:
           tokens_MxL: int32: prompt, response, padding.
@@ -106,18 +102,18 @@ class Learner:
             reference = self._reference_logprobs(self._reference, tokens, segments)
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
-    def add(self, pairs: Pairs) -> jax.Array:
+    def add(self, params: nnx.State, pairs: Pairs) -> jax.Array:
         """Adds a chunk to the update under way; returns a scalar that is there once the chunk is trained on."""
         if self._sums is None:
-            self._sums, done = self._begin(self.state.params, pairs)
+            self._sums, done = self._begin(params, pairs)
         else:
-            self._sums, done = self._add(self.state.params, self._sums, pairs)
+            self._sums, done = self._add(params, self._sums, pairs)
         return done
 
-    def step(self, learning_rate: float) -> StepMetrics:
+    def step(
+        self, state: TrainState, learning_rate: float, batch_ratio: float
+    ) -> tuple[TrainState, StepMetrics]:
         """Takes the update of all chunks that were added."""
         assert self._sums is not None, "an update has a chunk"
-        rate, ratio = jnp.float32(learning_rate), jnp.float32(1)
-        self.state, metrics = self._step(self.state, self._sums, rate, ratio)
-        self._sums = None
-        return metrics
+        sums, self._sums = self._sums, None
+        return self._step(state, sums, jnp.float32(learning_rate), jnp.float32(batch_ratio))

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
-from maxbatch.training.step import Objective
+from maxbatch.training.gradients import Objective
 
 
 class Pairs(NamedTuple):
@@ -41,8 +41,8 @@ class Pairs(NamedTuple):
     advantages_MxL: jax.Array
 
 
-# Sums over the tokens of the responses, besides the loss; "kl" where `grpo_beta` measures it.
-SUMS = ("tokens", "entropy", "clipped", "old_kl")
+# Sums over the tokens of the responses, besides the loss, by the names of the metrics; "kl" only with `grpo_beta`.
+SUMS = ("tokens", "entropy", "clip_fraction", "old_policy_kl")
 
 
 def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
@@ -111,8 +111,8 @@ def pair_losses(
     sums = {
         "tokens": jnp.sum(mask_MxL),
         **kl,
-        "clipped": jnp.sum((clipped_gain_MxL < gain_MxL) * mask_MxL),
-        "old_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
+        "clip_fraction": jnp.sum((clipped_gain_MxL < gain_MxL) * mask_MxL),
+        "old_policy_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
     }
     return loss, weight, sums
 

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
@@ -26,7 +25,7 @@ from maxbatch.training.state import abstract_model
 WORD = 1 << 32  # a prompt's index is folded into its key in two words
 
 
-class Drawn(NamedTuple):
+class SampledPairs(NamedTuple):
     """The pairs of a chunk, on the host; the responses to a prompt lie next to each other."""
 
     prompts: Sequence[Prompt]
@@ -43,18 +42,15 @@ class Roller:
     Args:
       config: the run's config.
       tokenizer: of the prompts.
-      devices: those that sample.
+      mesh: of the devices that sample.
       num_pairs: R of every call, with rows that only fill it where there are fewer.
     """
 
-    def __init__(
-        self, config: ConfigDict, tokenizer: Tokenizer, devices: Sequence[jax.Device], num_pairs: int
-    ) -> None:
-        self.mesh: Mesh = make_mesh(config, devices)
+    def __init__(self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
         self._prompt_length = config.max_prefill_predict_length
-        self._shardings = parameter_shardings(abstract_model(config)[1], self.mesh)
-        self._sampler = Sampler(config, tokenizer, self.mesh, prompt_length=self._prompt_length)
+        self._shardings = parameter_shardings(abstract_model(config)[1], mesh)
+        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
 
     def take(self, params: nnx.State) -> nnx.State:
         """Parameters as the sampling devices hold them; moved where those are not the ones that train."""
@@ -91,7 +87,7 @@ class Roller:
         )
         return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)
 
-    def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> Drawn:
+    def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
         """Waits for responses and reads them as text."""
         rows = len(prompts) * num_generations
         tokens_RxL, starts_R, lengths_R, logprobs_RxL = (
@@ -103,15 +99,15 @@ class Roller:
             self._tokenizer.decode([t for t in tokens[start:end] if t != self._tokenizer.eos_id])
             for tokens, start, end in zip(tokens_RxL.tolist(), starts_R, lengths_R, strict=True)
         ]
-        return Drawn(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
+        return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
 
 
-def ask(rewards: Rewards, drawn: Drawn) -> Pending:
+def ask(rewards: Rewards, sampled: SampledPairs) -> Pending:
     """Sends the pairs of a chunk to be scored."""
-    group = len(drawn.texts) // len(drawn.prompts)
+    group = len(sampled.texts) // len(sampled.prompts)
     return rewards.submit([
-        Question(drawn.prompts[row // group].text, text, drawn.prompts[row // group].record)
-        for row, text in enumerate(drawn.texts)
+        Question(sampled.prompts[row // group].text, text, sampled.prompts[row // group].record)
+        for row, text in enumerate(sampled.texts)
     ])  # fmt: skip
 
 

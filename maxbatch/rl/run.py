@@ -1,134 +1,231 @@
-"""What a run of reinforcement learning is made of, in the order in which it can be refused."""
+"""GRPO post-training: steps that feed on sampled and scored responses.
+
+All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what of them
+runs side by side shows in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.parallel.mesh import must_take_turns, num_slices
+from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
-from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.rl.evaluation import PolicyEvaluator
+from maxbatch.plan.rampup import PlannedStep
+from maxbatch.rl.collecting import CollectedBatch, Workshop
+from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
-from maxbatch.rl.prompts import Prompts, PromptSource
+from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
-from maxbatch.rl.warm_start import first_parameters
-from maxbatch.runs.run_folder import RunFolder
+from maxbatch.rl.timeline import Timeline
+from maxbatch.rl.warm_start import first_parameters, warm_up
+from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
-from maxbatch.training.run import warn
-from maxbatch.training.state import init_opt_state, num_parameters
+from maxbatch.training.compile.ladder import compile_here
+from maxbatch.training.recorder import Dispatched
+from maxbatch.training.session import Outcome, Session, TaskData, warn
+from maxbatch.training.state import TrainState, init_opt_state
+from maxbatch.training.step import StepMetrics
 
 
-class PolicyRun:
-    """A run that is ready to take its next batch, once `prepare` was called.
+def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
+    """Trains a policy as the config says, from the newest checkpoint of `run_dir` if there is one.
 
-    Attributes:
-      prompts: the stream of prompts.
-      plan: the batch plan, anchored at `position`.
-      batch: its numbers of prompts and pairs.
-      position: where training stands.
-      learner, roller: the devices that train and those that sample.
-      shares_devices: whether they are the same.
-      checkpoints: None where `enable_checkpointing` is false.
+    Args:
+      config: a resolved config with a `batch_size`.
+      devices: all by default.
+
+    Returns:
+      Where the run stands, and the signal that stopped it, if one did.
 
     Raises:
-      ConfigError: something in the config, the data or the checkpoint cannot be used.
+      ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
+      TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
+    if jax.process_count() > 1:
+        raise ConfigError("maxbatch rl: must run on one host, and this is one of several")
+    devices = list(devices or jax.devices())
+    with ExitStack() as stack:
+        session = Session(config, devices, PolicyTraining, stack)
+        if not session.position.step and not session.stop.is_asked:
+            assert session.plan.rl is not None, "the config states a batch of prompts"
+            warm = warm_up(config, session.plan.rl, devices)
+            stopped_by = warm.stopped_by if warm else None
+            if stopped_by:
+                return Outcome(session.position, stopped_by)
+        return session.run()
 
-    def __init__(
-        self, config: ConfigDict, folder: RunFolder, stack: ExitStack, devices: Sequence[jax.Device]
-    ) -> None:
-        if config.compiled_dir:
-            raise ConfigError(
-                f"compiled_dir={config.compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
-                'works: compiled_dir=""'
-            )
-        if config.warm_start_steps and not config.warm_start_path and config.dataset_type != "arithmetic":
-            raise ConfigError(
-                f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-                f"examples of dataset_type=arithmetic, not {config.dataset_type}; works: warm_start_steps=0"
-            )
-        self.config, self._devices = config, devices
-        self._source = PromptSource(config)
-        self.prompts: Prompts = self._source.train()
-        self.checkpoints: Checkpoints | None = None
-        if config.enable_checkpointing:
-            identity = {"data": self.prompts.identity, "model": model_identity(config)}
-            self.checkpoints = Checkpoints(folder.path, config.max_num_checkpoints_to_keep, identity, warn)
-            stack.enter_context(closing(self.checkpoints))
-        newest = self.checkpoints.newest() if self.checkpoints else None
-        self._stand_at(newest.position if newest else Position(), devices)
-        for message in self.plan.warnings:
-            warn(message)
-        assert self.plan.rl is not None, "the config states a batch of prompts"
-        self.batch: RLBatch = self.plan.rl
-        self.shares_devices = self.batch.num_trainer_devices + self.batch.num_sampler_devices > len(devices)
-        trainers = devices[: self.batch.num_trainer_devices]
-        samplers = devices if self.shares_devices else devices[-self.batch.num_sampler_devices :]
-        self.learner = Learner(config, trainers)
-        tokenizer = self.prompts.tokenizer
-        group = self.batch.num_generations
-        self.roller = Roller(config, tokenizer, samplers, self.batch.rollout_micro_batch_size * group)
-        self._samplers = samplers
 
-    def _stand_at(self, position: Position, devices: Sequence[jax.Device]) -> None:
-        self.position = position
-        self.plan = BatchPlan.from_config(
-            self.config,
-            num_devices=len(devices),
+class PolicyBatch(NamedTuple):
+    """What one update feeds on: the pairs of its batch, which it may share with the updates before it."""
+
+    planned: PlannedStep
+    collected: CollectedBatch
+
+
+class PolicyTraining:
+    """The task of reinforcement learning (`maxbatch.training.session.Task`)."""
+
+    takes_turns = True  # the responses of a batch need the parameters of the update before
+    executable = staticmethod(compile_here)
+
+    def __init__(self, session: Session[PolicyBatch]) -> None:
+        self._session, self._config = session, session.config
+        _check(session.config)
+        self._rewards = session.stack.enter_context(Rewards(session.config))
+        self._timeline = session.stack.enter_context(Timeline())
+        self._source = PromptSource(session.config)
+        self._prompts = self._source.train()
+        self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
+        self._evaluator: PolicyEvaluator | None = None
+        self._before_training: dict[str, float] = {}  # what an eval found; joins the first record
+        self._warned = False
+
+    def plan(self, resume: Resume) -> BatchPlan:
+        """Plans the batch on the devices that train and those that sample."""
+        devices = self._session.devices
+        return BatchPlan.from_config(
+            self._config,
+            len(devices),
             num_slices=num_slices(devices),
-            samples_per_epoch=self.prompts.num_prompts,
-            resume=Resume(position.step, position.samples_seen),
+            samples_per_epoch=self.data.samples_per_epoch,
+            resume=resume,
         )
 
-    @property
-    def total_steps(self) -> int:
-        """Updates of the whole run, those before a resume included."""
-        assert self.plan.total_steps is not None, "prompts that are here have known epochs"
-        return self.plan.total_steps
+    def build(self) -> None:
+        """Shares the devices out between those that train and those that sample."""
+        config, devices, plan = self._config, self._session.devices, self._session.plan
+        batch, meshes = plan.rl, plan.meshes
+        assert batch is not None, "the config states a batch of prompts"
+        shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
+        samplers = devices if shares_devices else devices[-batch.num_sampler_devices :]
+        self.mesh = lay_out(meshes.training, devices[: batch.num_trainer_devices])
+        self._sampling_mesh = lay_out(meshes.sampling, samplers)
+        self._learner = Learner(config, self.mesh)
+        self.abstract = self._learner.abstract
+        num_pairs = batch.rollout_micro_batch_size * batch.num_generations
+        self._roller = Roller(config, self._prompts.tokenizer, self._sampling_mesh, num_pairs)
+        self._workshop = Workshop(
+            batch=batch,
+            prompts=self._prompts,
+            roller=self._roller,
+            rewards=self._rewards,
+            learner=self._learner,
+            timeline=self._timeline,
+            takes_turns=shares_devices and must_take_turns(samplers),
+            temperature=config.decode_sampling_temperature,
+        )
+
+    def feed(self) -> AbstractContextManager[Iterator[PolicyBatch]]:
+        """Returns the batches ahead; the pairs of one are collected while its first update is taken."""
+        return nullcontext(self._batches())
+
+    def _batches(self) -> Iterator[PolicyBatch]:
+        first_sample = -1
+        for planned in self._session.plan.manager.steps_from(self._session.position.step):
+            if planned.first_sample != first_sample:
+                first_sample = planned.first_sample
+                collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
+            yield PolicyBatch(planned, collected)
+
+    def introduction(self) -> Iterable[str]:
+        """Returns nothing more than what a session prints."""
+        return ()
+
+    def prepare(self, restored: TrainState | None) -> TrainState:
+        """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
+        config, session, abstract = self._config, self._session, self.abstract
+        state = restored or init_opt_state(config, abstract, first_parameters(config, abstract))
+        if config.grpo_beta:
+            self._learner.refer_to(first_parameters(config, abstract))
+        transcripts = Transcripts(session.folder, session.board, session.position.step)
+        self._transcripts = session.stack.enter_context(closing(transcripts))
+        self._evaluator = open_evaluator(
+            config, self._source, session.plan, self._sampling_mesh, self._rewards
+        )
+        if self._evaluator and session.position.step == 0:
+            found = self.evaluate(state, 1)
+            self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
+            session.console.print(
+                f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
+                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f})"
+            )
+        return state
+
+    def step(
+        self, state: TrainState, batch: PolicyBatch, learning_rate: float, batch_ratio: float
+    ) -> tuple[TrainState, Dispatched]:
+        """Takes an update: samples and scores the pairs of its batch, if it is the first on it, and trains on them."""
+        started, collected = time.perf_counter(), batch.collected
+        for pairs in collected.chunks(state.params):
+            done = self._learner.add(state.params, pairs)
+            self._timeline.watch("trainer", done)
+            if self._workshop.takes_turns:
+                jax.block_until_ready(done)
+        if collected.problem and not self._warned:
+            warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
+            self._warned = True
+        state, metrics = self._learner.step(state, learning_rate, batch_ratio)
+        jax.block_until_ready(metrics)
+        shares = self._timeline.shares(started, time.perf_counter())
+        figures = {
+            **collected.figures(),
+            **_objective_figures(metrics),
+            **self._before_training,
+            **{Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()},
+        }
+        self._before_training = {}
+        return state, Dispatched(
+            planned=batch.planned,
+            micro_batch_size=self._workshop.batch.micro_batch_size,
+            num_micro_batches=collected.num_chunks,
+            learning_rate=learning_rate,
+            data_wait_s=0.0,
+            metrics=metrics,
+            figures=figures,
+        )
+
+    def compile_rest(self) -> None:
+        """Compiles nothing: each program is compiled when it first runs."""
 
     @property
-    def one_at_a_time(self) -> bool:
-        """Whether sampling and training must take turns."""
-        return self.shares_devices and must_take_turns(self._samplers)
+    def evaluates(self) -> bool:
+        """Whether an eval is wanted and prompts are held out."""
+        return self._evaluator is not None
 
-    @property
-    def is_complete(self) -> bool:
-        return self.position.step >= self.total_steps
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
+        """Returns how many held-out prompts the policy answers; writes some of its answers."""
+        assert self._evaluator is not None, "an eval was asked for"
+        evaluation = self._evaluator(self._roller.take(state.params))
+        self._transcripts.write(step, evaluation)
+        return evaluation.figures
 
-    @property
-    def num_parameters(self) -> int:
-        return num_parameters(self.learner.abstract.params)
+    def conclusion(self, state: TrainState) -> Iterable[str]:
+        """Returns what to type next."""
+        return [f"next: maxbatch report {self._config.run_dir}"]
 
-    def prepare(self) -> None:
-        """Makes or restores the state, and the reference that the divergence is measured from."""
-        abstract = self.learner.abstract
-        restored = self.checkpoints.restore(abstract) if self.checkpoints else None
-        if restored:
-            self.learner.state = restored.state
-            if restored.position != self.position:  # the newest checkpoint was damaged
-                self._stand_at(restored.position, self._devices)
-        else:
-            params = first_parameters(self.config, abstract)
-            self.learner.state = init_opt_state(self.config, abstract, params)
-        if self.config.grpo_beta:
-            self.learner.refer_to(first_parameters(self.config, abstract))
 
-    def evaluator(self, rewards: Rewards) -> PolicyEvaluator | None:
-        """The evaluator; None where no eval is wanted or nothing is held out."""
-        held_out = self._source.held_out() if self.config.eval_interval > 0 else None
-        if held_out is None:
-            return None
-        num_pairs, num_prompts = self.plan.eval_batch_size, held_out.num_prompts
-        if self.config.eval_steps != -1:
-            # The chunks of an update, which eval takes over where its batch is not stated, do not change the prompts.
-            is_stated = self.config.eval_per_device_batch_size is not None
-            batch = num_pairs if is_stated else self.batch.effective_batch_size
-            num_prompts = min(num_prompts, self.config.eval_steps * batch)
-        roller = Roller(self.config, held_out.tokenizer, self._samplers, num_pairs)
-        return PolicyEvaluator(self.config, held_out, num_prompts, roller, num_pairs, rewards)
+def _check(config: ConfigDict) -> None:
+    if config.compiled_dir:
+        raise ConfigError(
+            f"compiled_dir={config.compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
+            'works: compiled_dir=""'
+        )
+    if config.warm_start_steps and not config.warm_start_path and config.dataset_type != "arithmetic":
+        raise ConfigError(
+            f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
+            f"examples of dataset_type=arithmetic, not {config.dataset_type}; works: warm_start_steps=0"
+        )
+
+
+def _objective_figures(metrics: StepMetrics) -> dict[str, float]:
+    """Returns the objective's other sums as means over the tokens of the responses."""
+    sums = {name: float(total) for name, total in jax.device_get(metrics.others).items()}
+    tokens = max(sums.pop("tokens"), 1.0)
+    return {name: total / tokens for name, total in sums.items()}

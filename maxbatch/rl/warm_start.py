@@ -16,8 +16,9 @@ from maxbatch.config.loading import keys
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.training.loop import Outcome, train
 from maxbatch.training.parameters import restore_parameters
+from maxbatch.training.pretraining import train
+from maxbatch.training.session import Outcome
 from maxbatch.training.state import TrainState, init_state
 
 FOLDER = "warm_start"

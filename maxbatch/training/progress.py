@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a progress bar on a terminal, plain greppable lines otherwise."""
+"""The progress of a run: a bar on a terminal, plain greppable lines otherwise."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from maxbatch.training.checkpoints import Position
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.position import Position
+from maxbatch.training.recorder import not_finite
 
 
-class Progression:
+class RunProgress:
     """Shows one run's updates.
 
     Args:
@@ -31,18 +33,20 @@ class Progression:
             columns = (BarColumn(bar_width=16), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Progress(*columns, TextColumn("left"), console=Console(highlight=False))
             self._task = self._bar.add_task("", total=total_steps, completed=first_step)
-            self._bar.start()
 
     def append(self, record: dict[str, Any]) -> None:
         """Shows a record of `metrics.jsonl`."""
-        step, line = record["step"], self._line(record)
-        remarks = ["skipped: gradient not finite"] if record["skipped"] else []
-        if "eval_loss" in record:
-            remarks.append(f"eval loss {record['eval_loss']:.4f}")
-        if "eval_pass_at_1" in record:
-            greedy = record["eval_greedy_pass_at_1"]
-            remarks.append(f"pass@1 {record['eval_pass_at_1']:.3f} (greedy {greedy:.3f})")
+        step, line = record[Metric.STEP], self._line(record)
+        remarks = []
+        if record[Metric.SKIPPED]:
+            remarks.append(f"skipped: {not_finite(record)} is not finite")
+        if Metric.EVAL_LOSS in record:
+            remarks.append(f"eval loss {record[Metric.EVAL_LOSS]:.4f}")
+        if Metric.EVAL_PASS_AT_1 in record:
+            greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
+            remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
         if self._bar is not None:
+            self._bar.start()  # once: not before the first update, so that what is printed until then stays whole
             self._bar.update(self._task, completed=step, description=line)
             if remarks:
                 self._bar.console.print(" | ".join([line, *remarks]))
@@ -51,28 +55,32 @@ class Progression:
 
     def _line(self, record: dict[str, Any]) -> str:
         parts = [
-            f"step {record['step']}/{self._total}",
-            f"loss {record['loss']:.4f}",
-            *([f"reward {record['reward']:.3f}"] if "reward" in record else []),
-            f"batch {record['global_batch_size']}",
+            f"step {record[Metric.STEP]}/{self._total}",
+            f"loss {record[Metric.LOSS]:.4f}",
+            *([f"reward {record[Metric.REWARD]:.3f}"] if Metric.REWARD in record else []),
+            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}",
         ]
         if self._num_stages > 1:
-            parts.append(f"stage {record['stage']}/{self._num_stages - 1}")
-        parts += [f"lr {record['learning_rate']:.2e}", f"{record['tokens_per_second']:,.0f} tokens/s"]
-        if record["mfu"] is not None:
-            parts.append(f"MFU {record['mfu']:.1%}")
+            parts.append(f"stage {record[Metric.STAGE]}/{self._num_stages - 1}")
+        parts += [
+            f"lr {record[Metric.LEARNING_RATE]:.2e}",
+            f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",
+        ]
+        if record[Metric.MFU] is not None:
+            parts.append(f"MFU {record[Metric.MFU]:.1%}")
         return " | ".join(parts)
 
     def sync(self) -> None:
-        """Nothing is held back."""
+        """Does nothing: nothing is held back."""
 
     def close(self) -> None:
+        """Ends the bar."""
         if self._bar is not None:
             self._bar.stop()
 
 
 def nothing_left(run_dir: str, position: Position, unit: str) -> str:
-    """What is said of a run that was complete when it was started; `unit` is what `samples_seen` counts."""
+    """Returns the message for a run that was complete when it was started; `samples_seen` counts `unit`."""
     return (
         f"{run_dir} is complete: {position.step} updates, {position.samples_seen:,} {unit}. "
         "To go on, raise its length; to start anew, give another run_dir."
@@ -80,7 +88,7 @@ def nothing_left(run_dir: str, position: Position, unit: str) -> str:
 
 
 def end_of_run(run_dir: str, position: Position, unit: str, *, stopped_by: str | None, saved: bool) -> str:
-    """What is said where a run ends, done or stopped; `unit` is what `samples_seen` counts."""
+    """Returns the message for a run that is done or was stopped; `samples_seen` counts `unit`."""
     where = f"step {position.step}, {position.samples_seen:,} {unit}, in {run_dir}"
     if stopped_by is None:
         return f"done: {where}"

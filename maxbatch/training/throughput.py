@@ -1,4 +1,4 @@
-"""How fast a step was: tokens, model FLOPs, and their share of what the chip could do."""
+"""The speed of an update: tokens, model FLOPs, and their share of the chip's peak."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from maxbatch.system.chips import chip_of
 
 
 class Throughput(NamedTuple):
+    """The speed of one update; its fields are those of the record."""
+
     step_time_s: float
     tokens_per_second: float  # tokens of real rows, over all devices
     tflops_per_device: float  # model FLOPs, recomputation not counted
-    mfu: float | None  # share of the device's bf16 peak; None where that is unknown
+    mfu: float | None  # share of the device's bf16 peak; None if that is unknown
 
 
 class ThroughputMeter:
@@ -24,6 +26,7 @@ class ThroughputMeter:
 
     Args:
       config: `peak_tflops_per_device` overrides the table of known chips.
+      devices: what the run trains on.
     """
 
     def __init__(self, config: ConfigDict, devices: Sequence[jax.Device]) -> None:
@@ -34,6 +37,7 @@ class ThroughputMeter:
         self._peak = config.peak_tflops_per_device or (chip.tflops if chip else None)
 
     def __call__(self, num_rows: int, seconds: float) -> Throughput:
+        """Returns the speed of an update on `num_rows` real rows."""
         tokens_per_second = num_rows * self._length / seconds
         tflops = tokens_per_second * self._flops_per_token / self._num_devices / 1e12
         return Throughput(seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None)

@@ -17,7 +17,7 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.target import Target, here
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
 RAMP = (
@@ -206,7 +206,7 @@ def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(
 def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxbatch.training.run.open_stream", None)
+    monkeypatch.setattr("maxbatch.training.pretraining.open_stream", None)
     assert main([command, *TINY_RUN, "attention=cudnn"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "

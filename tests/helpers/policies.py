@@ -9,7 +9,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
-from maxbatch.rl.loop import train_policy
+from maxbatch.rl.run import train_policy
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")

@@ -17,7 +17,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, batch_sharding
 from maxbatch.training.evaluation import EvalResult, Evaluator
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from maxbatch.training.state import abstract_model, abstract_state, init_state
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import LENGTH, bytes_of, read_metrics, some_rows, tiny_config

@@ -88,7 +88,7 @@ def test_clipping_and_divergence_are_counted_per_token() -> None:
     a = pairs.advantages_MxL
     clipped = ((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))
     assert sums["tokens"] == pairs.weights_MxL.sum()
-    assert sums["clipped"] == (clipped * pairs.weights_MxL).sum() > 0
+    assert sums["clip_fraction"] == (clipped * pairs.weights_MxL).sum() > 0
     to_reference = pairs.reference_logprobs_MxL - new
     kl = (np.exp(to_reference) - to_reference - 1) * pairs.weights_MxL
     assert float(sums["kl"]) == pytest.approx(float(kl.sum()), rel=1e-5)

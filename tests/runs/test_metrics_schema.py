@@ -10,7 +10,7 @@ import jax
 
 from maxbatch import load_config
 from maxbatch.runs.metrics_schema import Metric, find_metric, metrics_table
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers import policies
 from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.tiny import TINY_RUN, read_metrics

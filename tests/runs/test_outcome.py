@@ -11,7 +11,7 @@ from maxbatch import ConfigError
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import DivergedError, TrainingError
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers.tiny import tiny_config
 
 

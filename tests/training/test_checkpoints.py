@@ -23,8 +23,8 @@ from maxbatch import ConfigError, load_config
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
-from maxbatch.training.loop import train
 from maxbatch.training.parameters import restore_parameters
+from maxbatch.training.pretraining import train
 from maxbatch.training.state import TrainState, abstract_state, init_state
 from tests.helpers.tiny import read_metrics, tiny_config
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers.tiny import read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow

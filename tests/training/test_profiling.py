@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers.tiny import read_metrics, tiny_config
 
 

@@ -8,18 +8,26 @@ from typing import Any
 
 from rich.console import Console
 
-from maxbatch.training.progress import Progression
+from maxbatch.training.progress import RunProgress
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     base = {"loss": 2.5, "global_batch_size": 16, "stage": 1, "learning_rate": 1e-3}
-    return {"step": step, **base, "tokens_per_second": 12345.6, "mfu": None, "skipped": False, **more}
+    return {
+        "step": step,
+        **base,
+        "tokens_per_second": 12345.6,
+        "grad_norm": 1.0,
+        "mfu": None,
+        "skipped": False,
+        **more,
+    }
 
 
 def lines(records: list[dict[str, Any]], num_stages: int = 1) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=200, highlight=False)
-    with closing(Progression(console, 20, 0, num_stages, 10)) as progression:
+    with closing(RunProgress(console, 20, 0, num_stages, 10)) as progression:
         for one in records:
             progression.append(one)
     return out.getvalue().splitlines()
@@ -32,8 +40,10 @@ def test_a_pipe_gets_the_first_the_last_and_every_tenth_update() -> None:
 
 
 def test_eval_and_skips_are_shown_whenever_they_happen() -> None:
-    shown = lines([record(3, eval_loss=2.25), record(4, skipped=True, loss=float("nan"))])
-    assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith("gradient not finite")
+    shown = lines(
+        [record(3, eval_loss=2.25), record(4, skipped=True, loss=float("nan"), grad_norm=float("nan"))]
+    )
+    assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith("skipped: a gradient is not finite")
 
 
 def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
@@ -49,7 +59,7 @@ def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
 def test_a_terminal_gets_a_bar() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    with closing(Progression(console, 20, 0, 1, 10)) as progression:
+    with closing(RunProgress(console, 20, 0, 1, 10)) as progression:
         assert progression._bar is not None
         progression.append(record(7))
         assert progression._bar.tasks[0].completed == 7

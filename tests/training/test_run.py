@@ -10,7 +10,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.training.loop import train
+from maxbatch.training.pretraining import train
 from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import read_metrics, tiny_config
 

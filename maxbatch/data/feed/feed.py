@@ -18,7 +18,7 @@ import numpy as np
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.reader import Contiguous, Reader
 from maxbatch.data.stream.stream import Stream
-from maxbatch.plan.rampup import RampupBatchManager, Stage
+from maxbatch.plan.rampup import PlannedStep, RampupBatchManager, Stage
 
 
 class BatchSeries(NamedTuple):
@@ -99,14 +99,13 @@ class BatchLoader:
 
 
 class StagedBatch(NamedTuple):
-    """A global batch on its devices, with its position and size."""
+    """A global batch on its devices, and the update that it is for."""
 
     batch: Batch
-    first_sample: int  # samples_seen before the step
-    num_rows: int  # real rows, without padding
-    stage: int  # index into the manager's stages
+    planned: PlannedStep
     shape: BatchShape
     num_micro_batches: int  # those of the A that have real rows
+    waited_s: float = 0.0  # the wait of training for it
 
 
 class Feed:
@@ -114,12 +113,11 @@ class Feed:
 
     Args:
       stream: the training stream; None on a host that reads none.
-      manager: states the rows that the step at each position trains on.
+      manager: plans the updates.
       shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; every shape trains
         the same. With several hosts it must depend on its arguments alone, so that they agree.
       placement: assigns rows to devices.
       first_step: updates before the first batch.
-      total_steps: updates of the whole run.
       depth: batches on the devices ahead of the one in training.
     """
 
@@ -130,45 +128,43 @@ class Feed:
         shape_for: Callable[[Stage, bool], BatchShape],
         placement: Placement,
         first_step: int,
-        total_steps: int,
         depth: int = 2,
     ) -> None:
         self._stream, self._manager = stream, manager
         self._shape_for, self._placement = shape_for, placement
-        self._position = manager.position_after(first_step)
-        self._end = manager.position_after(total_steps)
+        self._first_step = first_step
         self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
-        self.waited_s = 0.0  # the wait of the last `next` for its batch
         self._thread = threading.Thread(target=self._produce, name="maxbatch-feed", daemon=True)
         self._thread.start()
 
     def _series(self) -> list[BatchSeries]:
         """Returns the batches ahead: a series per stage, and one for a last batch that is not full."""
-        manager, position = self._manager, self._position
-        series = []
-        while position < self._end:
-            stage, batch = manager.stages[manager.stage_at(position)], manager.rows_at(position)
-            end_of_stage = stage.first_sample + (stage.num_samples or 0)
-            num_batches = (min(end_of_stage, self._end) - position) // batch
-            series.append(BatchSeries(position, batch, num_batches, self._shape_for(stage, True)))
-            position += num_batches * batch
+        manager, series = self._manager, []
+        for stage in manager.stages:
+            step, end = max(stage.first_step, self._first_step), stage.first_step + (stage.num_steps or 0)
+            while step < end:
+                position = manager.position_after(step)
+                num_rows, last_rows = (
+                    manager.rows_at(position),
+                    manager.rows_at(manager.position_after(end - 1)),
+                )
+                num_batches = end - step - (last_rows < num_rows)
+                series.append(BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True)))
+                step += num_batches
         return series
 
     def _batches(self) -> Iterator[StagedBatch]:
-        manager, position = self._manager, self._position
-        if position == self._end:
+        series = self._series()
+        if not series:
             return
         last_stage: int | None = None
-        with BatchLoader(self._stream, self._placement, self._series()) as loader:
-            while position < self._end:
-                num_rows = manager.rows_at(position)
-                stage = manager.stage_at(position)
-                shape = self._shape_for(manager.stages[stage], stage != last_stage)
-                last_stage = stage
-                batch = loader.batch(num_rows, shape)
-                yield StagedBatch(batch, position, num_rows, stage, shape, -(-num_rows // shape.micro_batch))
-                position += num_rows
+        with BatchLoader(self._stream, self._placement, series) as loader:
+            for planned in self._manager.steps_from(self._first_step):
+                opens_stage, last_stage = planned.stage != last_stage, planned.stage
+                shape = self._shape_for(self._manager.stages[planned.stage], opens_stage)
+                batch = loader.batch(planned.num_rows, shape)
+                yield StagedBatch(batch, planned, shape, -(-planned.num_rows // shape.micro_batch))
 
     def _produce(self) -> None:
         try:
@@ -194,12 +190,11 @@ class Feed:
     def __next__(self) -> StagedBatch:
         start = time.perf_counter()
         item = self._queue.get()
-        self.waited_s = time.perf_counter() - start
         if item is None:
             raise StopIteration
         if isinstance(item, BaseException):
             raise item
-        return item
+        return item._replace(waited_s=time.perf_counter() - start)
 
     def __enter__(self) -> Feed:
         return self

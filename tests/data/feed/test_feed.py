@@ -24,29 +24,28 @@ def make_feed(first_step: int = 0, *overrides: str, num_devices: int = 4) -> Fee
     plan = BatchPlan.from_config(config, num_devices)
     placement = Placement(batch_sharding(make_mesh(config, jax.devices()[:num_devices])), LENGTH)
     (shape, *_) = plan_shapes(plan.stages)
-    assert plan.total_steps is not None
-    return Feed(open_stream(config), plan.manager, lambda *_: shape, placement, first_step, plan.total_steps)
+    return Feed(open_stream(config), plan.manager, lambda *_: shape, placement, first_step)
 
 
 def test_every_step_gets_exactly_its_samples_in_order() -> None:
     stream, position = open_stream(tiny_config()), 0
     with make_feed() as feed:
         for staged in feed:
-            wanted = stream.read(position, position + staged.num_rows)
+            wanted = stream.read(position, position + staged.planned.num_rows)
             for name, array in zip(("tokens", "segments", "weights"), staged.batch, strict=True):
                 rows = np.asarray(array).reshape(-1, LENGTH)
-                np.testing.assert_array_equal(rows[: staged.num_rows], wanted[name])
-                assert name == "tokens" or not rows[staged.num_rows :].any(), (
+                np.testing.assert_array_equal(rows[: staged.planned.num_rows], wanted[name])
+                assert name == "tokens" or not rows[staged.planned.num_rows :].any(), (
                     "padding has no segment, no weight"
                 )
-            assert staged.first_sample == position
-            position += staged.num_rows
+            assert staged.planned.first_sample == position
+            position += staged.planned.num_rows
     assert position == 150
 
 
 def test_batches_follow_the_schedule_and_the_last_is_what_is_left() -> None:
     with make_feed() as feed:
-        assert [f.num_rows for f in feed] == [8, 8, 8, 16, 16, 16, 24, 24, 24, 6]
+        assert [staged.planned.num_rows for staged in feed] == [8, 8, 8, 16, 16, 16, 24, 24, 24, 6]
 
 
 @pytest.mark.parametrize("first_step", [1, 4, 9])
@@ -54,7 +53,7 @@ def test_a_feed_that_starts_later_goes_on_as_the_first_would_have(first_step: in
     with make_feed() as whole, make_feed(first_step) as rest:
         late = list(whole)[first_step:]
         for one, other in zip(late, rest, strict=True):
-            assert one[1:] == other[1:]
+            assert one[1:4] == other[1:4]
             np.testing.assert_array_equal(one.batch.tokens_AxMxL, other.batch.tokens_AxMxL)
 
 
@@ -64,7 +63,7 @@ def test_samples_lie_where_the_layout_draws_them() -> None:
     plan = BatchPlan.from_config(config, 3)
     stream = open_stream(config)
     placement = Placement(batch_sharding(make_mesh(config, jax.devices()[:3])), LENGTH)
-    with Feed(stream, plan.manager, lambda *_: BatchShape(9, 2), placement, 0, 1) as feed:
+    with Feed(stream, plan.manager, lambda *_: BatchShape(9, 2), placement, 0) as feed:
         (staged,) = feed
     for device, shard in enumerate(staged.batch.tokens_AxMxL.addressable_shards):
         for j, layout in enumerate(plan.layout()):
@@ -81,7 +80,7 @@ def test_what_goes_wrong_in_the_feed_is_raised_where_it_is_read() -> None:
     plan = BatchPlan.from_config(config, 1)
     placement = Placement(batch_sharding(make_mesh(config, jax.devices()[:1])), LENGTH)
     with (
-        Feed(open_stream(config), plan.manager, fail, placement, 0, 10) as feed,
+        Feed(open_stream(config), plan.manager, fail, placement, 0) as feed,
         pytest.raises(ValueError, match="no shape"),
     ):
         next(feed)

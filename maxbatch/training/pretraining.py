@@ -1,0 +1,217 @@
+"""Pre-training: steps that feed on rows of the stream and learn to predict each next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from maxbatch.data.feed.feed import Feed, StagedBatch
+from maxbatch.data.feed.placement import BatchShape, is_loading
+from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.parallel.mesh import must_take_turns
+from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.sampling.text import generate_text
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.ladder import StepLadder, compile_here
+from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
+from maxbatch.training.compile.saved import SavedPrograms
+from maxbatch.training.evaluation import Evaluator
+from maxbatch.training.parameters import restore_parameters
+from maxbatch.training.recorder import Dispatched
+from maxbatch.training.session import Outcome, Session, TaskData
+from maxbatch.training.state import TrainState, init_opt_state
+
+
+def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
+    """Trains as the config says, from the newest checkpoint of `run_dir` if there is one.
+
+    Args:
+      config: a resolved config (`maxbatch.load_config`).
+      devices: the devices to train on, all by default.
+
+    Returns:
+      Where the run stands, and the signal that stopped it, if one did.
+
+    Raises:
+      ConfigError: the config, the data or the checkpoint cannot be used.
+      TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
+    """
+    with ExitStack() as stack:
+        return Session(config, devices or jax.devices(), Pretraining, stack).run()
+
+
+class Pretraining:
+    """The task of pre-training (`maxbatch.training.session.Task`).
+
+    Attributes:
+      stream: the training stream; None on a host that does not load data.
+      placement: puts batches onto the mesh, from `build` on.
+      steps: the compiled updates of the stages ahead, from `feed` on.
+    """
+
+    steps: StepLadder
+
+    def __init__(self, session: Session[StagedBatch]) -> None:
+        self._session = session
+        config, devices = session.config, session.devices
+        self.takes_turns = must_take_turns(devices)
+        self._mesh_shape = checked_mesh_shape(config, devices)
+        self._expansion = max(1, int(expansion_factor(config, jax.process_count())))
+        self._loads = is_loading(jax.process_index(), self._expansion)
+        self.stream: Stream | None = open_stream(config) if self._loads else None
+        self.data = self._agree_on_data()
+        self._evaluator: Evaluator | None = None
+
+    def _agree_on_data(self) -> TaskData:
+        """Returns the facts of the first host; the others must read the same data."""
+
+        def facts() -> list[Any]:
+            assert self.stream is not None, "the first host loads data"
+            return [self.stream.identity, self.stream.samples_per_epoch]
+
+        identity, samples_per_epoch = broadcast(facts)
+        differing = [
+            f"{key} on host {host}"
+            for host, theirs in enumerate(gather(self.stream.identity if self.stream else identity))
+            for key in sorted(identity.keys() | theirs.keys())
+            if identity.get(key) != theirs.get(key)
+        ]
+        if differing:
+            raise ConfigError(
+                f"dataset_path={self._session.config.dataset_path!r}: the hosts see different data "
+                f"({', '.join(differing[:8])} differ from host 0); give every host the same files"
+            )
+        return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
+
+    def plan(self, resume: Resume) -> BatchPlan:
+        """Plans the batch on the mesh of the devices."""
+        return BatchPlan.on_mesh(
+            self._session.config,
+            self._mesh_shape,
+            jax.process_count(),
+            samples_per_epoch=self.data.samples_per_epoch,
+            resume=resume,
+        )
+
+    def build(self) -> None:
+        """Lowers nothing yet; `compiled_dir` is opened, and must fit."""
+        config = self._session.config
+        self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion)
+        self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
+        self.placement = self._programs.placement
+        self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+        """Returns a program of `compiled_dir`, or one compiled here."""
+        if self._saved is not None and name in self._saved:
+            return self._saved.load(name, lower)
+        return compile_here(name, lower)
+
+    def feed(self) -> Feed:
+        """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
+
+        def compile_step(shape: BatchShape) -> Any:
+            return self.executable(step_name(shape), lambda: self._programs.step(shape))
+
+        manager, position = self._session.plan.manager, self._session.position
+        ahead = manager.stages[manager.stage_at(position.samples_seen) :]
+        # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
+        self.steps = StepLadder(
+            compile_step,
+            [stage for stage in ahead if stage.num_steps],
+            all_first=jax.process_count() > 1 or self._saved is not None,
+            shapes=self._saved.shapes if self._saved else None,
+        )
+        return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
+
+    def introduction(self) -> Iterable[str]:
+        """Returns which micro-batches a ramp is compiled for."""
+        return [self.steps.describe()] if len(self._session.plan.manager.stages) > 1 else []
+
+    def prepare(self, restored: TrainState | None) -> TrainState:
+        """Compiles the first step while the state is made, and warms it up."""
+        making_state = self._session.background.start(lambda: restored or self._first_state())
+        compiled = self.steps.compile_first()
+        state = making_state.result()
+        for shape, step in compiled:
+            # A batch without weight changes nothing.
+            nothing = (self.placement.padding(shape), np.int32(1), np.float32(0), np.float32(1))
+            state, metrics = step(state, *nothing)
+            jax.block_until_ready(metrics)
+        self._evaluator = self._open_evaluator()
+        return state
+
+    def _first_state(self) -> TrainState:
+        config = self._session.config
+        if config.load_parameters_path:
+            params = restore_parameters(config.load_parameters_path, self.abstract.params)
+            return init_opt_state(config, self.abstract, params)
+        return self.executable(INIT, self._programs.init)()
+
+    def _open_evaluator(self) -> Evaluator | None:
+        """Returns None if no eval is wanted or nothing is held out."""
+        config = self._session.config
+        if config.eval_interval <= 0:
+            return None
+        held_out = open_stream(config, split="eval") if self._loads else None
+        num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
+        if not num_rows:
+            return None
+        batch_size = self._session.plan.eval_batch_size
+        return Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size)
+
+    def step(
+        self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float
+    ) -> tuple[TrainState, Dispatched]:
+        """Dispatches the update on a batch."""
+        state, metrics = self.steps[batch.shape](
+            state,
+            batch.batch,
+            np.int32(batch.num_micro_batches),
+            np.float32(learning_rate),
+            np.float32(batch_ratio),
+        )
+        counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream else None
+        return state, Dispatched(
+            planned=batch.planned,
+            micro_batch_size=batch.shape.micro_batch,
+            num_micro_batches=batch.num_micro_batches,
+            learning_rate=learning_rate,
+            data_wait_s=batch.waited_s,
+            metrics=metrics,
+            figures={} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts},
+        )
+
+    def compile_rest(self) -> None:
+        """Starts compiling the updates of later stages and the eval."""
+        self.steps.compile_rest(self._session.background)
+        if self._evaluator:
+            self._evaluator.compile(self.abstract.params, self._session.background, self.executable)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether an eval is wanted and rows are held out."""
+        return self._evaluator is not None
+
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
+        """Returns the loss on the held-out rows."""
+        assert self._evaluator is not None, "an eval was asked for"
+        return {Metric.EVAL_LOSS: self._evaluator(state.params).loss}
+
+    def conclusion(self, state: TrainState) -> Iterator[str]:
+        """Yields a sample of what the model learned, and what to type next."""
+        config, prompt = self._session.config, self._session.config.generate_prompt
+        if prompt:
+            text = generate_text(state.params, make_tokenizer(config), prompt, config, mesh=self.mesh)
+            yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
+        if config.enable_checkpointing:
+            yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")
+        yield f"      pip install tensorboard && tensorboard --logdir {config.run_dir}"
