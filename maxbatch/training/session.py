@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -278,7 +279,8 @@ class Session(Generic[B]):
                 break
             profiler.before(step)
             rates = rate.at(first_sample), rate.batch_ratio_at(first_sample)
-            self.state, update = task.step(self.state, batch, *rates)
+            with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
+                self.state, update = task.step(self.state, batch, *rates)
             recorder.add(update)
             self.background.check()
             if step == first_step:

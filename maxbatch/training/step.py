@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
@@ -96,22 +97,47 @@ def update(
 ) -> tuple[TrainState, StepMetrics]:
     """Returns the state after the update, and its metrics; one that is not finite or has no weight changes nothing."""
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
-    gradient = jax.tree.map(lambda g: g / denominator, totals.gradient)
-    norm = optax.tree.norm(gradient)
-    if config.gradient_clipping_threshold:
-        shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
-        gradient = jax.tree.map(lambda g: g * shrink, gradient)
-    gradient = optax.tree.cast_like(gradient, state.params)
-    optimizer = make_optimizer(config, learning_rate, batch_ratio)
-    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-    stepped = TrainState(optax.apply_updates(state.params, updates), opt_state)
-    finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss) & _all_finite(stepped)
-    applies = finite & (totals.weight > 0)
-    state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), stepped, state)
-    loss = totals.loss / denominator
-    return state, StepMetrics(
-        loss, totals.weight, norm, ~finite, totals.noise_parts, totals.fingerprint, totals.others
+    norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
+
+    def stepped(state: TrainState, gradient_sum: nnx.State) -> TrainState:
+        gradient = jax.tree.map(lambda g: g / denominator, gradient_sum)
+        if config.gradient_clipping_threshold:
+            shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
+            gradient = jax.tree.map(lambda g: g * shrink, gradient)
+        gradient = optax.tree.cast_like(gradient, state.params)
+        optimizer = make_optimizer(config, learning_rate, batch_ratio)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state)
+
+    finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
+    finite &= jax.lax.cond(
+        finite & _may_overflow(config, learning_rate),
+        lambda *inputs: _all_finite(stepped(*inputs)),
+        lambda *inputs: jnp.bool_(True),
+        state,
+        totals.gradient,
     )
+    applies = finite & (totals.weight > 0)
+    new = stepped(state, totals.gradient)
+    state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
+    loss = totals.loss / denominator
+    parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
+    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others)
+
+
+def _may_overflow(config: ConfigDict, learning_rate: jax.Array) -> jax.Array | bool:
+    """Returns whether a finite gradient can make the state other than finite, which a pass over it then finds out.
+
+    The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an
+    optimizer reaches 1e32. A rate and a decay of at most 1 then take no parameter to 1e38, however long the run.
+    """
+    has_usual_settings = (
+        1e-12 <= config.adam_eps <= 1
+        and max(config.adam_b1, config.adam_b2) <= 1 - 1e-6
+        and config.adam_scaling == "none"
+    )
+    rate = learning_rate * min(max(1.0, config.adam_weight_decay), 1e30)
+    return ~(rate <= 1) if has_usual_settings else True
 
 
 def _all_finite(state: TrainState) -> jax.Array:

@@ -144,6 +144,27 @@ def test_a_non_finite_update_is_skipped_whole_and_does_not_outlive_its_step() ->
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "learning_rate"),
+    [
+        ((), np.inf),
+        ((), 3e38),
+        (("opt_type=sgd", "gradient_clipping_threshold=0"), 3e38),
+        (("adam_weight_decay=1e300",), 1e-2),
+        (("adam_eps=1e-300",), 1e-2),  # 0 in float32: 0 / 0 for the tokens that no row holds
+    ],
+)
+def test_an_update_whose_new_state_is_not_finite_is_skipped_whole(
+    overrides: tuple[str, ...], learning_rate: float
+) -> None:
+    config, _, abstract, _ = _program(1, overrides)
+    before = jax.device_get(init_state(config, abstract))
+    state, (metrics,) = run_steps([some_rows(ROWS)], ROWS, 1, 1, overrides, learning_rate)
+    assert metrics.skipped and np.isfinite(metrics.grad_norm)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_the_optimizer_runs_once_per_update() -> None:
     """MultiSteps used the usual way runs its inner optimizer on every micro-batch."""
     state, _ = run_steps([some_rows(ROWS, seed) for seed in range(3)], 1, 16)
