@@ -18,7 +18,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.errors import ConfigError
 
@@ -52,7 +52,6 @@ def run(args: Namespace) -> int:
     workers = _workers(args.workers)
     _check_dataset(config)
     tokenizer = make_tokenizer(config)
-    check_special_tokens(config, tokenizer)
     source = DocumentSource.from_config(config)
     folder = Path(os.path.expanduser(args.output)).absolute()
     store = _unchanged(folder, signature(source, tokenizer, config))

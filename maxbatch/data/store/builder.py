@@ -94,10 +94,13 @@ def _write_files(
 ) -> dict[str, Any]:
     layout = TokenLayout.of(tokenizer, config)
     tokeniser = Tokeniser(source, tokenizer, layout)
+    if tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib"):
+        # One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since
+        # their tokens have to be copied once more.
+        workers = 1
     total, content = Tokenised(0, skipped=len(source.missing_shards)), new_content_hash()
     try:
         with writing_atomically(folder / "tokens.bin") as file:
-            workers = 1 if _is_copying(source, tokenizer) else workers
             for done in tokenise_all(tokeniser, source.jobs(), file, folder, workers):
                 total.append(done)
                 content.update(done.digests)
@@ -127,12 +130,6 @@ def _write_files(
         "sizes": {name: (folder / name).stat().st_size for name in FILES},
         "offsets_crc32": zlib.crc32((folder / "offsets.npy").read_bytes()),
     }
-
-
-def _is_copying(source: DocumentSource, tokenizer: Tokenizer) -> bool:
-    # One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since
-    # their tokens have to be copied once more.
-    return tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib")
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:

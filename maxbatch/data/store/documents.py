@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
-from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, make_format
+from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
 from maxbatch.data.store.storage import LocalDisk, SourceFile
 from maxbatch.system.errors import ConfigError
 
@@ -33,8 +33,6 @@ _STDLIB_LEFT_OUT = frozenset({
     "lib2to3", "idlelib", "turtledemo", "ensurepip",
 })  # fmt: skip
 _JOB_PIECES = 1024  # at most: empty files add nothing to the bytes of a job
-
-T = TypeVar("T")
 
 
 class Document(NamedTuple):
@@ -63,11 +61,8 @@ class DocumentSource:
     ) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
-        A file below both paths is held out: it is not part of `dataset_path`.
-
-        Args:
-          key: the config key that names the dataset.
-          whole_records: documents are whole records, as JSON, instead of their text.
+        A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, documents are
+        records as JSON instead of their text.
 
         Raises:
           ConfigError: nothing is there, nothing is of the right kind, or shards are missing.
@@ -100,12 +95,6 @@ class DocumentSource:
         return source
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that shape the documents of given files."""
-        names = ("dataset_type", "text_field", "record_format", "skip_bad_records")
-        return {name: getattr(self, name) for name in names}
-
-    @property
     def size(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files)
@@ -115,11 +104,7 @@ class DocumentSource:
         return ConfigError(f"{self.key}={shown(repr(self.value))}: {problem}")
 
     def jobs(self) -> Iterator[list[Piece]]:
-        """Yields all pieces in order, small ones together; the grouping depends on the files alone.
-
-        Raises:
-          ConfigError: a file that cannot be read.
-        """
+        """Returns all pieces in order, small ones together; the grouping depends on the files alone."""
         return grouped(self._pieces(), lambda piece: piece.size, PIECE_BYTES, _JOB_PIECES)
 
     def documents(self, pieces: Iterable[Piece] | None = None) -> Iterator[Document]:
@@ -166,20 +151,6 @@ class DocumentSource:
         return self.error(f"cannot read {file.path}: {error.strerror or error}")
 
 
-def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: int) -> Iterator[list[T]]:
-    """Yields the items in order, in groups that end at `count` items or once they have the total size `size`."""
-    group: list[T] = []
-    total = 0
-    for item in items:
-        group.append(item)
-        total += size_of(item)
-        if total >= size or len(group) >= count:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
-
-
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:
     if dataset_type not in FOLDER_FILES:
         raise ConfigError(
@@ -192,14 +163,12 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     """Returns the standard library's modules, without empty files and files that are made on each machine."""
 
     generated = ("_sysconfigdata", "sitecustomize", "usercustomize")
-
-    def wanted(module: str) -> bool:
-        return module.endswith(".py") and not module.startswith(generated)
-
-    def enter(folder: str) -> bool:
-        return folder not in _STDLIB_LEFT_OUT and not folder.startswith("config-")
-
-    files = tuple(file for file in LocalDisk().find(str(root), wanted, enter) if file.size)
+    found = LocalDisk().find(
+        str(root),
+        wanted=lambda name: name.endswith(".py") and not name.startswith(generated),
+        enter=lambda name: name not in _STDLIB_LEFT_OUT and not name.startswith("config-"),
+    )
+    files = tuple(file for file in found if file.size)
     if not files:
         raise ConfigError(
             f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type"

@@ -36,9 +36,6 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
     Args:
       wanted: matches the names of the files that count in a folder.
       kind: what they are, for messages.
-
-    Raises:
-      ConfigError: a path that names nothing, cannot be listed, or needs a package that is not installed.
     """
     if not value:
         raise ConfigError(f"{key}='': the dataset needs a file, a folder or a glob")

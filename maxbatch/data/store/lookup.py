@@ -13,9 +13,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature, was_prepared
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
+from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError
 
 
@@ -23,6 +22,8 @@ def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
+    from maxbatch.data.store.documents import DocumentSource
+
     source = DocumentSource.from_config(config, key)
     return open_folder(cache_folder(config) / signature(source, tokenizer, config))
 
@@ -38,12 +39,12 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
     from maxbatch.data.store.builder import build_store, default_workers
+    from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
     folder = cache_folder(config) / signature(source, tokenizer, config)
     if (store := open_folder(folder)) is not None:
         return store
-    check_special_tokens(config, tokenizer)
     try:
         return build_store(folder, source, tokenizer, config, workers=default_workers(source))
     except OSError as error:

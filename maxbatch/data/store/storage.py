@@ -51,11 +51,8 @@ def is_remote(path: str) -> bool:
 class LocalDisk:
     """The file systems of this machine."""
 
-    def is_folder(self, path: str) -> bool:
-        return os.path.isdir(path)
-
-    def exists(self, path: str) -> bool:
-        return os.path.exists(path)
+    is_folder = staticmethod(os.path.isdir)
+    exists = staticmethod(os.path.exists)
 
     def file(self, path: str, name: str) -> SourceFile | None:
         """Describes a regular file; None for anything else, OSError if nothing is there."""
@@ -110,12 +107,13 @@ class RemoteStore:
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
         root = folder.rstrip("/") + "/"
-        files = []
+        found = []
         for path, info in sorted(self._file_system.find(folder, detail=True).items()):
-            *folders, name = path.removeprefix(root).split("/")
-            if wanted(name) and all(map(enter, folders)):
-                files.append(self._file(path, path.removeprefix(root), info))
-        return [file for file in files if file]
+            *folders, bare_name = path.removeprefix(root).split("/")
+            file = self._file(path, path.removeprefix(root), info)
+            if file and wanted(bare_name) and all(map(enter, folders)):
+                found.append(file)
+        return found
 
     def glob(self, pattern: str) -> list[SourceFile]:
         infos = sorted(self._file_system.glob(pattern, detail=True).items())
@@ -146,11 +144,7 @@ _DISK = LocalDisk()
 def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str]:
     """Returns the storage of an absolute path or a URL, and the path there.
 
-    Args:
-      where: `key=value` for messages; by default the path.
-
-    Raises:
-      ConfigError: the storage needs a package that is not installed, or cannot be reached.
+    Messages about a store that needs another package, or cannot be reached, begin with `where`, by default the path.
     """
     scheme = _SCHEME.match(path)
     if scheme is None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 VERSION = 2
 _DIGEST_BYTES = 16
 FILES = ("tokens.bin", "offsets.npy")
+# The settings that shape the documents of given files.
+_SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
         "version": VERSION,
         "files": source.files,
         "missing_shards": source.missing_shards,
-        **source.settings,
+        **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
         **{key: config[key] for key in names_fixing(Fixes.TOKENS)},
     }

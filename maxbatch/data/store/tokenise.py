@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import functools
-import io
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,8 +14,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from maxbatch.data.store.documents import DocumentSource, grouped
-from maxbatch.data.store.formats import Piece
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import Piece, grouped
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import TrainingError
@@ -25,8 +24,9 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 # Batches large enough to be worth a call of the library, and small enough for the processor's cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
+# Few calls per token, and memory that does not grow with the length of a document.
 _WRITE_TOKENS = 1 << 18
-_BUFFER_BYTES = 1 << 19
+_WRITE_PARTS = 4096
 _COPY_BYTES = 1 << 20
 
 
@@ -42,22 +42,23 @@ class Tokeniser:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
         done = Tokenised(sum(piece.size for piece in job))
         dtype = np.dtype(self.layout.dtype)
-        bos, eos = (np.array(token, dtype).tobytes() for token in (self.layout.bos, self.layout.eos))
-        num_special = len(self.layout.bos) + len(self.layout.eos)
-        writer = io.BufferedWriter(file, _BUFFER_BYTES)
+        for parts in grouped(self._tokens(job, done), len, _WRITE_TOKENS, _WRITE_PARTS):
+            file.write(np.concatenate(parts, dtype=dtype, casting="unsafe").data)
+        return done
+
+    def _tokens(self, job: Sequence[Piece], done: Tokenised) -> Iterator[np.ndarray]:
+        """Yields the tokens of a job's documents, a long document in parts."""
+        bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
         digests = []
         for batch in grouped(self._kept(job, done), len, _BATCH_BYTES, _BATCH_DOCUMENTS):
             for ids in self.tokenizer.encode_utf8_batch(batch):
-                writer.write(bos)
-                # A long document part by part: its tokens may take several times as many bytes as its ids.
+                yield bos
                 for begin in range(0, len(ids), _WRITE_TOKENS):
-                    writer.write(ids[begin : begin + _WRITE_TOKENS].astype(dtype).data)
-                writer.write(eos)
-                done.lengths.append(len(ids) + num_special)
+                    yield ids[begin : begin + _WRITE_TOKENS]
+                yield eos
+                done.lengths.append(len(bos) + len(ids) + len(eos))
                 digests.append(self.layout.digest(ids))
-        writer.detach()  # writes what is left
         done.digests = b"".join(digests)
-        return done
 
     def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[bytes]:
         kept = 0

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.storage import SourceFile
@@ -21,6 +21,8 @@ Bad = Callable[[str], bytes]
 
 # The size of a piece, about: large enough to be worth a request to a worker, small enough to share evenly.
 PIECE_BYTES = 4 << 20
+
+T = TypeVar("T")
 
 
 class Piece(NamedTuple):
@@ -68,6 +70,20 @@ FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
     "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
     "arrayrecord": (re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"), ".array_record or .arrayrecord"),
 }
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: int) -> Iterator[list[T]]:
+    """Yields the items in order, in groups that end at `count` items or once they have the total size `size`."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size_of(item)
+        if total >= size or len(group) >= count:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
 
 
 def make_format(dataset_type: str, record_format: str, text_field: str | None, bad: Bad) -> Format:

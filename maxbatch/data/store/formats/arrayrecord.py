@@ -8,7 +8,7 @@ from typing import Any
 
 from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
-from maxbatch.data.store.formats.example import ExampleError, example_field
+from maxbatch.data.store.formats.example import example_field
 from maxbatch.data.store.storage import SourceFile, is_remote, reason
 from maxbatch.system.errors import ConfigError
 
@@ -63,7 +63,7 @@ class ArrayRecords:
         if self._feature is not None:
             try:
                 record = example_field(record, self._feature)
-            except ExampleError as error:
+            except ValueError as error:
                 return self._bad(f"{place}: {error}")
         return checked_utf8(record, place, self._bad)
 

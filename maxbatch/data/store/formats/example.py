@@ -27,15 +27,11 @@ message_type { name: "Example" field { name: "features" number: 1 type_name: ".m
 """
 
 
-class ExampleError(ValueError):
-    """A record that is not an Example, or lacks the text."""
-
-
 def example_field(record: bytes, name: str) -> bytes:
     """Returns the bytes of the feature `name` of a serialised tf.train.Example.
 
     Raises:
-      ExampleError: not an Example; no such feature; or the feature is not one string of bytes.
+      ValueError: not an Example; no such feature; or the feature is not one string of bytes.
     """
     from google.protobuf.message import DecodeError
 
@@ -43,19 +39,15 @@ def example_field(record: bytes, name: str) -> bytes:
     try:
         example.ParseFromString(record)
     except DecodeError as error:
-        raise ExampleError(
-            "not a tf.train.Example; record_format=text reads records as UTF-8 text"
-        ) from error
+        raise ValueError("not a tf.train.Example; record_format=text reads records as UTF-8 text") from error
     features = example.features.feature
     if name not in features:
         names = shown(", ".join(map(repr, sorted(features)[:8])))
         names = names or "none (record_format=text reads plain text)"
-        raise ExampleError(f"no feature text_field={shown(repr(name))}; its features: {names}")
+        raise ValueError(f"no feature text_field={shown(repr(name))}; its features: {names}")
     values = features[name].bytes_list.value
     if len(values) != 1:
-        raise ExampleError(
-            f"feature text_field={shown(repr(name))} holds {len(values)} byte strings, not one"
-        )
+        raise ValueError(f"feature text_field={shown(repr(name))} holds {len(values)} byte strings, not one")
     return values[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, record_as_json
+from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, grouped, record_as_json
 from maxbatch.data.store.storage import SourceFile, reason
 from maxbatch.system.errors import ConfigError
 
@@ -43,12 +43,9 @@ class Parquet:
             return
         # The groups' sizes are those of unpacked data; progress is counted in bytes of the file.
         share = file.size / max(sum(sizes), 1)
-        begin = 0
-        for group in range(len(sizes)):
-            size = sum(sizes[begin : group + 1])
-            if size >= PIECE_BYTES or group + 1 == len(sizes):
-                yield Piece(file, begin, group + 1, int(size * share))
-                begin = group + 1
+        for run in grouped(range(len(sizes)), sizes.__getitem__, PIECE_BYTES, len(sizes)):
+            size = sum(sizes[group] for group in run)
+            yield Piece(file, run[0], run[-1] + 1, int(size * share))
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
         """Yields the text of each row. In a damaged row group the rows from the damage on are left out."""
