@@ -27,7 +27,7 @@ _BATCH_DOCUMENTS = 1024
 # Few calls per token, and memory that does not grow with the length of a document.
 _WRITE_TOKENS = 1 << 18
 _WRITE_PARTS = 4096
-_COPY_BYTES = 1 << 20
+_COPY_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
