@@ -32,16 +32,19 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.config.rules import check_data_paths
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.mesh_shape import MOST_DEVICES
 
     config = config_of(args)
     check_data_paths(config)
     if args.words and config.batch_size is not None:
         stated = f"batch_size={config.batch_size} states one of prompts"
         raise ConfigError(f"--words: is for the batch of pre-training, and {stated}")
-    _check_machine(args)
+    check_at_most("--devices", args.devices or 1, MOST_DEVICES)
+    check_divides("--hosts", args.hosts, args.devices or 1)
+    check_divides("--slices", args.slices, args.devices or 1)
     epoch = args.samples_per_epoch or samples_per_epoch_if_cached(config)
-    devices, hosts, slices = args.devices or 1, args.hosts, args.slices
-    plan = BatchPlan.from_config(config, devices, hosts, num_slices=slices, samples_per_epoch=epoch)
+    devices, slices = args.devices or 1, args.slices
+    plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
@@ -68,19 +71,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_machine(args: argparse.Namespace) -> None:
-    """Raises ConfigError, in the names of the flags, for devices that cannot be that many hosts or slices."""
-    from maxbatch.plan.mesh_shape import MOST_DEVICES
-
-    check_at_most("--devices", args.devices or 1, MOST_DEVICES)
-    check_divides("--hosts", args.hosts, args.devices or 1)
-    check_divides("--slices", args.slices, args.devices or 1)
-
-
 def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:
     parts = plan.gradient_accumulation_steps * plan.batch_shards
     if parts > _MOST_PARTS:
+        rule = f"prints every part of an update with --layout, and there are {parts}"
         works = "works: --layout without --json, which draws the first and the last"
-        raise ConfigError(f"--json: prints every part of an update with --layout, and there are {parts}; they must be "
-                          f"at most {_MOST_PARTS}; {works}")  # fmt: skip
+        raise ConfigError(f"--json: {rule}; they must be at most {_MOST_PARTS}; {works}")
     return plan.layout()

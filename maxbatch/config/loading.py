@@ -95,7 +95,7 @@ def dump_config(config: ConfigDict) -> str:
 @functools.cache
 def keys() -> Mapping[str, Key]:
     """Returns every config key by name, with its default, in the order of base.yml."""
-    defaults = {entry.name: entry.text for entry in entries(_base_path())}
+    defaults = {entry.name: entry.text for entry in _base_entries()}
     return {key.name: dataclasses.replace(key, default=defaults[key.name]) for key in ROWS}
 
 
@@ -104,8 +104,13 @@ def _base_path() -> Path:
 
 
 @functools.cache
+def _base_entries() -> tuple[Entry, ...]:
+    return tuple(entries(_base_path()))
+
+
+@functools.cache
 def _base_layer() -> _Layer:
-    return _layer("base.yml", entries(_base_path()))
+    return _layer("base.yml", _base_entries())
 
 
 def _chain(path: Path) -> list[_Layer]:

@@ -15,12 +15,11 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
-from maxbatch.plan.mesh_shape import MOST_DEVICES, MeshShape
+from maxbatch.plan.mesh_shape import MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, stated_batches
 from maxbatch.system.errors import ConfigError
 
@@ -38,17 +37,11 @@ NEW_RUN = Resume()
 
 
 def check_batch_keys(config: ConfigDict) -> None:
-    """Checks what pre-training's batch keys state, as far as no devices are needed; `BatchPlan` checks the rest.
-
-    Raises:
-      ConfigError: the expansion factor, the ramp or the schedule breaks its rule, or `batch_size` states a batch of
-        prompts.
-    """
+    """Raises ConfigError for batch keys of pre-training that break a rule on any devices."""
     if config.batch_size is not None:
-        raise ConfigError(
-            f"batch_size={config.batch_size}: states a batch of prompts, which maxbatch rl trains on; "
-            "works: batch_size=null and a dataset of documents, or maxbatch rl"
-        )
+        rule = "states a batch of prompts, which maxbatch rl trains on"
+        works = "batch_size=null and a dataset of documents, or maxbatch rl"
+        raise ConfigError(f"batch_size={config.batch_size}: {rule}; works: {works}")
     expansion_factor(config, num_hosts=None)
     if config.enable_rampup_batch_size:
         increments(config)
@@ -123,11 +116,12 @@ class BatchPlan:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
         """
 
-        def plan(tried: ConfigDict) -> BatchPlan:
-            meshes = RunMeshes.from_config(tried, num_devices, num_slices)
-            return cls._on(tried, meshes, num_hosts, samples_per_epoch, resume)
+        def meshes(tried: ConfigDict) -> RunMeshes:
+            return RunMeshes.from_config(tried, num_devices, num_slices)
 
-        return accepted(config, plan)
+        return accepted(
+            config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume)
+        )
 
     @classmethod
     def on_mesh(
@@ -141,14 +135,16 @@ class BatchPlan:
     ) -> BatchPlan:
         """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
 
-        def plan(tried: ConfigDict) -> BatchPlan:
-            same = tried is config  # other axes may be tried for a refusal
-            mesh = shape if same else MeshShape.from_config(tried, shape.num_devices, shape.num_slices)
-            return cls._on(
-                tried, RunMeshes(mesh, mesh, mesh.num_devices), num_hosts, samples_per_epoch, resume
-            )
+        def meshes(tried: ConfigDict) -> RunMeshes:
+            if tried is config:
+                return RunMeshes(shape, shape, shape.num_devices)
+            return RunMeshes.from_config(
+                tried, shape.num_devices, shape.num_slices
+            )  # a refusal may try other axes
 
-        return accepted(config, plan)
+        return accepted(
+            config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume)
+        )
 
     @classmethod
     def _on(
@@ -159,20 +155,22 @@ class BatchPlan:
         samples_per_epoch: int | None,
         resume: Resume,
     ) -> BatchPlan:
-        if num_hosts < 1 or meshes.num_devices % num_hosts:
-            nearest = largest_divisor(meshes.num_devices, num_hosts) or 1
-            rule = f"must divide the {meshes.num_devices} devices"
-            raise ConfigError(f"num_hosts={num_hosts}: {rule}; works: num_hosts={nearest}")
+        check_divides("num_hosts", num_hosts, meshes.num_devices)
         e = expansion_factor(config, num_hosts, resume)
-        meshes.check_model_fits(config)
+        check_model_fits(config, meshes.training)
+        check_model_fits(config, meshes.sampling)
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
-        last, total, rows = manager.stages[-1], manager.total_samples, manager.rows_per_sample
-        batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        length = config.max_target_length
+        last, total = manager.stages[-1], manager.total_samples
+        batch, micro, length = (
+            last.global_batch_size,
+            last.micro_batch_size_to_train_on,
+            config.max_target_length,
+        )
         parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
+        epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)
         is_ramp = len(manager.stages) > 1
         return cls(
             num_devices=meshes.num_devices,
@@ -197,10 +195,9 @@ class BatchPlan:
             tokens_per_step=batch * length,
             total_steps=manager.total_steps,
             total_samples=total,
-            total_tokens=None if total is None else total * rows * length,
+            total_tokens=None if total is None else total * manager.rows_per_sample * length,
             samples_per_epoch=samples_per_epoch,
-            steps_per_epoch=samples_per_epoch
-            and -(-samples_per_epoch * rows // batch) * manager.updates_per_batch,
+            steps_per_epoch=epoch_batches and epoch_batches * manager.updates_per_batch,
             epochs=_epochs(config, total, samples_per_epoch),
             rampup_end_step=last.first_step if is_ramp else 0,
             rampup_end_sample=last.first_sample if is_ramp else 0,
@@ -222,30 +219,23 @@ class BatchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
-        plan = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_PRINTED}
-        plan |= dataclasses.asdict(self.rl) if self.rl else {}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
+        plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
+        plan |= self.rl._asdict() if self.rl else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
-            {
-                f.name: _json(getattr(stage, f.name))
-                for f in dataclasses.fields(stage)
-                if f.name != "threshold"
-            }
+            {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"}
             for stage in self.stages
         ]
-        return {name: _json(value) for name, value in plan.items()}
+        return plan
 
     def samples_of(self, stage: int, micro_batch: int, shard: int) -> tuple[int, int]:
-        """Returns which samples of an update a batch shard holds in a micro-batch of a stage.
+        """Returns (first, end): what a batch shard holds in a micro-batch of a stage is `stream[s + first : s + end]`.
 
         Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part.
-
-        Returns:
-          (first, end): the shard holds `stream[s + first : s + end]`.
         """
-        micro = self.stages[stage].micro_batch_size_to_train_on
-        rows = micro // self.batch_shards
-        first = micro_batch * micro + shard * rows
+        rows = self.stages[stage].micro_batch_size_to_train_on // self.batch_shards
+        first = (micro_batch * self.batch_shards + shard) * rows
         return first, first + rows
 
     def layout(self, stage: int = -1) -> list[list[tuple[int, int]]]:
@@ -254,23 +244,17 @@ class BatchPlan:
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_PRINTED = ("manager", "meshes", "warnings", "rl")
+_NOT_NUMBERS = ("manager", "meshes", "warnings", "rl")
 
 
-def _json(value: Any) -> Any:
-    """Returns a value as JSON writes it: whole numbers as int, others as float."""
-    if isinstance(value, Fraction | float):
-        return int(value) if value == int(value) else float(value)
-    return value
+def _json(number: Number | None) -> int | float | None:
+    if isinstance(number, Fraction | float):
+        return int(number) if number == int(number) else float(number)
+    return number
 
 
 def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
-    """Returns e, checked against the hosts that are here and those that wrote the checkpoint.
-
-    Args:
-      config: the run's config.
-      num_hosts: H; None: unknown, and e is checked by itself.
-      resume: the checkpoint that the run goes on from.
+    """Returns e, checked against the hosts that are here (None: unknown) and those that wrote the checkpoint.
 
     Raises:
       ConfigError: e has no meaning, or none with these hosts; the message names one that has.
@@ -298,7 +282,7 @@ def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume =
 
 
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:
-    """Returns the share of its time that a stage waits: S - 1 of M x R + S - 1 ticks.
+    """Returns the share of its time that a stage waits, S - 1 of M x R + S - 1 ticks.
 
     Reference: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, as a share of all ticks.
     """
@@ -306,10 +290,7 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
 
 
 def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> int:
-    """Returns the samples of one eval pass.
-
-    They are those stated, or else as many as a pass of training holds evenly: a chunk of pairs, or p x N samples.
-    """
+    """Returns the samples of one eval pass: as stated, else what a pass of training holds (a chunk, or p x N)."""
     key = "eval_per_device_batch_size"
     if config[key] is None:
         most = chunk or math.floor(exact(config.per_device_batch_size) * unit.num_devices)
@@ -332,8 +313,6 @@ def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:
     last, total = manager.stages[-1], manager.total_samples
     if total is None or total >= last.threshold:
         return ()
-    return (
-        f"the run ends inside its ramp after {manager.total_steps} updates ({total} samples): its last stage "
-        f"of {last.global_batch_size} samples per update begins after {last.first_step} updates "
-        f"({last.first_sample} samples)",
-    )
+    ends = f"the run ends inside its ramp after {manager.total_steps} updates ({total} samples)"
+    begins = f"begins after {last.first_step} updates ({last.first_sample} samples)"
+    return (f"{ends}: its last stage of {last.global_batch_size} samples per update {begins}",)

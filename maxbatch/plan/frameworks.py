@@ -79,17 +79,13 @@ def _deepspeed(plan: BatchPlan) -> FrameworkSettings:
     steps = plan.gradient_accumulation_steps * plan.num_pipeline_microbatches
     batch = plan.global_batch_size_to_train_on
     rows = batch // steps // plan.batch_shards
-    settings = (
-        f"train_micro_batch_size_per_gpu={rows} gradient_accumulation_steps={steps} train_batch_size={batch}"
-    )
-    return FrameworkSettings("DeepSpeed", settings, f"train_batch_size={batch}")
+    update = f"train_batch_size={batch}"
+    settings = f"train_micro_batch_size_per_gpu={rows} gradient_accumulation_steps={steps} {update}"
+    return FrameworkSettings("DeepSpeed", settings, update)
 
 
 def _megatron(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline.
-
-    A ramp changes their number, so their one size must divide every stage.
-    """
+    """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline: one size for all stages."""
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
     settings = f"--micro-batch-size {micro // plan.num_pipeline_microbatches // plan.batch_shards}"
@@ -115,24 +111,17 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
     if micro < devices:
         update += f" (loads {devices * steps})"
     linear = linear_ramp(plan.stages)
-    ramp: tuple[str, ...] = ()
-    if linear and _maxtext_ramps_alike(plan.stages):
-        start, rise, samples = linear
-        ramp = (
-            f"enable_rampup_batch_size=true per_device_batch_size_start={_decimal(start, devices)} "
-            f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}",
-        )
-    return FrameworkSettings("MaxText", settings, update, ramp)
-
-
-def _maxtext_ramps_alike(stages: Sequence[Stage]) -> bool:
-    """Returns whether MaxText, which counts anew at every stage, ramps at the same samples.
-
-    It does if updates meet each threshold exactly.
-    """
-    apart = stages[1].threshold
-    accumulates = any(stage.gradient_accumulation_steps > 1 for stage in stages)
-    return not accumulates and all(apart % stage.global_batch_size == 0 for stage in stages[:-1])
+    if not linear or any(stage.gradient_accumulation_steps > 1 for stage in plan.stages):
+        return FrameworkSettings("MaxText", settings, update)
+    start, rise, samples = linear
+    # MaxText counts anew at every stage, so updates must meet each threshold exactly.
+    if any(plan.stages[1].threshold % stage.global_batch_size for stage in plan.stages[:-1]):
+        return FrameworkSettings("MaxText", settings, update)
+    ramp = (
+        f"enable_rampup_batch_size=true per_device_batch_size_start={_decimal(start, devices)} "
+        f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}"
+    )
+    return FrameworkSettings("MaxText", settings, update, (ramp,))
 
 
 def _schedule(stages: Sequence[Stage], unit: int = 1) -> str:
@@ -146,8 +135,8 @@ def _schedule(stages: Sequence[Stage], unit: int = 1) -> str:
 
 def _decimal(rows: int, devices: int) -> str:
     """Returns rows / devices as the shortest number that a program which truncates x devices reads as rows."""
-    exact = plain_number(Fraction(rows, devices))
-    if not isinstance(exact, Fraction):
-        return str(exact)
-    value = rows / devices
-    return str(value if int(value * devices) == rows else math.nextafter(value, math.inf))
+    value = plain_number(Fraction(rows, devices))
+    if isinstance(value, Fraction):
+        value = rows / devices
+        value = value if int(value * devices) == rows else math.nextafter(value, math.inf)
+    return str(value)

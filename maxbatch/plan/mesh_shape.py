@@ -1,16 +1,18 @@
-"""The mesh as numbers: how many devices each axis has, within a slice and over slices. No JAX."""
+"""The meshes of a run as numbers: how many devices each axis has, within a slice and over slices. No JAX."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from fractions import Fraction
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import Value
+from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
-from maxbatch.plan.refusal import Refusal, stated
+from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline")
@@ -20,35 +22,25 @@ MOST_DEVICES = 2**31
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
 # The key of what an axis splits of the model. The axis must divide it.
 _SPLIT = {
-    "tensor": "base_num_query_heads",
-    "context": "max_target_length",
-    "pipeline": "base_num_decoder_layers",
-}
+    "tensor": "base_num_query_heads", "context": "max_target_length", "pipeline": "base_num_decoder_layers",
+}  # fmt: skip
+_SHARES = ("trainer_devices_fraction", "sampler_devices_fraction")
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Axis sizes of the device mesh, in the order of `AXES`, every -1 resolved.
+    """Axis sizes of the device mesh, in the order of `AXES`, every -1 resolved."""
 
-    Attributes:
-      ici: devices per axis within a slice.
-      dcn: the factor that each axis is longer over slices.
-      num_slices: slices that the devices span.
-    """
-
-    ici: Mapping[str, int]
-    dcn: Mapping[str, int]
-    num_slices: int = 1
+    ici: Mapping[str, int]  # devices per axis within a slice
+    dcn: Mapping[str, int]  # the factor that each axis is longer over slices
+    num_slices: int = 1  # that the devices span
 
     @classmethod
     def from_config(cls, config: ConfigDict, num_devices: int, num_slices: int = 1) -> MeshShape:
-        """Resolves `ici_*_parallelism` and `dcn_*_parallelism`.
+        """Resolves `ici_*_parallelism` and `dcn_*_parallelism` for N devices over all slices.
 
-        Args:
-          config: the run's config.
-          num_devices: N, over all slices.
-          num_slices: slices that the devices span. With 1 the dcn sizes are further factors of the axes, so
-            that a mesh over slices can be planned and simulated on a machine without slices.
+        With 1 slice the dcn sizes are further factors of the axes, so that a mesh over slices can be planned and
+        simulated on a machine without slices.
 
         Raises:
           ConfigError: the sizes do not multiply to the devices, or two axes of a network are -1.
@@ -87,17 +79,46 @@ class MeshShape:
         return self.sizes["pipeline"]
 
 
+class RunMeshes(NamedTuple):
+    """The mesh shapes of a run; apart from reinforcement learning on shared devices, both are the same one."""
+
+    training: MeshShape
+    sampling: MeshShape
+    num_devices: int  # N, all devices of the run
+
+    @classmethod
+    def from_config(cls, config: ConfigDict, num_devices: int, num_slices: int = 1) -> RunMeshes:
+        """Resolves the axis sizes on N devices in that many slices.
+
+        Raises:
+          ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
+        """
+        check_machine(num_devices, num_slices)
+        if config.batch_size is None or all(exact(config[share]) == 1 for share in _SHARES):
+            shape = MeshShape.from_config(config, num_devices, num_slices)
+            return cls(shape, shape, num_devices)
+        per_slice = num_devices // num_slices
+        training, sampling = (
+            MeshShape.from_config(config, count, -(-count // per_slice))
+            for count in _shared_out(config, num_devices, per_slice)
+        )
+        return cls(training, sampling, num_devices)
+
+
 def check_machine(num_devices: int, num_slices: int) -> None:
     """Raises ConfigError where there are no such devices, or they are not so many slices."""
     if not 1 <= num_devices <= MOST_DEVICES:
         works = max(1, min(num_devices, MOST_DEVICES))
-        raise ConfigError(
-            f"num_devices={num_devices}: must be from 1 to {MOST_DEVICES}; works: num_devices={works}"
-        )
-    if num_slices < 1 or num_devices % num_slices:
-        works = largest_divisor(num_devices, num_slices) or 1
-        rule = f"must divide the {num_devices} devices"
-        raise ConfigError(f"num_slices={num_slices}: {rule}; works: num_slices={works}")
+        rule = f"must be from 1 to {MOST_DEVICES}"
+        raise ConfigError(f"num_devices={num_devices}: {rule}; works: num_devices={works}")
+    check_divides("num_slices", num_slices, num_devices)
+
+
+def check_divides(name: str, number: int, num_devices: int) -> None:
+    """Raises ConfigError for hosts or slices of which not each would have the same number of devices."""
+    if number < 1 or num_devices % number:
+        works = largest_divisor(num_devices, number) or 1
+        raise ConfigError(f"{name}={number}: must divide the {num_devices} devices; works: {name}={works}")
 
 
 def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
@@ -125,9 +146,8 @@ def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
-            rule = (
-                f"{stages} stages x {repeats} repeats must divide {stated(config, 'base_num_decoder_layers')}"
-            )
+            layers = stated(config, "base_num_decoder_layers")
+            rule = f"{stages} stages x {repeats} repeats must divide {layers}"
         raise Refusal(config, key, rule, {key: nearest_divisor(most, repeats)})
 
 
@@ -156,13 +176,12 @@ def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, rule: str, t
         limit, remainder = divmod(total, math.prod(sizes[a] for a in AXES if a not in (axis, rest)))
         if remainder == 0:
             of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
-            works = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
-            return Refusal(config, _key(net, axis), rule, {_key(net, axis): works})
+            size = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
+            return Refusal(config, _key(net, axis), rule, {_key(net, axis): size})
     takes_rest = rest or _TAKES_REST[net]
-    smaller = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
-    return Refusal(
-        config, _key(net, by_size[0]), rule, smaller | ({} if rest else {_key(net, takes_rest): -1})
-    )
+    works = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
+    works |= {} if rest else {_key(net, takes_rest): -1}
+    return Refusal(config, _key(net, by_size[0]), rule, works)
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
@@ -174,3 +193,30 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
         if fits != size:
             works[_key(net, axis)] = fits
     return works
+
+
+def _shared_out(config: ConfigDict, num_devices: int, per_slice: int) -> tuple[int, int]:
+    """Returns how many devices train and how many others sample; those of several slices take whole ones."""
+    if num_devices == 1:
+        rule = f"must be 1, and {_SHARES[1]} too, since one device trains and samples"
+        raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))
+    counts = {name: exact(config[name]) * num_devices for name in _SHARES}
+    for name, count in counts.items():
+        in_slices = count <= per_slice or count % per_slice == 0
+        if count.denominator != 1 or not 0 < count < num_devices or not in_slices:
+            others = math.floor(sum(counts.values()) - count)
+            most = num_devices - max(others, 1) if others < num_devices else num_devices - 1
+            nearest = min(max(round(count), 1), most)
+            if nearest > per_slice:
+                nearest = min(round(nearest / per_slice) * per_slice, num_devices - per_slice)
+            slices = f", or of slices of {per_slice}," if per_slice != num_devices else ""
+            rule = (
+                f"x {num_devices} devices = {in_words(count)} must be a whole number{slices} that leaves devices to "
+                "the others"
+            )
+            raise Refusal(config, name, rule, {name: Fraction(nearest, num_devices)})
+    trainers, samplers = (int(count) for count in counts.values())
+    if trainers + samplers > num_devices:
+        rule = f"with {stated(config, _SHARES[0])} must be at most 1 together, or both be 1"
+        raise Refusal(config, _SHARES[1], rule, {_SHARES[1]: Fraction(num_devices - trainers, num_devices)})
+    return trainers, samplers

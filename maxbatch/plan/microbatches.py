@@ -6,7 +6,6 @@ N devices, p rows per device, M micro-batch, B global batch = M x accumulation s
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -48,8 +47,7 @@ class SplitStage(NamedTuple):
     accumulation_steps: int
 
 
-@dataclasses.dataclass(frozen=True)
-class MicrobatchUnit:
+class MicrobatchUnit(NamedTuple):
     """The samples that every micro-batch is a multiple of: the batch shards times the pipeline's microbatches."""
 
     num_devices: int
@@ -65,9 +63,8 @@ class MicrobatchUnit:
         if parts % stages or parts > max(_MOST_PARTS, stages):
             rows = math.floor(exact(config.per_device_batch_size) * mesh.num_devices) // mesh.batch_shards
             rule = f"must be a multiple of the {stages} pipeline stages, and at most {_MOST_PARTS}"
-            raise Refusal(
-                config, key, rule, {key: nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1}
-            )
+            works = nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1
+            raise Refusal(config, key, rule, {key: works})
         return cls(mesh.num_devices, mesh.batch_shards, parts, stages)
 
     @property
@@ -87,12 +84,7 @@ class MicrobatchUnit:
 
 
 def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
-    """Returns how the stages of a config of pre-training run on the devices.
-
-    Args:
-      config: the run's config.
-      unit: that of the devices.
-      samples_seen: samples behind. The stages behind need not fit the devices.
+    """Returns how the stages of pre-training run on devices; those behind `samples_seen` need not fit them.
 
     Raises:
       ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage ahead evenly.
@@ -127,10 +119,8 @@ def _unheld_ramp(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int]
     _, a, c = ramp_numbers(config)
     named = _named([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld])
     increment = stated(config, "per_device_batch_size_increment")
-    rule = (
-        f"with {increment} every micro-batch ahead on {unit.num_devices} devices must be divisible by {unit.rows} "
-        f"({unit}), but {named} cannot"
-    )
+    micro = f"with {increment} every micro-batch ahead on {unit.num_devices} devices"
+    rule = f"{micro} must be divisible by {unit.rows} ({unit}), but {named} cannot"
     return Refusal(config, "per_device_batch_size_start", rule, nearest_ramp(config, unit.rows_per_device))
 
 
@@ -158,10 +148,8 @@ def _unheld_batches(
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
     common = math.gcd(*(batch for _, batch in batches[ahead:]))
     if config[parts] != -1 and common % (shards * pipeline) == 0 and shards * pipeline <= most_rows:
-        rule = (
-            f"{unit} = {unit.rows} samples must fit into one pass ({stated(config, p)} x {unit.num_devices} devices) "
-            "and divide every global batch ahead"
-        )
+        one_pass = f"one pass ({stated(config, p)} x {unit.num_devices} devices)"
+        rule = f"{unit} = {unit.rows} samples must fit into {one_pass} and divide every global batch ahead"
         units, most = common // shards // pipeline, most_rows // shards // pipeline
         nearest = nearest_divisor(units, unit.num_pipeline_microbatches // pipeline) or 1
         works = pipeline * (nearest if nearest <= most else largest_divisor(units, most))

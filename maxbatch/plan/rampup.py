@@ -2,13 +2,14 @@
 
 The batch is a pure function of `samples_seen` at the start of a step. In reinforcement learning a sample is a prompt:
 positions count prompts, a stage's batch its prompt-response pairs, and a position advances after the last of a batch's
-updates.
+updates. Within a stage the batch is constant, so everything here is O(stages), never O(steps).
 
 This is Megatron-LM's rule (`--rampup-batch-size`, https://arxiv.org/abs/1909.08053) under MaxText's names.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -19,43 +20,29 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import Number, exact, plain_number
+from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_SAMPLES, data_end
-from maxbatch.plan.trajectory import Trajectory
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A part of the run with one batch size.
 
     A stage behind a resume that these devices cannot hold has micro-batches (and a batch that is not whole) of 0.
-
-    Attributes:
-      per_device_batch_size: rows per device in one pass, M / N.
-      global_batch_size: samples per update.
-      gradient_accumulation_steps: micro-batches per update.
-      micro_batch_size_to_train_on: M, samples in one pass over all devices.
-      first_step: updates done when the stage begins.
-      num_steps: updates in the stage; 0 where it is skipped or not reached; None where the end is unknown.
-      first_sample: samples seen when the stage begins.
-      num_samples: samples trained on in the stage; None where the run's end is unknown.
-      learning_rate_scale: factor on the learning rate (`learning_rate_scaling`).
-      threshold: samples from which on the stage holds; the first step at or after it begins the stage.
     """
 
-    per_device_batch_size: Number
-    global_batch_size: int
-    gradient_accumulation_steps: int
-    micro_batch_size_to_train_on: int
-    first_step: int
-    num_steps: int | None
-    first_sample: int
-    num_samples: int | None
-    learning_rate_scale: float
-    threshold: Fraction
+    per_device_batch_size: Number  # rows per device in one pass, M / N
+    global_batch_size: int  # samples per update
+    gradient_accumulation_steps: int  # micro-batches per update
+    micro_batch_size_to_train_on: int  # M, samples in one pass over all devices
+    first_step: int  # updates done when the stage begins
+    num_steps: int | None  # 0: skipped or not reached; None: the end is unknown
+    first_sample: int  # samples seen when the stage begins
+    num_samples: int | None  # trained on in the stage; None: the run's end is unknown
+    learning_rate_scale: float  # `learning_rate_scaling`
+    threshold: Fraction  # the first step at or after so many samples begins the stage
 
 
 class PlannedStep(NamedTuple):
@@ -68,19 +55,30 @@ class PlannedStep(NamedTuple):
     end_sample: int  # samples_seen after it; rises with the last update of a batch
 
 
-@dataclasses.dataclass(frozen=True)
-class RampupBatchManager(Trajectory):
-    """The batch over the whole run, a ramp, a schedule or a constant.
+class _Visit(NamedTuple):
+    """A stage that the run passes through, and the (step, sample) at which it enters."""
 
-    Attributes:
-      num_devices: those that train.
-      rows_per_sample: 1; in reinforcement learning the responses of a prompt.
-      learning_rate_scales: factor of each stage on the learning rate.
+    stage: int
+    step: int
+    sample: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RampupBatchManager:
+    """The batch over the whole run: a ramp, a schedule or a constant.
+
+    A step may straddle a threshold; it belongs to the stage in which it starts. If the plan from the start reaches the
+    anchor, the stages before it are planned as they ran. Otherwise their steps are unknown, and stages count from it.
     """
 
-    num_devices: int
-    rows_per_sample: int
-    learning_rate_scales: tuple[float, ...]
+    split_stages: tuple[SplitStage, ...]  # also those that are skipped or never reached
+    anchor: tuple[int, int]  # (step, samples_seen) from which the run goes on; (0, 0) at the start
+    steps: int | None  # the run's length in updates; None: it is stated in data
+    data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
+    updates_per_batch: int  # the position advances after the last of them
+    num_devices: int  # those that train
+    rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
+    learning_rate_scales: tuple[float, ...]  # of the stages
 
     @classmethod
     def from_config(
@@ -92,25 +90,19 @@ class RampupBatchManager(Trajectory):
         samples_per_epoch: int | None = None,
         anchor: tuple[int, int] = (0, 0),
     ) -> RampupBatchManager:
-        """Plans the batch of a run.
+        """Plans the batch of a run on N devices, from `anchor` on: the stages behind need not fit the devices.
 
-        Args:
-          config: the run's config.
-          num_devices: N.
-          num_slices: slices that the devices span.
-          samples_per_epoch: samples in one pass over the training split, where it is known.
-          anchor: (step, samples_seen) from which the run goes on. The stages behind need not fit the devices.
+        `samples_per_epoch` counts the samples in one pass over the training split, where it is known.
 
         Raises:
           ConfigError: a ramp or schedule breaks its rule, the devices cannot hold a stage, lengths disagree.
         """
 
-        def plan(config: ConfigDict) -> RampupBatchManager:
-            meshes = RunMeshes.from_config(config, num_devices, num_slices)
-            unit = MicrobatchUnit.from_config(config, meshes.training)
-            return cls.on_devices(
-                config, unit, RLBatch.if_stated(config, meshes, unit), samples_per_epoch, anchor
-            )
+        def plan(tried: ConfigDict) -> RampupBatchManager:
+            meshes = RunMeshes.from_config(tried, num_devices, num_slices)
+            unit = MicrobatchUnit.from_config(tried, meshes.training)
+            rl = RLBatch.if_stated(tried, meshes, unit)
+            return cls.on_devices(tried, unit, rl, samples_per_epoch, anchor)
 
         return accepted(config, plan)
 
@@ -142,7 +134,7 @@ class RampupBatchManager(Trajectory):
             rows_per_sample=rl.num_generations if rl else 1,
             learning_rate_scales=_learning_rate_scales(config, split),
         )
-        if not manager.lengths_agree():
+        if not manager._lengths_agree():
             names = ("train_samples", "train_tokens", "num_epochs")
             other = next(stated(config, name) for name in names if config[name] is not None)
             raise Refusal(config, "steps", f"must agree with {other}, stated beside it", {"steps": None})
@@ -163,17 +155,53 @@ class RampupBatchManager(Trajectory):
         """Every stage, also one that is skipped or never reached."""
         return tuple(self._stage(index) for index in range(len(self.split_stages)))
 
-    def _stage(self, index: int) -> Stage:
-        own, rows = self.split_stages[index], self.rows_per_sample
-        return Stage(
-            plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
-            own.batch * rows,
-            own.accumulation_steps,
-            own.micro_batch * rows,
-            *self.span(index),
-            self.learning_rate_scales[index],
-            own.threshold,
-        )
+    @functools.cached_property
+    def totals(self) -> tuple[int | None, int | None]:
+        """Updates and samples of the whole run, those behind the anchor included; None where unknown."""
+        if self.data_end is not None:
+            if self.anchor[1] >= self.data_end:
+                return self.anchor
+            visit = self._visits[bisect.bisect_left(self._visits, self.data_end, key=lambda v: v.sample) - 1]
+            batches = -(-(self.data_end - visit.sample) // self.split_stages[visit.stage].batch)
+            return visit.step + batches * self.updates_per_batch, self.data_end
+        if self.steps is None:
+            return None, None
+        return (self.steps, self.position_after(self.steps)) if self.steps > self.anchor[0] else self.anchor
+
+    def stage_at(self, samples_seen: int) -> int:
+        """Returns the index of the stage in which a step that starts at samples_seen runs.
+
+        Raises:
+          ValueError: samples_seen is negative.
+        """
+        if samples_seen < 0:
+            raise ValueError(f"sample {samples_seen} lies before the stream, which starts at 0")
+        return bisect.bisect_right(self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold) - 1
+
+    def position_after(self, steps: int) -> int:
+        """Returns samples_seen after so many updates of the whole run.
+
+        A length in data ends the last batch; a length in steps does not: beyond it the plan simply goes on.
+
+        Raises:
+          ValueError: the step lies before an anchor that the plan from the start does not reach.
+        """
+        self._check_ahead("step", steps, self._visits[0].step)
+        return self._position_after(self._visits, steps)
+
+    def step_at(self, samples_seen: int) -> int:
+        """Returns the updates that are complete when samples_seen samples have been trained on.
+
+        Raises:
+          ValueError: the position lies before an anchor that the plan from the start does not reach.
+        """
+        self._check_ahead("sample", samples_seen, self._visits[0].sample)
+        total = self.totals[0]
+        if self.data_end is not None and samples_seen >= self.data_end and total is not None:
+            return total
+        visit = self._visits[bisect.bisect_right(self._visits, samples_seen, key=lambda v: v.sample) - 1]
+        batches = (samples_seen - visit.sample) // self.split_stages[visit.stage].batch
+        return visit.step + batches * self.updates_per_batch
 
     def state_at(self, step: int) -> dict[str, int]:
         """Returns what a checkpoint after `step` updates must hold; plain integers for JSON."""
@@ -202,6 +230,72 @@ class RampupBatchManager(Trajectory):
             yield PlannedStep(step, first, self.rows_at(first), self.stage_at(first), end)
             first = end
 
+    def _stage(self, index: int) -> Stage:
+        own, rows = self.split_stages[index], self.rows_per_sample
+        return Stage(
+            plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
+            own.batch * rows,
+            own.accumulation_steps,
+            own.micro_batch * rows,
+            *self._span(index),
+            self.learning_rate_scales[index],
+            own.threshold,
+        )
+
+    def _span(self, stage: int) -> tuple[int, int | None, int, int | None]:
+        """Returns first step, steps, first sample and samples of a stage."""
+        at = bisect.bisect_left(self._visits, stage, key=lambda v: v.stage)
+        _, step, sample = self._visits[at]
+        ends = list(self.totals)
+        if self._visits[at].stage != stage:
+            ends = [step, sample]  # skipped
+        elif at + 1 < len(self._visits):
+            pairs = zip(self._visits[at + 1][1:], self.totals, strict=True)
+            ends = [after if total is None else min(after, total) for after, total in pairs]
+        last_step, last_sample = ends
+        return (
+            step, None if last_step is None else max(0, last_step - step),
+            sample, None if last_sample is None else max(0, last_sample - sample),
+        )  # fmt: skip
+
+    def _lengths_agree(self) -> bool:
+        """Returns whether the two lengths, in updates and in data, end the run at the same update and sample."""
+        if self.steps is None or self.data_end is None or self.anchor[1] >= self.data_end:
+            return True
+        by_data = dataclasses.replace(self, steps=None).totals
+        return by_data == (self.steps, dataclasses.replace(self, data_end=None).totals[1])
+
+    @functools.cached_property
+    def _visits(self) -> tuple[_Visit, ...]:
+        """The stages that the run passes through, from its start or from the anchor on."""
+        visits = self._walk(0, 0)
+        is_whole = self.split_stages[visits[-1].stage].batch > 0
+        if is_whole and self._position_after(visits, self.anchor[0]) == self.anchor[1]:
+            return visits
+        return self._walk(*self.anchor)
+
+    def _check_ahead(self, name: str, asked: int, first: int) -> None:
+        if asked < first:
+            unknown = "and the steps there are unknown"
+            raise ValueError(f"{name} {asked} lies before the anchor {self.anchor}, {unknown}")
+
+    def _walk(self, step: int, sample: int) -> tuple[_Visit, ...]:
+        visits = [_Visit(self.stage_at(sample), step, sample)]
+        while (stage := visits[-1].stage) < len(self.split_stages) - 1:
+            batch = self.split_stages[stage].batch
+            if not batch:
+                break
+            batches = math.ceil((self.split_stages[stage + 1].threshold - sample) / batch)
+            step, sample = step + batches * self.updates_per_batch, sample + batches * batch
+            visits.append(_Visit(self.stage_at(sample), step, sample))
+        return tuple(visits)
+
+    def _position_after(self, visits: tuple[_Visit, ...], steps: int) -> int:
+        visit = visits[bisect.bisect_right(visits, steps, key=lambda v: v.step) - 1]
+        batches = (steps - visit.step) // self.updates_per_batch
+        position = visit.sample + batches * self.split_stages[visit.stage].batch
+        return position if self.data_end is None else min(position, max(self.data_end, visits[0].sample))
+
 
 def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) -> tuple[float, ...]:
     """Returns the factor of each stage on the learning rate: 1, or a power of batch / reference.
@@ -217,16 +311,10 @@ def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) ->
     for key in ("adam_b1", "adam_b2") if config.adam_scaling == "sde" else ():
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
-            rule = (
-                f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {largest / reference:.3g} times "
-                f"reference_batch_size={reference}"
-            )
+            times = f"{largest / reference:.3g} times reference_batch_size={reference}"
+            rule = f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {times}"
             has_reference = needed <= MOST_SAMPLES and config.batch_size is None
-            raise Refusal(
-                config,
-                key,
-                rule,
-                {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"},
-            )
+            works = {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"}
+            raise Refusal(config, key, rule, works)
     scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.learning_rate_scaling]
     return tuple(scale(Fraction(stage.batch, reference)) for stage in stages)

@@ -16,11 +16,7 @@ _T = TypeVar("_T")
 
 
 class Refusal(ConfigError):
-    """A rule that the config breaks.
-
-    Attributes:
-      works: values of keys that keep the rule, the other keys left as they are.
-    """
+    """A rule that the config breaks; `works` holds values of keys that keep it, the others left as they are."""
 
     def __init__(self, config: Mapping[str, Value], name: str, rule: str, works: Mapping[str, Value]) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")

@@ -9,57 +9,37 @@ The names are MaxText's (`configs/post_train/rl.yml`).
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from fractions import Fraction
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import exact
 from maxbatch.plan.divisors import nearest_divisor
+from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
 from maxbatch.plan.refusal import Refusal
-from maxbatch.plan.run_meshes import RunMeshes
 from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 
 
-@dataclasses.dataclass(frozen=True)
-class RLBatch:
-    """Every number of a batch of prompt-response pairs.
+class RLBatch(NamedTuple):
+    """Every number of a batch of prompt-response pairs."""
 
-    Attributes:
-      batch_size: prompts.
-      num_generations: G, responses per prompt.
-      effective_batch_size: pairs, batch_size x G.
-      micro_batch_size: pairs per chunk of training.
-      num_micro_batches: chunks of training.
-      train_micro_batch_size: prompts per chunk of training.
-      rollout_micro_batch_size: prompts per chunk of generation.
-      num_iterations: updates per batch.
-      num_trainer_devices: devices that train.
-      num_sampler_devices: devices that sample: the same ones, or as many others.
-    """
-
-    batch_size: int
-    num_generations: int
-    effective_batch_size: int
-    micro_batch_size: int
-    num_micro_batches: int
-    train_micro_batch_size: int
-    rollout_micro_batch_size: int
-    num_iterations: int
-    num_trainer_devices: int
-    num_sampler_devices: int
+    batch_size: int  # prompts
+    num_generations: int  # G, responses per prompt
+    effective_batch_size: int  # pairs, batch_size x G
+    micro_batch_size: int  # pairs per chunk of training
+    num_micro_batches: int  # chunks of training
+    train_micro_batch_size: int  # prompts per chunk of training
+    rollout_micro_batch_size: int  # prompts per chunk of generation
+    num_iterations: int  # updates per batch
+    num_trainer_devices: int  # devices that train
+    num_sampler_devices: int  # devices that sample: the same ones, or as many others
 
     @classmethod
     def if_stated(cls, config: ConfigDict, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
-        """Returns the batch of the config; None where no `batch_size` states one.
-
-        Args:
-          config: the run's config.
-          meshes: the shapes of the devices that train and of those that sample.
-          unit: that of the devices that train.
+        """Returns the batch of the config, or None without `batch_size`; `unit` is that of the devices that train.
 
         Raises:
           ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
@@ -67,11 +47,7 @@ class RLBatch:
         if config.batch_size is None:
             return None
         _check_other_keys(config)
-        shards_of = {
-            "train_micro_batch_size": unit.rows,
-            "rollout_micro_batch_size": meshes.sampling.batch_shards,
-        }
-        train, rollout = _chunks(config, shards_of)
+        train, rollout = _chunks(config, unit.rows, meshes.sampling.batch_shards)
         batch, group = config.batch_size, config.num_generations
         return cls(
             batch_size=batch,
@@ -100,12 +76,8 @@ class RLBatch:
 
 def _check_other_keys(config: ConfigDict) -> None:
     """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
-    length, prompt, updates = (
-        config.max_target_length,
-        config.max_prefill_predict_length,
-        config.num_iterations,
-    )
-    batch, group = config.batch_size, config.num_generations
+    length, prompt = config.max_target_length, config.max_prefill_predict_length
+    batch, group, updates = config.batch_size, config.num_generations, config.num_iterations
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.train_tokens is not None:
         in_samples = {"train_tokens": None, "train_samples": -(-config.train_tokens // length)}
@@ -117,28 +89,24 @@ def _check_other_keys(config: ConfigDict) -> None:
         raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.steps, updates)})
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
-        shorter = {"max_prefill_predict_length": length // 2}
-        works = {"max_target_length": 2 * prompt} if prompt < 2**31 else shorter
+        longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
+        works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
     if exact(config.expansion_factor_real_data) not in (1, -1):
-        key = "expansion_factor_real_data"
-        raise Refusal(
-            config, key, "must be -1 beside batch_size, since every host reads the prompts", {key: -1}
+        key, rule = (
+            "expansion_factor_real_data",
+            "must be -1 beside batch_size, since every host reads the prompts",
         )
+        raise Refusal(config, key, rule, {key: -1})
     if batch * group > MOST_SAMPLES:
         rule = f"x num_generations={group} must be at most {MOST_SAMPLES} pairs"
-        raise Refusal(
-            config, "batch_size", rule, {"batch_size": min(batch, 32), "num_generations": min(group, 8)}
-        )
+        works = {"batch_size": min(batch, 32), "num_generations": min(group, 8)}
+        raise Refusal(config, "batch_size", rule, works)
 
 
-def _chunks(config: ConfigDict, shards_of: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the prompts per chunk of training and of generation.
-
-    Args:
-      config: the run's config.
-      shards_of: the parts that the devices split a chunk's pairs into, by the key that states its prompts.
-    """
+def _chunks(config: ConfigDict, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
+    """Returns the prompts per chunk of training and of generation, whose pairs devices split into so many parts."""
+    shards_of = {"train_micro_batch_size": train_shards, "rollout_micro_batch_size": rollout_shards}
     batch, group, pairs_per_chunk = config.batch_size, config.num_generations, config.micro_batch_size
     pairs, prompts = batch * group, batch
     units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts

@@ -43,8 +43,7 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
     """
     g = config.gradient_accumulation_steps
     if config.enable_rampup_batch_size:
-        n = increments(config)
-        _, a, c = ramp_numbers(config)
+        n, (_, a, c) = increments(config), ramp_numbers(config)
         apart = Fraction(config.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
         return [StatedStage(i * apart, m * (g or 1), m) for i, m in enumerate(micro)]
@@ -54,10 +53,8 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
     if g is not None and any(batch != micro_batch * g for _, batch in batches):
         key = "global_batch_size" if config.batch_size_schedule is None else "batch_size_schedule"
-        rule = (
-            f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)} must agree with "
-            f"{stated(config, key)}, stated beside it"
-        )
+        product = f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)}"
+        rule = f"{product} must agree with {stated(config, key)}, stated beside it"
         raise Refusal(config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None})
     micro_or_none = None if g is None else micro_batch
     return [StatedStage(threshold, Fraction(batch), micro_or_none) for threshold, batch in batches]
@@ -71,9 +68,7 @@ def increments(config: ConfigDict) -> int:
         n = (p - a) / c
         if n.denominator == 1 and 1 <= n <= MOST_STAGES:
             return int(n)
-        start, target = (
-            stated(config, name) for name in ("per_device_batch_size_start", "per_device_batch_size")
-        )
+        start, target = stated(config, "per_device_batch_size_start"), stated(config, "per_device_batch_size")
         rule = f"increments from {start} to {target} must be a whole number from 1 to {MOST_STAGES}, not {in_words(n)}"
     raise Refusal(config, "per_device_batch_size_increment", rule, nearest_ramp(config))
 
@@ -91,12 +86,9 @@ def stated_batches(config: ConfigDict) -> Batches | None:
 
 
 def parse_schedule(text: str, length: int) -> Batches:
-    """Reads "0:256 100000:512 250Bt:1536".
+    """Reads "0:256 100000:512 250Bt:1536": pairs of threshold and batch, separated by blanks or commas.
 
-    Args:
-      text: pairs separated by blanks or commas. A threshold counts samples, or tokens with the suffix t; the
-        suffixes K, M and B scale it.
-      length: tokens per sample.
+    A threshold counts samples, or tokens (`length` per sample) with the suffix t; the suffixes K, M and B scale it.
 
     Raises:
       ConfigError: a pair cannot be read, the first threshold is not 0, or thresholds do not rise.
@@ -120,9 +112,9 @@ def parse_schedule(text: str, length: int) -> Batches:
     rising = schedule_text([(Fraction(0), first), *others], length)
     if batches[0][0] != 0:
         raise refusal("must start at 0 samples", rising)
-    for i in range(1, len(words)):
-        if batches[i][0] <= batches[i - 1][0]:
-            raise refusal(f"thresholds must rise, {shown(words[i])} does not", rising)
+    for word, (before, _), (threshold, _) in zip(words[1:], batches, batches[1:], strict=False):
+        if threshold <= before:
+            raise refusal(f"thresholds must rise, {shown(word)} does not", rising)
     return batches
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ml_collections import ConfigDict
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.plan.frameworks import settings_of
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.errors import ConfigError
@@ -76,18 +75,19 @@ run
 
 def plan_console() -> Console:
     """Returns a console for standard output that folds nothing; it colours on a terminal only."""
-    return PipeConsole(width=WIDTH, highlight=False, markup=False)
+    return PipeConsole(width=WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def equation(plan: BatchPlan) -> str:
     """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
     last = plan.stages[-1]
     if plan.rl:
-        return (
-            f"{plan.rl.effective_batch_size:,} pairs per update = {_counted(plan.rl.batch_size, 'prompt')} x "
-            f"{_counted(plan.rl.num_generations, 'response')}, in {_counted(plan.rl.num_micro_batches, 'chunk')} of "
-            f"{plan.rl.micro_batch_size:,}; {_counted(plan.rl.num_iterations, 'update')} per batch"
+        product = (
+            f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
         )
+        chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
+        updates = f"{_counted(plan.rl.num_iterations, 'update')} per batch"
+        return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} samples per update = {_number(last.per_device_batch_size)} per device x "
@@ -101,7 +101,7 @@ def equation(plan: BatchPlan) -> str:
 def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
     """Prints the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
-    console.print(_numbers_table(plan))
+    console.print(_numbers(plan), soft_wrap=True, end="")
     try:
         rate = LearningRate.from_config(config, plan.manager)
     except ConfigError:
@@ -113,14 +113,21 @@ def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     """Returns the table of stages; with a rate, also that of each one's first and last update."""
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
-    heads = ["stage", "from sample", "step", "steps", "samples", "p", "g", "micro", "global"]
-    if plan.rl:
-        heads = ["stage", "from prompt", "step", "steps", "prompts", "p", "g", "micro pairs", "global pairs"]
+    sample, of_pairs = ("prompt", " pairs") if plan.rl else ("sample", "")
+    heads = [
+        "stage",
+        f"from {sample}",
+        "step",
+        "steps",
+        f"{sample}s",
+        "p",
+        "g",
+        f"micro{of_pairs}",
+        f"global{of_pairs}",
+    ]
     heads += ["lr scale"] if scaled else []
     heads += ["lr first", "lr last"] if rate else []
-    table = _table()
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = _table(*heads, justify="right")
     for index in _abridged(len(plan.stages), _MOST_STAGES):
         if index is None:
             table.add_row(*[_GAP] * len(heads))
@@ -148,12 +155,12 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
 
 def render_frameworks(plan: BatchPlan, console: Console) -> None:
     """Prints the plan in the words of other frameworks: what to write there for the same batch."""
+    from maxbatch.plan.frameworks import settings_of
+
     settings = settings_of(plan)
     together = _counted(plan.num_devices // plan.batch_shards, "device")
-    table = _table()
     replicas = _counted(plan.batch_shards, "replica")
-    for head in ("in the words of", "one update", f"write there, on {replicas} of {together}"):
-        table.add_column(head, no_wrap=True)
+    table = _table("in the words of", "one update", f"write there, on {replicas} of {together}")
     for own in settings:
         table.add_row(own.framework, own.update, own.settings)
         for line in own.ramp:
@@ -166,14 +173,12 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
 
 
 def _layout_table(plan: BatchPlan, stage: int) -> Table:
-    table = _table()
-    table.add_column("micro-batch", justify="right", no_wrap=True)
-    table.add_column("holds", no_wrap=True)
     devices = plan.rl.num_trainer_devices if plan.rl else plan.num_devices
     together = devices // plan.batch_shards
     shards = _abridged(plan.batch_shards, _MOST_SHARDS)
-    for shard in shards:
-        table.add_column(_GAP if shard is None else _devices(shard * together, together), no_wrap=True)
+    owners = [_GAP if shard is None else _devices(shard * together, together) for shard in shards]
+    table = _table("micro-batch", "holds", *owners)
+    table.columns[0].justify = "right"
     for j in _abridged(plan.stages[stage].gradient_accumulation_steps, _MOST_MICRO_BATCHES):
         if j is None:
             table.add_row(*[_GAP] * (2 + len(shards)))
@@ -185,32 +190,33 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
     return table
 
 
-def _numbers_table(plan: BatchPlan) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(style="dim", no_wrap=True)
+def _numbers(plan: BatchPlan) -> Text:
+    """Returns every number by its name and in groups, one per line."""
+    groups: dict[str, list[tuple[str, str, str]]] = {}
     title = ""
     for line in _NUMBERS.strip().splitlines():
-        if not line.startswith(" "):
-            title = line
-            continue
-        name, meaning = line.split(maxsplit=1)
+        name, meaning = line.split(maxsplit=1) if line.startswith(" ") else ("", line)
         source = plan if hasattr(plan, name) else plan.rl
-        if source is None:
-            continue
-        if title:
-            table.add_row()
-            table.add_row(Text(title, style="bold"))
-            in_run, title = title == "run", ""
-        if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
-            meaning = meaning.replace("samples", "prompts" if in_run else "pairs")
-        table.add_row(f"  {name}", _number(getattr(source, name)), meaning)
+        if not name:
+            title = line
+        elif source:
+            if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
+                meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            groups.setdefault(title, []).append((name, _number(getattr(source, name)), meaning))
+    width = max(len(number) for group in groups.values() for _, number, _ in group)
+    text = Text()
+    for title, group in groups.items():
+        text.append(f"\n{title}\n", style="bold")
+        for name, number, meaning in group:
+            text.append(f"  {name:<29}  {number:>{width}}  ").append(f"{meaning}\n", style="dim")
+    return text
+
+
+def _table(*heads: str, justify: JustifyMethod = "left") -> Table:
+    table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
+    for head in heads:
+        table.add_column(head, justify=justify, no_wrap=True)
     return table
-
-
-def _table() -> Table:
-    return Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
 
 
 def _first_and_last_rate(plan: BatchPlan, stage: Stage, rate: LearningRate) -> list[str]:
