@@ -81,10 +81,10 @@ class LocalDisk:
 def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Iterator[tuple[str, str]]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
-                if enter(entry.name):
-                    yield from _entries(entry.path, f"{prefix}{entry.name}/", wanted, enter)
-            elif wanted(entry.name):
+            is_folder = entry.is_dir()
+            if is_folder and enter(entry.name):
+                yield from _entries(entry.path, f"{prefix}{entry.name}/", wanted, enter)
+            elif not is_folder and wanted(entry.name):
                 yield prefix + entry.name, entry.path
 
 
