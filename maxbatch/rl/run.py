@@ -29,9 +29,10 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.ladder import compile_here
 from maxbatch.training.recorder import Dispatched
-from maxbatch.training.session import Outcome, Session, TaskData, warn
+from maxbatch.training.session import Outcome, Session, warn
 from maxbatch.training.state import TrainState, init_opt_state
 from maxbatch.training.step import StepMetrics
+from maxbatch.training.task import TaskData
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -70,7 +71,7 @@ class PolicyBatch(NamedTuple):
 
 
 class PolicyTraining:
-    """The task of reinforcement learning (`maxbatch.training.session.Task`)."""
+    """The task of reinforcement learning (`maxbatch.training.task.Task`)."""
 
     takes_turns = True  # the responses of a batch need the parameters of the update before
     executable = staticmethod(compile_here)
@@ -133,10 +134,6 @@ class PolicyTraining:
                 first_sample = planned.first_sample
                 collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
             yield PolicyBatch(planned, collected)
-
-    def introduction(self) -> Iterable[str]:
-        """Returns nothing more than what a session prints."""
-        return ()
 
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""

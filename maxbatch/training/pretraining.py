@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,8 +26,9 @@ from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.parameters import restore_parameters
 from maxbatch.training.recorder import Dispatched
-from maxbatch.training.session import Outcome, Session, TaskData
+from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, init_opt_state
+from maxbatch.training.task import TaskData
 
 
 def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -49,7 +50,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Ou
 
 
 class Pretraining:
-    """The task of pre-training (`maxbatch.training.session.Task`).
+    """The task of pre-training (`maxbatch.training.task.Task`).
 
     Attributes:
       stream: the training stream; None on a host that does not load data.
@@ -132,12 +133,10 @@ class Pretraining:
         )
         return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
 
-    def introduction(self) -> Iterable[str]:
-        """Returns which micro-batches a ramp is compiled for."""
-        return [self.steps.describe()] if len(self._session.plan.manager.stages) > 1 else []
-
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Compiles the first step while the state is made, and warms it up."""
+        if len(self._session.plan.manager.stages) > 1:
+            self._session.console.print(self.steps.describe())
         making_state = self._session.background.start(lambda: restored or self._first_state())
         compiled = self.steps.compile_first()
         state = making_state.result()

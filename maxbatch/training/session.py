@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
@@ -39,87 +38,7 @@ from maxbatch.training.progress import RunProgress, end_of_run, nothing_left
 from maxbatch.training.recorder import Dispatched, Output, Recorder
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.state import TrainState, num_parameters
-
-
-class TaskData(NamedTuple):
-    """The data of a task.
-
-    Attributes:
-      identity: the keys and facts that a resume must agree with.
-      samples_per_epoch: None for a mixture, which has no epoch of its own.
-      num_loading_hosts: hosts that read them.
-      unit: what `samples_seen` counts.
-    """
-
-    identity: dict[str, Any]
-    samples_per_epoch: int | None
-    num_loading_hosts: int = 1
-    unit: str = "samples"
-
-
-class TaskBatch(Protocol):
-    """What one update feeds on."""
-
-    @property
-    def planned(self) -> PlannedStep:
-        """The update that it is for."""
-
-
-B = TypeVar("B", bound=TaskBatch)
-
-
-class Task(Protocol[B]):
-    """What a session trains: the batches that its steps feed on, and the update that they take.
-
-    The methods are called in this order, all but `step`, `evaluate` and `executable` once.
-
-    Attributes:
-      data: what it trains on.
-      mesh: the mesh of the devices that train, from `build` on.
-      abstract: shapes and shardings of the state, from `build` on.
-      takes_turns: whether an update must end before the next one is dispatched.
-    """
-
-    data: TaskData
-    mesh: Mesh
-    abstract: TrainState
-    takes_turns: bool
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is held-out data to evaluate, from `prepare` on."""
-
-    def plan(self, resume: Resume) -> BatchPlan:
-        """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
-
-    def build(self) -> None:
-        """Makes what the plan of the session calls for; nothing is compiled yet."""
-
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """Returns a compiled program."""
-
-    def feed(self) -> AbstractContextManager[Iterable[B]]:
-        """Opens the batches of the updates ahead."""
-
-    def introduction(self) -> Iterable[str]:
-        """Returns lines to print before the run starts."""
-
-    def prepare(self, restored: TrainState | None) -> TrainState:
-        """Returns the state to start from, a restored or a first one, once the first update is compiled."""
-
-    def step(
-        self, state: TrainState, batch: B, learning_rate: float, batch_ratio: float
-    ) -> tuple[TrainState, Dispatched]:
-        """Dispatches one update; `batch_ratio` is its batch over the reference batch."""
-
-    def compile_rest(self) -> None:
-        """Starts compiling in the background what training wants after its first update."""
-
-    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
-        """Returns figures of the state after `step` updates, by the names of the metrics."""
-
-    def conclusion(self, state: TrainState) -> Iterable[str]:
-        """Returns lines to print once the run is complete."""
+from maxbatch.training.task import B, Task
 
 
 class Outcome(NamedTuple):
@@ -137,7 +56,6 @@ class Session(Generic[B]):
       devices: what the run may use.
       open_task: makes the task of this session, and opens its data.
       stack: closes what the session and its task open.
-      outputs: further places that the records go to.
 
     Attributes:
       folder: the run's folder.
@@ -155,6 +73,7 @@ class Session(Generic[B]):
     state: TrainState
     position: Position
     plan: BatchPlan
+    _last_end: int  # the last update that ended its batch
 
     def __init__(
         self,
@@ -162,9 +81,8 @@ class Session(Generic[B]):
         devices: Sequence[jax.Device],
         open_task: Callable[[Session[B]], Task[B]],
         stack: ExitStack,
-        outputs: Sequence[Output] = (),
     ) -> None:
-        self.config, self.devices, self.stack, self._more_outputs = config, devices, stack, outputs
+        self.config, self.devices, self.stack = config, devices, stack
         use_persistent_cache(config)
         self.console = TrainingConsole(width=WIDTH, highlight=False, markup=False, quiet=not is_first())
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
@@ -186,8 +104,7 @@ class Session(Generic[B]):
             self._stand_at(position, newest)
         self._restored = restored.state if restored else None
         if is_first() and not self.is_complete:
-            self.folder.write("config.yml", dump_config(config))
-            record_devices(self.folder.path, self._devices_used())
+            self._describe()
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self.config.enable_checkpointing:
@@ -206,8 +123,10 @@ class Session(Generic[B]):
         hosts = newest.hosts if newest else ()
         self.plan = self.task.plan(Resume(position.step, position.samples_seen, *hosts))
 
-    def _devices_used(self) -> DevicesUsed:
-        return DevicesUsed(
+    def _describe(self) -> None:
+        """Writes what the run was started with and on."""
+        self.folder.write("config.yml", dump_config(self.config))
+        used = DevicesUsed(
             first_step=self.position.step + 1,
             device_kind=self.devices[0].device_kind,
             num_devices=len(self.devices),
@@ -215,6 +134,7 @@ class Session(Generic[B]):
             num_slices=num_slices(self.devices),
             mesh=dict(self.task.mesh.shape),
         )
+        record_devices(self.folder.path, used)
 
     @property
     def total_steps(self) -> int:
@@ -238,13 +158,13 @@ class Session(Generic[B]):
         if self.is_complete:
             self.console.print(nothing_left(self.config.run_dir, self.position, self.task.data.unit))
             return Outcome(self.position, None)
+        self._introduce()
         with (
             CompileCounter() as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
             self.task.feed() as feed,
         ):
-            self._introduce()
             recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
@@ -263,49 +183,58 @@ class Session(Generic[B]):
             self.board = Board(self.folder.path, step)
             progress = RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
             metrics = MetricsLog(self.folder, step, self.position.samples_seen, warn)
-            outputs += [metrics, self.board, *self._more_outputs, progress]
+            outputs += [metrics, self.board, progress]
         opened = [stack.enter_context(closing(output)) for output in outputs]
         return Recorder(self.config, self.plan.manager, self.position, compiles, self.devices, opened)
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
         """Trains on what is fed. A run stops and is saved between batches, of which one may serve several updates."""
-        config, task = self.config, self.task
-        rate = LearningRate.from_config(config, self.plan.manager)
-        first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
+        rate = LearningRate.from_config(self.config, self.plan.manager)
+        first_step = self.position.step + 1
+        self._last_end = self.position.step
         recorder.restart_clock()
         for batch in feed:
-            step, first_sample = batch.planned.step, batch.planned.first_sample
-            if last_end == step - 1 and self.stop.before(step):
+            step = batch.planned.step
+            if self._last_end == step - 1 and self.stop.before(step):
                 break
             profiler.before(step)
-            rates = rate.at(first_sample), rate.batch_ratio_at(first_sample)
-            with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-                self.state, update = task.step(self.state, batch, *rates)
+            update = self._step(batch, rate)
             recorder.add(update)
-            self.background.check()
             if step == first_step:
                 jax.block_until_ready(update.metrics)
                 self._compile_rest()
-            ends_batch = batch.planned.end_sample > first_sample
-            saves = ends_batch and self._is_due(config.checkpoint_period, last_end, step)
-            evaluates = ends_batch and task.evaluates and self._is_due(config.eval_interval, last_end, step)
+            saves, evaluates = self._due_after(batch.planned)
             pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
-            if pauses or task.takes_turns:
-                recorder.catch_up(partial(task.evaluate, self.state, step) if evaluates else None)
+            if pauses or self.task.takes_turns:
+                recorder.catch_up(partial(self.task.evaluate, self.state, step) if evaluates else None)
             if pauses:
                 profiler.after(step)
                 if saves:
                     self._save(recorder)
                 recorder.restart_clock()
-            last_end = step if ends_batch else last_end
         recorder.catch_up()
         self._save(recorder)
         recorder.sync()
         self.position = recorder.position
 
-    def _is_due(self, period: int, last_end: int, step: int) -> bool:
-        """Returns whether the run ends, or a multiple of the period was passed since the last end of a batch."""
-        return step == self.total_steps or step // period > last_end // period
+    def _step(self, batch: B, rate: LearningRate) -> Dispatched:
+        first = batch.planned.first_sample
+        with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
+            self.state, update = self.task.step(self.state, batch, rate.at(first), rate.batch_ratio_at(first))
+        self.background.check()
+        return update
+
+    def _due_after(self, planned: PlannedStep) -> tuple[bool, bool]:
+        """Returns whether a save and an eval are due after an update."""
+        if planned.end_sample == planned.first_sample:
+            return False, False
+        last_end, self._last_end = self._last_end, planned.step
+        is_last = planned.step == self.total_steps
+        saves = is_last or is_due(self.config.checkpoint_period, last_end, planned.step)
+        evaluates = self.task.evaluates and (
+            is_last or is_due(self.config.eval_interval, last_end, planned.step)
+        )
+        return saves, evaluates
 
     def _save(self, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
@@ -322,8 +251,6 @@ class Session(Generic[B]):
         self.console.print(equation(self.plan))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
-        for line in self.task.introduction():
-            self.console.print(line)
         data, position = self.task.data, self.position
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         resumed = (
@@ -346,6 +273,15 @@ class Session(Generic[B]):
         for line in () if stopped_by else self.task.conclusion(self.state):
             self.console.print(line)
         return Outcome(self.position, stopped_by)
+
+
+def is_due(period: int, last_end: int, step: int) -> bool:
+    """Returns whether what is due after every `period` updates is due now, after `step` of them.
+
+    A run pauses only where a batch ends, the last time after `last_end` updates. A multiple of the period since then
+    makes it due.
+    """
+    return step // period > last_end // period
 
 
 def warn(message: str) -> None:

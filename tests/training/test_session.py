@@ -1,18 +1,28 @@
-"""What a run is made of: lengths in data, starts from other parameters, what is left on disk."""
+"""A run from its config to its last checkpoint: lengths in data, dues, what is left on disk, what ends it early."""
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from maxbatch import ConfigError
+from maxbatch.cli import main
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.runs.devices import DevicesUsed, read_devices
+from maxbatch.system.errors import DivergedError
 from maxbatch.training.pretraining import train
+from maxbatch.training.session import is_due
 from tests.helpers.slices import TWO_SLICES, pretend_slices
-from tests.helpers.tiny import read_metrics, tiny_config
+from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
 
@@ -85,3 +95,66 @@ def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
     assert (tmp_path / "checkpoints-damaged" / "2").is_dir()
     assert (tmp_path / "checkpoints" / "2" / "position" / "metadata").is_file()
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
+
+
+@given(st.integers(1, 50), st.integers(1, 10), st.integers(1, 1000))
+def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
+    period: int, updates_per_batch: int, num_batches: int
+) -> None:
+    ends = [batch * updates_per_batch for batch in range(num_batches + 1)]
+    due = [step for last, step in itertools.pairwise(ends) if is_due(period, last, step)]
+    reached = range(period, ends[-1] + 1, period)
+    assert due == sorted(
+        {-(-multiple // updates_per_batch) * updates_per_batch for multiple in reached} & set(ends)
+    )
+    if updates_per_batch == 1:
+        assert due == [step for step in ends[1:] if step % period == 0]
+
+
+def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Path) -> None:
+    train(tiny_config("steps=1", f"run_dir={tmp_path}"), ONE)
+    train(tiny_config("steps=2", "per_device_batch_size=4", f"run_dir={tmp_path}"), jax.devices()[:4])
+    mesh = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "pipeline": 1}
+    assert read_devices(tmp_path) == [
+        DevicesUsed(1, "cpu", 1, 1, 1, mesh), DevicesUsed(2, "cpu", 4, 1, 1, mesh | {"fsdp": 4})
+    ]  # fmt: skip
+
+
+def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_can_go_on(
+    tmp_path: Path,
+) -> None:
+    run = (
+        "checkpoint_period=1",
+        "learning_rate_schedule=constant",
+        "warmup_steps_fraction=0",
+        f"run_dir={tmp_path}",
+    )
+    train(tiny_config(*run, "steps=1"), ONE)
+    with pytest.raises(DivergedError, match="3 updates in a row had a new state that is not finite"):
+        train(tiny_config(*run, "steps=9", "learning_rate=1e300", "max_consecutive_skips=3"), ONE)
+    train(tiny_config(*run, "steps=5"), ONE)
+    metrics = read_metrics(tmp_path)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
+    assert [m["skipped"] for m in metrics] == [False, True, True, False, False]
+    assert metrics[-1]["loss"] < metrics[0]["loss"] and metrics[-1]["skipped_updates"] == 2
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's own writer works on a thread that dies of it; the run would then wait for it for good."""
+    arguments = ["train", *TINY_RUN, "steps=6", "checkpoint_period=2", f"run_dir={tmp_path}"]
+    written: list[Any] = []
+
+    def write(writer: Any, event: Any) -> None:
+        written.append(event)
+        if len(written) > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr("tensorboardX.record_writer.RecordWriter.write", write)
+        assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no space left on the disk" in error
+    assert main(arguments) == 0
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
