@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.pages.page import Page
+from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.plots import BatchCurve, loss_against_batch
 
 
 def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
     """Adds a measurement, as `critical_batch.json` holds it, to a page."""
-    page.heading(f"Critical batch size along {found['run']}")
     checkpoints = found["checkpoints"]
+    page.add(heading(f"Critical batch size along {found['run']}"))
     page.figures([loss_against_batch([_curve(checkpoint, found["tolerance"]) for checkpoint in checkpoints])])
-    page.table(
-        ["checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base"],
-        [row for checkpoint in checkpoints for row in _rows(checkpoint)],
-    )
-    for checkpoint in checkpoints:
-        page.paragraph(checkpoint["in_words"])
-    page.paragraph(f"Tolerance: {found['tolerance']:g} {found['tolerance_unit']}. Next: {found['command']}")
-
-
-def _rows(checkpoint: Mapping[str, Any]) -> list[list[Any]]:
     names = ("batch_size", "learning_rate", "updates", "loss", "difference")
-    return [
+    rows = [
         [checkpoint["step"], checkpoint["samples_seen"], *(branch[name] for name in names)]
+        for checkpoint in checkpoints
         for branch in checkpoint["branches"]
     ]
+    page.add(
+        table(["checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base"], rows),
+        *(paragraph(checkpoint["in_words"]) for checkpoint in checkpoints),
+        paragraph(f"Tolerance: {found['tolerance']:g} {found['tolerance_unit']}. Next: {found['command']}"),
+    )
 
 
 def _curve(checkpoint: Mapping[str, Any], tolerance: float) -> BatchCurve:
-    branches: Sequence[Mapping[str, Any]] = checkpoint["branches"]
-    losses = {branch["batch_size"]: branch["loss"] for branch in branches}
+    losses = {branch["batch_size"]: branch["loss"] for branch in checkpoint["branches"]}
     start = losses[checkpoint["batch_size"]]
     if checkpoint["is_below_base"] or start is None:
         start = next(loss for loss in losses.values() if loss is not None)

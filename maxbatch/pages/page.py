@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxbatch.pages.plots import Figure, Panel, colour
 from maxbatch.system.atomic_files import write_atomically
@@ -17,27 +16,16 @@ from maxbatch.system.errors import ConfigError, TrainingError
 AXES = ("steps", "samples", "tokens", "time")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunColumns:
-    """The columns of a run that are drawn.
+class RunColumns(NamedTuple):
+    """The columns of a run that are drawn."""
 
-    Attributes:
-      name: names the run on the page.
-      axes: of each of `AXES`, its value at each drawn update.
-      columns: of each drawn column, its value there as in `metrics.jsonl`; None where there is none.
-    """
-
-    name: str
-    axes: dict[str, list[float]]
-    columns: dict[str, list[float | None]]
+    name: str  # names the run on the page
+    axes: dict[str, list[float]]  # of each of `AXES`, its value at each drawn update
+    columns: dict[str, list[float | None]]  # of each column, its value there; None where there is none
 
 
 class Page:
-    """A page; sections appear in the order in which they are added.
-
-    Args:
-      title: of the document and at its top.
-    """
+    """A page; its parts appear in the order in which they are added."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -45,24 +33,9 @@ class Page:
         self._figures: list[dict[str, Any]] = []
         self._runs: list[RunColumns] = []
 
-    def heading(self, text: str) -> None:
-        self._body.append(f"<h2>{html.escape(text)}</h2>")
-
-    def paragraph(self, text: str) -> None:
-        self._body.append(f"<p>{html.escape(text)}</p>")
-
-    def table(
-        self, heads: Sequence[str], rows: Iterable[Sequence[object]], swatches: Sequence[int] = ()
-    ) -> None:
-        """Adds a table; `swatches` are the colours, by index, before the first cell of each row."""
-        self._body.append(_table(heads, rows, swatches))
-
-    def details(self, summary: str, *parts: str, is_open: bool = False) -> None:
-        """Adds parts, as HTML, that fold away under a summary."""
-        attribute = " open" if is_open else ""
-        self._body.append(
-            f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
-        )
+    def add(self, *parts: str) -> None:
+        """Adds parts as HTML, from the functions below."""
+        self._body += parts
 
     def figures(self, figures: Sequence[Figure]) -> None:
         """Adds figures that hold their own data."""
@@ -77,10 +50,7 @@ class Page:
           units: of each of `AXES`, its label.
         """
         self._runs = list(runs)
-        buttons = "".join(
-            f'<button data-axis="{axis}" aria-pressed="{str(axis == AXES[0]).lower()}">{axis}</button>'
-            for axis in AXES
-        )
+        buttons = "".join(_button("axis", axis, axis, axis == AXES[0]) for axis in AXES)
         names = "".join(
             f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs) if len(runs) > 1
         )
@@ -98,8 +68,7 @@ class Page:
         for figure, spec in figures:
             number, log, note = len(self._figures), "", ""
             if isinstance(figure, Panel):
-                pressed = str(figure.is_log).lower()
-                log = f'<button data-log="{number}" aria-pressed="{pressed}">log</button>'
+                log = _button("log", str(number), "log", figure.is_log)
             elif figure.note:
                 note = f"<figcaption>{html.escape(figure.note)}</figcaption>"
             plot = f'<div class="plot" id="plot{number}"></div>'
@@ -157,25 +126,37 @@ def plotly_js() -> str:
     return get_plotlyjs()
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Returns a table as HTML; whole numbers get thousands separators, None is a dash."""
-    return _table(heads, rows, ())
+def heading(text: str) -> str:
+    return f"<h2>{html.escape(text)}</h2>"
 
 
 def paragraph(text: str) -> str:
-    """Returns a paragraph as HTML."""
     return f"<p>{html.escape(text)}</p>"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]], swatches: Sequence[int]) -> str:
+def details(summary: str, *parts: str, is_open: bool = False) -> str:
+    """Returns parts that fold away under a summary."""
+    attribute = " open" if is_open else ""
+    return f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: bool = False) -> str:
+    """Returns a table, with or without the colour of its run before each row.
+
+    Whole numbers get thousands separators, None is a dash.
+    """
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
     body = []
     for index, row in enumerate(rows):
         cells = [_cell(value) for value in row]
-        if swatches:
-            cells[0] = cells[0].replace(">", f">{_swatch(swatches[index])}", 1)
+        if has_swatches:
+            cells[0] = cells[0].replace(">", f">{_swatch(index)}", 1)
         body.append(f"<tr>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+
+
+def _button(kind: str, value: str, text: str, is_pressed: bool) -> str:
+    return f'<button data-{kind}="{value}" aria-pressed="{str(is_pressed).lower()}">{text}</button>'
 
 
 def _swatch(index: int) -> str:

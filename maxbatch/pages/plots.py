@@ -6,9 +6,8 @@ everywhere: `colour(index)`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _COLOURS = (
     "#3b82f6", "#f97316", "#10b981", "#e11d48", "#8b5cf6", "#ca8a04", "#06b6d4", "#ec4899", "#65a30d", "#a16207",
@@ -16,40 +15,23 @@ _COLOURS = (
 _MOST_GROUPS = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Figure:
-    """A figure of its own data.
-
-    Attributes:
-      title: above the figure.
-      data: plotly.js traces.
-      layout: plotly.js layout, without colours.
-      note: below the figure; may be "".
-    """
+class Figure(NamedTuple):
+    """A figure of its own data."""
 
     title: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-    note: str = ""
+    data: list[dict[str, Any]]  # plotly.js traces
+    layout: dict[str, Any]  # of plotly.js, without colours
+    note: str = ""  # below the figure
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
-    """A figure of columns of runs, against the x axis that the page's reader chooses.
-
-    Attributes:
-      title: above the figure.
-      unit: what the y axis counts.
-      lines: (column, style) of each line; the style is `line`, `faint`, `stairs` or `points`.
-      is_log: whether the y axis starts logarithmic.
-      tick_format: d3 format of the y axis.
-    """
+class Panel(NamedTuple):
+    """A figure of columns of runs, against the x axis that the page's reader chooses."""
 
     title: str
-    unit: str
-    lines: tuple[tuple[str, str], ...]
-    is_log: bool = False
-    tick_format: str = "~g"
+    unit: str  # of the y axis
+    lines: tuple[tuple[str, str], ...]  # column and style: `line`, `faint`, `stairs` or `points`
+    is_log: bool = False  # whether the y axis starts logarithmic
+    tick_format: str = "~g"  # d3 format of the y axis
 
 
 def colour(index: int) -> str:
@@ -70,17 +52,14 @@ def metric_against_key(
       trials: overrides, metric and label of each. With two keys, of which the other has few values, trials that share
         its value are joined by a line.
       is_log: whether the x axis is logarithmic, if its values are numbers.
-
-    Returns:
-      The figure; hovering shows the label and the exact value.
     """
-    others = [name for name in (trials[0][0] if trials else {}) if name != key]
-    groups = list({overrides[others[0]] for overrides, _, _ in trials}) if len(others) == 1 else []
+    others = [name for name in trials[0][0] if name != key]
+    groups = {overrides[others[0]] for overrides, _, _ in trials} if len(others) == 1 else set()
+    if not 1 < len(groups) <= _MOST_GROUPS:
+        groups = {""}
     numbers = [_number(overrides[key]) for overrides, _, _ in trials]
     # A single value has no scale: an axis of numbers would show a range around it that was not swept.
     is_number = None not in numbers and len(set(numbers)) > 1
-    if not 1 < len(groups) <= _MOST_GROUPS:
-        groups = [""]
     data = []
     for index, group in enumerate(sorted(groups, key=_sort_key)):
         inside = [trial for trial in trials if not group or trial[0][others[0]] == group]
@@ -128,30 +107,19 @@ def heat_map(
         "colorbar": {"title": {"text": metric}, "thickness": 12},
         "hovertemplate": f"{across} %{{x}}<br>{up} %{{y}}<br>{metric} %{{customdata}}<extra></extra>",
     }  # fmt: skip
-    layout = {
-        "xaxis": {"title": {"text": across}, "type": "category"},
-        "yaxis": {"title": {"text": up}, "type": "category"},
-    }
+    axes = {"xaxis": across, "yaxis": up}
+    layout = {axis: {"title": {"text": key}, "type": "category"} for axis, key in axes.items()}
     return Figure(f"{metric} over {across} and {up}", [trace], layout)
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchCurve:
-    """The losses of branches of one checkpoint at several batch sizes.
+class BatchCurve(NamedTuple):
+    """The losses of branches of one checkpoint at several batch sizes."""
 
-    Attributes:
-      label: names the checkpoint, such as "step 400".
-      batch_sizes: samples per update of each branch.
-      losses: smoothed loss at the end of each branch, None where it diverged.
-      tolerated_loss: the largest loss that counts as no worse than the base.
-      critical_batch_size: the largest batch within the tolerance; None where there is none.
-    """
-
-    label: str
+    label: str  # names the checkpoint, such as "step 400"
     batch_sizes: Sequence[int]
-    losses: Sequence[float | None]
-    tolerated_loss: float
-    critical_batch_size: int | None = None
+    losses: Sequence[float | None]  # smoothed, at the end of each branch; None where it diverged
+    tolerated_loss: float  # the largest loss that counts as no worse than the base
+    critical_batch_size: int | None  # the largest batch within the tolerance; None where there is none
 
 
 def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:

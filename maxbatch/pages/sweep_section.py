@@ -6,36 +6,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.pages.page import Page
+from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.plots import Figure, heat_map, metric_against_key
 
 
 def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
-    """Adds a sweep to a page.
-
-    Args:
-      page: the page.
-      sweep: `sweep_dir`, `sampler`, `metric`, its definition (`metric_meaning`), `parameters` by swept key, the keys
-        on a logarithmic axis (`log_keys`), and `trials`, the best first: `number`, `overrides`, `value`, `steps`,
-        `status` and `reason` of each.
-    """
+    """Adds a sweep, as `SweepFolder.to_dict` returns it, to a page."""
     trials, metric, keys = sweep["trials"], sweep["metric"], list(sweep["parameters"])
-    page.heading(f"Sweep {sweep['sweep_dir']}")
     counts = Counter(trial["status"] for trial in trials)
-    page.paragraph(
-        f"{len(trials)} trials ({', '.join(f'{count} {status}' for status, count in counts.items())}); sampler "
-        f"{sweep['sampler']}; metric: {sweep['metric_meaning']}, lower is better. Only trials that are done are drawn."
-    )
+    statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
+    page.add(heading(f"Sweep {sweep['sweep_dir']}"), paragraph(
+        f"{len(trials)} trials ({statuses}); sampler {sweep['sampler']}; metric: {sweep['metric_meaning']}, lower is "
+        "better. Only trials that are done are drawn."
+    ))  # fmt: skip
     if figures := _figures(trials, metric, sweep["log_keys"]):
         page.figures(figures)
-    page.table(
-        ["trial", *keys, metric, "steps", "status"],
-        [
-            [t["number"], *(t["overrides"][key] for key in keys), t["value"], t["steps"],
-             t["status"] + (f": {t['reason']}" if t["reason"] else "")]
-            for t in trials
-        ],
-    )  # fmt: skip
+    page.add(table(["trial", *keys, metric, "steps", "status"], [
+        [t["number"], *(t["overrides"][key] for key in keys), t["value"], t["steps"],
+         t["status"] + (f": {t['reason']}" if t["reason"] else "")]
+        for t in trials
+    ]))  # fmt: skip
 
 
 def _figures(trials: Sequence[Mapping[str, Any]], metric: str, log_keys: Sequence[str]) -> list[Figure]:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.system.errors import ConfigError
 
 _FILE = "devices.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class DevicesUsed:
-    """The devices that a run trained on from one update on.
+    """The devices that a run trained on from one update on."""
 
-    Attributes:
-      first_step: the first update on them, from 1.
-      device_kind: what JAX calls one of them, such as `TPU v5p`.
-      num_devices: devices of all hosts.
-      num_hosts: processes.
-      num_slices: TPU slices, 1 on other devices.
-      mesh: mesh axis to size.
-    """
-
-    first_step: int
-    device_kind: str
-    num_devices: int
+    first_step: int  # the first update on them, from 1
+    device_kind: str  # what JAX calls one of them, such as `TPU v5p`
+    num_devices: int  # of all hosts
     num_hosts: int
-    num_slices: int
-    mesh: dict[str, int]
+    num_slices: int  # of a TPU; 1 on other devices
+    mesh: dict[str, int]  # axis to size
 
 
 def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
@@ -50,10 +41,9 @@ def read_devices(run_dir: Path) -> list[DevicesUsed]:
     Raises:
       ConfigError: the file cannot be read.
     """
-    path, remedy = run_dir / _FILE, "restore it, or remove it"
-    entries = read_json(path, remedy)
     names = [field.name for field in dataclasses.fields(DevicesUsed)]
-    try:
-        return [DevicesUsed(**{name: entry[name] for name in names}) for entry in entries or ()]
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None
+
+    def parse(entries: Any) -> list[DevicesUsed]:
+        return [DevicesUsed(**{name: entry[name] for name in names}) for entry in entries]
+
+    return read_json(run_dir / _FILE, "restore it, or remove it", parse) or []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,21 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 
 
-def read_json(path: Path, remedy: str) -> Any:
-    """Returns what a JSON file holds, None if there is no file.
+def read_json(path: Path, remedy: str, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Returns what `parse` makes of a JSON file; None if there is no file, or it holds null.
 
     Raises:
-      ConfigError: the file cannot be read; the message ends with the remedy.
+      ConfigError: the file cannot be read, or `parse` refuses what it holds; the message ends with the remedy.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return None if value is None else parse(value)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); {remedy}") from None
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

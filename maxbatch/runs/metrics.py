@@ -32,12 +32,7 @@ _REQUIRED = (
 class StepLog:
     """A file of JSON lines that each belong to an update.
 
-    Lines of updates that will be redone are dropped at the start, and so are those that cannot be read.
-
-    Args:
-      folder: the run's folder.
-      name: the file in it.
-      step: updates done at the start.
+    Lines of updates after `step`, which will be redone, are dropped at the start, and so are those that cannot be read.
     """
 
     def __init__(self, folder: RunFolder, name: str, step: int) -> None:
@@ -55,11 +50,7 @@ class StepLog:
         return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds a line; a number that is not finite becomes null.
-
-        Raises:
-          TrainingError: the disk is full; nothing of the line is left in the file.
-        """
+        """Adds a line, whole or not at all; a number that is not finite becomes null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
         end = self._file.tell()
@@ -89,7 +80,7 @@ class MetricsLog(StepLog):
       folder: the run's folder.
       step: updates done at the start.
       samples_seen: the position then, which the lines must not contradict.
-      warn: told, once, which lines are missing, unreadable, doubled or in contradiction to others.
+      warn: told, once, which lines are wrong.
     """
 
     def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:

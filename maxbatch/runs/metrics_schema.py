@@ -25,17 +25,13 @@ _RL, _SOME_OF_RL = Lines(("rl",), True), Lines(("rl",), False)
 class Metric(StrEnum):
     """A field of a line of `metrics.jsonl`; `{...}` in a name is filled in by `of`.
 
-    Attributes:
-      kind: JSON type: `whole`, `real`, `text`, `bool` or `map` (of names to whole numbers), or one of them `or null`.
-        A real that is not finite is written as null.
-      unit: unit of the value, "" for none.
-      meaning: one sentence.
-      lines: the lines that hold it.
+    A kind is `whole`, `real`, `text`, `bool` or `map` (of names to whole numbers), or one of them `or null`. A real
+    that is not finite is written as null.
     """
 
     kind: str
-    unit: str
-    meaning: str
+    unit: str  # "" for none
+    meaning: str  # one sentence
     lines: Lines
 
     def __new__(
@@ -116,12 +112,3 @@ def find_metric(name: str) -> Metric | None:
         return name.startswith(prefix) if brace else name == metric
 
     return min(filter(covers, Metric), key=lambda metric: "{" in metric, default=None)
-
-
-def metrics_table() -> str:
-    """Returns the list of all metrics as a Markdown table."""
-    rows = [("name", "type", "unit", "lines", "meaning"), ("---",) * 5]
-    for metric in Metric:
-        lines = f"{'every' if metric.lines.every else 'some'}: {', '.join(metric.lines.commands)}"
-        rows.append((f"`{metric}`", metric.kind, metric.unit, lines, metric.meaning))
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

@@ -20,17 +20,11 @@ DECAY = 0.99  # of the averages, per update: the last hundred updates or so coun
 
 
 class NoiseScale(NamedTuple):
-    """Exponential averages over the updates so far; plain floats, kept in the checkpoint.
+    """Exponential averages over the updates so far; plain floats, kept in the checkpoint."""
 
-    Attributes:
-      trace: average of V times the rows per unit of weight, so that it is the trace for one sample.
-      square: average of |G|^2.
-      mass: sum of the averages' weights, 1 - DECAY^updates; 0 where nothing was measured yet.
-    """
-
-    trace: float = 0.0
-    square: float = 0.0
-    mass: float = 0.0
+    trace: float = 0.0  # average of V times the rows per unit of weight: the trace for one sample
+    square: float = 0.0  # average of |G|^2
+    mass: float = 0.0  # sum of the averages' weights, 1 - DECAY^updates; 0 where nothing was measured yet
 
     def after(
         self,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.system.errors import ConfigError
 
 OUTCOME_FILE = "outcome.json"
 
@@ -47,9 +46,8 @@ def read_outcome(run_dir: Path) -> RecordedOutcome | None:
     Raises:
       ConfigError: the file cannot be read.
     """
-    path, remedy = run_dir / OUTCOME_FILE, "restore it, or remove it to train again"
-    found = read_json(path, remedy)
-    try:
-        return None if found is None else RecordedOutcome(Status(found["status"]), str(found["reason"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None
+
+    def parse(found: Any) -> RecordedOutcome:
+        return RecordedOutcome(Status(found["status"]), str(found["reason"]))
+
+    return read_json(run_dir / OUTCOME_FILE, "restore it, or remove it to train again", parse)

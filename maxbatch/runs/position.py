@@ -27,19 +27,14 @@ class Position(NamedTuple):
 
 
 class CheckpointRecord(NamedTuple):
-    """What the JSON of a checkpoint says.
-
-    Attributes:
-      position: where the run stood.
-      identity: what a run must agree with to resume it: `{"data": {...}, "model": {...}}`.
-      checksum: of the arrays, 32 bits.
-      hosts: hosts of the run that wrote it, and those of them that loaded data.
-    """
+    """What the JSON of a checkpoint says."""
 
     position: Position
-    identity: dict[str, dict[str, Any]]
-    checksum: int
-    hosts: tuple[int, int]
+    identity: dict[
+        str, dict[str, Any]
+    ]  # what a run must agree with to resume it, in parts: "data" and "model"
+    checksum: int  # of the arrays, 32 bits
+    hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON object, which carries a checksum over itself."""

@@ -11,18 +11,15 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
 from maxbatch.system.locks import take_lock
 
+CRITICAL_BATCH_FILE = Path("critical-batch", "critical_batch.json")  # of a run that was measured
 _FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
 
 class RunFolder:
-    """`run_dir` while one run trains in it.
+    """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock.
 
     The lock goes with the process, also when it is killed, so nothing is left that blocks the next start.
-
-    Args:
-      run_dir: the folder.
-      writes: whether this host writes to it, the one that holds the lock.
 
     Raises:
       ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.

@@ -25,35 +25,21 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class ChildRun(Generic[T]):
-    """A run to train in a process of its own.
+    """A run to train in a process of its own."""
 
-    Attributes:
-      subject: what the command trains it for: a trial, a branch.
-      run_dir: its folder, where `log.txt` takes what it prints.
-      arguments: what follows `maxbatch train`.
-      claim: an open lock. The child holds it too, so that no other command starts the run while one of both lives.
-    """
-
-    subject: T
-    run_dir: Path
-    arguments: Sequence[str]
-    claim: BinaryIO
+    subject: T  # what the command trains it for: a trial, a branch
+    run_dir: Path  # where `log.txt` takes what it prints
+    arguments: Sequence[str]  # of `maxbatch train`
+    claim: BinaryIO  # an open lock, which the child holds too: while one of both lives nobody else starts the run
 
 
 class ChildEnd(NamedTuple):
-    """How the process of a child run ended.
+    """How the process of a child run ended."""
 
-    Attributes:
-      status: how the run ended; None where it was stopped and the same command goes on with it.
-      reason: one line, "" for a run that is done or stopped.
-      exit_code: of the process, negative for the signal that killed it.
-      seconds: how long the process lived.
-    """
-
-    status: Status | None
-    reason: str
-    exit_code: int
-    seconds: float
+    status: Status | None  # None where it was stopped and the same command goes on with it
+    reason: str  # one line, "" for a run that is done or stopped
+    exit_code: int  # negative for the signal that killed it
+    seconds: float  # how long the process lived
 
 
 class ChildRuns(Protocol[T]):
@@ -61,19 +47,15 @@ class ChildRuns(Protocol[T]):
 
     def next(self) -> ChildRun[T] | None:
         """Returns a run to start now, None where none may start yet."""
-        ...
 
     def is_exhausted(self) -> bool:
         """Whether nothing is left to start, now or later; asked while no child runs."""
-        ...
 
     def watch(self, run: ChildRun[T]) -> str | None:
         """Looks at a run that trains, some times a second, and returns why to prune it, or None."""
-        ...
 
     def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
         """Takes note of how a run ended, while the claim on it is still held."""
-        ...
 
 
 @dataclasses.dataclass
@@ -110,24 +92,14 @@ class _Child(Generic[T]):
 
 
 class Supervisor(Generic[T]):
-    """Trains child runs, some at a time. It starts each run once and repeats none by itself.
-
-    Args:
-      runs: the runs, and what is told of them.
-      parallel: runs at a time.
-      say: takes a line for the user.
-    """
+    """Trains child runs, `parallel` at a time. It starts each run once and repeats none by itself."""
 
     def __init__(self, runs: ChildRuns[T], parallel: int, say: Callable[[str], None]) -> None:
         self._runs, self._parallel, self._say = runs, parallel, say
         self._children: list[_Child[T]] = []
 
     def train(self, stop: Stopping) -> bool:
-        """Trains until nothing is left, or until a signal asks to stop and every child has saved.
-
-        Returns:
-          Whether nothing is left.
-        """
+        """Trains until a signal asks to stop and every child has saved, or, and then returns True, nothing is left."""
         try:
             while not stop.is_asked:
                 self._collect(stop)
@@ -163,8 +135,7 @@ class Supervisor(Generic[T]):
 
     def _watch(self) -> None:
         for child in self._children:
-            reason = None if child.pruned else self._runs.watch(child.run)
-            if reason:
+            if not child.pruned and (reason := self._runs.watch(child.run)):
                 child.pruned = RecordedOutcome(Status.PRUNED, reason)
                 write_outcome(child.run.run_dir, child.pruned)  # first: a kill in between must not undo it
                 child.process.terminate()

@@ -15,9 +15,10 @@ A sweep goes on from these files after a kill as after a stop. Values of the met
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import read_metrics
@@ -34,25 +35,21 @@ _REMEDY = "restore it, or remove its folder"
 _BEST_FIRST = (Status.DONE, Status.PRUNED, UNFINISHED, Status.DIVERGED, Status.FAILED)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One combination of a sweep.
+class Trial(NamedTuple):
+    """One combination of a sweep."""
 
-    Attributes:
-      number: from 0; names the folder.
-      folder: its run_dir.
-      overrides: swept key to the text of its value.
-      config: every key to its text in the resolved config; None for a combination that the config refused.
-    """
+    number: int  # from 0; names the folder
+    folder: Path  # its run_dir
+    overrides: dict[str, str]  # swept key to the text of its value
+    config: dict[str, str] | None  # every key to its text; None for a combination that the config refused
 
-    number: int
-    folder: Path
-    overrides: dict[str, str]
-    config: dict[str, str] | None
+    @property
+    def stated(self) -> list[str]:
+        return [f"{key}={text}" for key, text in self.overrides.items()]
 
     @property
     def title(self) -> str:
-        return " ".join(f"{key}={text}" for key, text in self.overrides.items())
+        return " ".join(self.stated)
 
     @property
     def is_finished(self) -> bool:
@@ -63,23 +60,16 @@ class Trial:
         return take_lock(self.folder / ".claim")
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """How a trial ended.
-
-    Attributes:
-      trial: the trial.
-      status: that of its outcome, or `unfinished`.
-      reason: one line, "" for a trial that is done or unfinished.
-      value: the metric; of a pruned or unfinished trial the one so far, None of one that diverged or failed.
-      steps: updates that it recorded.
-    """
+class Result(NamedTuple):
+    """How a trial ended."""
 
     trial: Trial
-    status: str
-    reason: str
-    value: float | None
-    steps: int
+    status: str  # that of its outcome, or `unfinished`
+    reason: str  # one line, "" for a trial that is done or unfinished
+    value: (
+        float | None
+    )  # the metric, so far for a pruned or unfinished trial; None of one that diverged or failed
+    steps: int  # updates that it recorded
 
 
 def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
@@ -103,7 +93,6 @@ class SweepFolder:
 
     @property
     def base(self) -> Path:
-        """The config file that all trials share."""
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
@@ -118,10 +107,13 @@ class SweepFolder:
 
     def trials(self) -> list[Trial]:
         """Returns the recorded trials, by number."""
-        trials = []
-        for path in self.path.glob("trials/*/trial.json"):
-            if found := read_json(path, _REMEDY):
-                trials.append(Trial(found["number"], path.parent, found["overrides"], found["config"]))
+
+        def read(path: Path) -> Trial | None:
+            return read_json(
+                path, _REMEDY, lambda t: Trial(t["number"], path.parent, t["overrides"], t["config"])
+            )
+
+        trials = filter(None, map(read, self.path.glob("trials/*/trial.json")))
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:
@@ -137,8 +129,7 @@ class SweepFolder:
 
     def result(self, trial: Trial, metric: str) -> Result:
         """Returns how a trial ended, or how far it is."""
-        outcome = read_outcome(trial.folder)
-        status, reason = outcome or (UNFINISHED, "")
+        status, reason = read_outcome(trial.folder) or (UNFINISHED, "")
         records = read_metrics(trial.folder)
         value = metric_value(records, metric)
         if status == Status.DONE and value is None:
@@ -150,9 +141,8 @@ class SweepFolder:
     def results(self, metric: str) -> list[Result]:
         """Returns every trial's result, the best first, those that are not done last."""
 
-        def rank(result: Result) -> tuple[int, float, int]:
-            value = float("inf") if result.value is None else result.value
-            return _BEST_FIRST.index(result.status), value, result.trial.number
+        def rank(result: Result) -> tuple[int, float]:
+            return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
 
         return sorted((self.result(trial, metric) for trial in self.trials()), key=rank)
 

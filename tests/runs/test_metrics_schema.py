@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from maxbatch import load_config
-from maxbatch.runs.metrics_schema import Metric, find_metric, metrics_table
+from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.training.pretraining import train
 from tests.helpers import policies
 from tests.helpers.corpus import some_texts, write_jsonl
@@ -72,6 +72,15 @@ def test_families_of_metrics_are_found_by_their_members() -> None:
     assert find_metric(Metric.EVAL_PASS_AT_K.of(8)) is Metric.EVAL_PASS_AT_K
     assert Metric.REWARD_BY_FUNCTION.of("score") == "reward/score"
     assert find_metric("loss_") is None
+
+
+def metrics_table() -> str:
+    """The list of all metrics as a Markdown table."""
+    rows = [("name", "type", "unit", "lines", "meaning"), ("---",) * 5]
+    for metric in Metric:
+        lines = f"{'every' if metric.lines.every else 'some'}: {', '.join(metric.lines.commands)}"
+        rows.append((f"`{metric}`", metric.kind, metric.unit, lines, metric.meaning))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def test_the_docs_show_the_schema() -> None:

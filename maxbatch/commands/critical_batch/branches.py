@@ -32,11 +32,7 @@ _LOCK_S = 20  # for the branch of a command that was killed to end
 
 
 def locked(folder: Path) -> BinaryIO:
-    """Returns the lock on a folder, which is free once this process and its branch have closed it.
-
-    Raises:
-      ConfigError: another command measures in it, or it cannot be written.
-    """
+    """Returns the lock on a folder, which is free once this process and its branch have closed it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(folder / ".lock", _LOCK_S)
@@ -48,13 +44,7 @@ def locked(folder: Path) -> BinaryIO:
 
 
 class Branches:
-    """The branches of a plan.
-
-    Args:
-      run: the run that they fork from.
-      plan: the plan.
-      folder: RUN/critical-batch.
-    """
+    """The branches of a plan, which fork from a run, in `folder`: RUN/critical-batch."""
 
     def __init__(self, run: MeasuredRun, plan: MeasurementPlan, folder: Path) -> None:
         self._run, self._plan = run, plan
@@ -82,37 +72,28 @@ class Branches:
         """Records how a branch ended and removes its checkpoints; one whose last losses are not finite diverged."""
         if status == Status.DONE and self._last_chunks(branch) is None:
             status, reason = Status.DIVERGED, "its last losses are not finite"
-        folder = self.folder(branch)
-        write_outcome(folder, RecordedOutcome(status, reason))
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        write_outcome(self.folder(branch), RecordedOutcome(status, reason))
+        shutil.rmtree(self.folder(branch) / "checkpoints", ignore_errors=True)
 
     def chunks(self, branch: Branch) -> list[Chunk] | None:
-        """Returns the losses at the end of a branch that is done; None for one that diverged.
-
-        Raises:
-          TrainingError: its metrics do not cover its end.
-        """
+        """Returns the losses at the end of a branch that is done; None for one that diverged."""
         outcome = read_outcome(self.folder(branch))
         return None if outcome and outcome.status == Status.DIVERGED else self._last_chunks(branch)
 
     def _last_chunks(self, branch: Branch) -> list[Chunk] | None:
-        records = [r for r in read_metrics(self.folder(branch)) if r[Metric.STEP] > branch.fork.step]
-        updates = branch.samples // branch.batch_size
+        folder, first = self.folder(branch), branch.fork.step + 1
+        records = [record for record in read_metrics(folder) if record[Metric.STEP] >= first]
         try:
-            if [r[Metric.STEP] - branch.fork.step for r in records] != list(range(1, updates + 1)):
-                raise ValueError(f"there are {len(records)} updates instead of {updates}")
+            if [record[Metric.STEP] for record in records] != list(range(first, first + branch.updates)):
+                raise ValueError(f"there are {len(records)} updates instead of {branch.updates}")
             return last_chunks(records, branch.end - self._plan.compared, branch.end, self._plan.chunk)
         except ValueError as error:
-            folder = self.folder(branch)
             raise TrainingError(f"{folder}: {error}; remove this folder and run the command again") from None
 
     def fork(self) -> None:
         """Gives every branch that has not begun its config and its checkpoint.
 
         All of them before the first one trains: a run that goes on meanwhile removes its old checkpoints.
-
-        Raises:
-          ConfigError: a checkpoint is gone, or the config of a branch is refused.
         """
         for branch in self.all:
             self._check_origin(branch)
@@ -138,7 +119,7 @@ class Branches:
         source, linking = self._run.path / "checkpoints" / str(step), folder / ".linking"
         try:
             shutil.copytree(source, linking, copy_function=_link_or_copy)
-        except (OSError, shutil.Error) as error:
+        except OSError as error:
             raise ConfigError(
                 f"{source}: cannot be forked ({error}); name others with --checkpoints"
             ) from None
@@ -148,7 +129,6 @@ class Branches:
     def overrides(self, branch: Branch) -> list[str]:
         """Returns what the config of a branch states over the run's."""
         fork, rule = branch.fork, self._plan.scaling
-        updates = branch.samples // branch.batch_size
         return [
             f"run_dir={self.folder(branch)}",
             f"global_batch_size={branch.batch_size}",
@@ -160,7 +140,7 @@ class Branches:
             "learning_rate_schedule=constant",
             "warmup_steps_fraction=0",
             "enable_checkpointing=true",
-            f"checkpoint_period={-(-updates // 3)}",
+            f"checkpoint_period={-(-branch.updates // 3)}",
             "max_num_checkpoints_to_keep=1",
             "eval_interval=-1",
             "generate_prompt=",

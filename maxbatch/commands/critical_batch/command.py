@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,24 +15,15 @@ from rich.console import Console
 from maxbatch.commands.arguments import count, local_path
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
-from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, make_plan
-from maxbatch.commands.critical_batch.results import (
-    TOLERANCE_UNIT,
-    ForkResult,
-    fork_results,
-    in_words,
-    results_table,
-    to_json,
-    train_command,
-    warmup_schedule,
-)
+from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
+from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
 from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.config.loading import keys
 from maxbatch.config.values import Bounds, Scalar, exact, shown
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
-from maxbatch.runs.critical_batch import CRITICAL_BATCH_FILE, CRITICAL_BATCH_FOLDER
 from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.supervisor import Supervisor
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.stopping import Stopping
@@ -57,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--samples", metavar="N", help="samples of every branch (default: 32 updates of the largest batch)",
-        type=_flag(lambda text: _number(text, "quantity", Bounds(at_least=1)),
-                   "a number of samples (suffixes K, M, B)", "4K"),
+        type=_flag(Scalar("", "quantity", Bounds(1)).read, "a number of samples (suffixes K, M, B)", "4K"),
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
@@ -67,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
-        type=_flag(lambda text: _number(text, "real", Bounds(at_least=0)), "a number from 0 on", str(TOLERANCE)),
+        type=_flag(Scalar("", "real", Bounds(0)).read, "a number from 0 on", str(TOLERANCE)),
     )  # fmt: skip
     parser.add_argument(
         "--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices"
@@ -82,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
       TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
     measured = MeasuredRun.read(Path(args.run), args.simulate_devices or _num_devices())
-    folder = measured.path / CRITICAL_BATCH_FOLDER
+    folder = (measured.path / CRITICAL_BATCH_FILE).parent
     console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
     with Stopping() as stop, locked(folder) as lock:
@@ -97,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
                 f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on."
             )
             return EXIT_STOPPED
-        results = fork_results(measured, plan, branches, args.tolerance)
-        _conclude(measured, plan, results, args.tolerance, folder, console)
+        _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console)
     return 0
 
 
@@ -107,16 +95,13 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> Meas
     path = folder / "plans.json"
     plans = read_json(path, "remove it") or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
-    key = " ".join(f"--{name} {_text(value)}" for name, value in stated.items() if value is not None)
-    if key not in plans or not check_plan(measured, MeasurementPlan.from_json(plans[key])):
+    texts = {name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()}
+    key = " ".join(f"--{name} {text}" for name, text in texts.items() if text is not None)
+    plan = MeasurementPlan.from_json(plans[key]) if key in plans else None
+    if plan is None or not check_plan(measured, plan):
         plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling)
-        plans[key] = plan.to_json()
-        write_json(path, plans)
-    return MeasurementPlan.from_json(plans[key])
-
-
-def _text(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        write_json(path, plans | {key: plan.to_json()})
+    return plan
 
 
 def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> None:
@@ -124,42 +109,36 @@ def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> N
     total = len(branches.all) * plan.samples
     console.print(
         f"{len(branches.all)} branches ({len(branches.left())} to train): checkpoints {forks} x batch factors "
-        f"{_text(plan.factors)}, {plan.samples:,} samples each, {total:,} in all"
-    )
-    console.print(
+        f"{joined(plan.factors)}, {plan.samples:,} samples each, {total:,} in all\n"
         f"rates as at the checkpoint, constant, scaled {plan.scaling}; compared: the mean loss of the last "
         f"{plan.compared:,} samples of a branch"
     )
 
 
-def _conclude(
-    measured: MeasuredRun, plan: MeasurementPlan, results: list[ForkResult], tolerance: float, folder: Path,
-    console: Console,
-) -> None:  # fmt: skip
-    found = to_json(measured, plan, results, tolerance)
-    write_json(folder / CRITICAL_BATCH_FILE, found)
-    console.print(results_table(results, tolerance))
+def _conclude(found: Measurement, folder: Path, console: Console) -> None:
+    path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
+    write_json(path, found.to_json())
+    console.print(found.table())
     console.print(
-        f"tolerance: {tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise"
+        f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise"
     )
-    for result in results:
-        console.print(in_words(result))
-    page = Page(f"maxbatch critical-batch: {measured.path.name}")
-    add_critical_batch(page, found)
+    for result in found.forks:
+        console.print(str(result))
+    page = Page(f"maxbatch critical-batch: {found.run.path.name}")
+    add_critical_batch(page, found.to_json())
     console.print(page.save(folder / "critical_batch.html"))
-    console.print(f"everything: {folder / CRITICAL_BATCH_FILE}")
-    stages = warmup_schedule(measured, results)
+    console.print(f"everything: {path}")
     if len(stages) == 1:
         console.print(f"no batch above {stages[0][1]:,} is within the tolerance at every later checkpoint")
-    if all(result.critical.is_at_least for result in results):
-        further = _text((*plan.factors, 2 * plan.factors[-1]))
+    if all(result.critical.is_at_least for result in found.forks):
+        further = joined((*plan.factors, 2 * plan.factors[-1]))
         console.print(
             f"the largest batch tried is within the tolerance everywhere; further: --factors {further}"
         )
     if len(plan.forks) == 1:
         console.print("one checkpoint does not show how the critical batch size changes; train with "
                       "max_num_checkpoints_to_keep=null")  # fmt: skip
-    console.print(f"next: {shlex.join(train_command(measured, plan, stages))}")
+    console.print(f"next: {found.command}")
 
 
 def _num_devices() -> int:
@@ -168,37 +147,33 @@ def _num_devices() -> int:
         [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
     )
     if found.returncode:
-        lines = found.stderr.strip().splitlines()
-        raise ConfigError(
-            f"no device: {lines[-1] if lines else 'JAX does not start'}; works: --simulate-devices 1"
-        )
+        reason = (found.stderr.strip().splitlines() or ["JAX does not start"])[-1]
+        raise ConfigError(f"no device: {reason}; works: --simulate-devices 1")
     return int(found.stdout)
 
 
-def _number(text: str, kind: str, bounds: Bounds) -> Any:
-    """Returns the number that a text means, None if there is none."""
-    try:
-        return Scalar("", kind, bounds).read(text)
-    except ConfigError:
-        return None
+def _numbers(text: str, kind: str) -> tuple[Any, ...]:
+    """Returns different numbers greater than 0, sorted; raises ConfigError or ValueError for any other text."""
+    values = {Scalar("", kind, Bounds(above=0)).read(word) for word in text.split(",")}
+    if len(values) != text.count(",") + 1:
+        raise ValueError("a number is stated twice")
+    return tuple(sorted(values))
 
 
-def _numbers(text: str, kind: str) -> tuple[Any, ...] | None:
-    """Returns different numbers greater than 0, sorted; None if the text is no list of them."""
-    values = [_number(word, kind, Bounds(above=0)) for word in text.split(",")]
-    return None if None in values or len(set(values)) < len(values) else tuple(sorted(values))
-
-
-def _factors(text: str) -> tuple[Fraction, ...] | None:
-    factors = tuple(map(exact, _numbers(text, "exact") or (0,)))
-    return factors if 1 in factors and factors[-1] > 1 else None
+def _factors(text: str) -> tuple[Fraction, ...]:
+    factors = tuple(map(exact, _numbers(text, "exact")))
+    if 1 not in factors or factors[-1] == 1:
+        raise ValueError("there is nothing to compare")
+    return factors
 
 
 def _flag(read: Callable[[str], Any], rule: str, works: str) -> Callable[[str], Any]:
+    """Returns the `type` of an argument that `read` reads."""
+
     def parse(text: str) -> Any:
-        value = read(text)
-        if value is None:
-            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}")
-        return value
+        try:
+            return read(text)
+        except (ConfigError, ValueError):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}") from None
 
     return parse

@@ -5,6 +5,7 @@ B batch (samples per update), L smoothed loss (nats per token), s position (samp
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,59 +22,41 @@ class Chunk(NamedTuple):
 
 
 class CriticalSize(NamedTuple):
-    """The critical batch size at one checkpoint.
+    """The critical batch size at one checkpoint."""
 
-    Attributes:
-      batch_size: the largest batch whose loss is within the tolerance.
-      is_at_least: the largest batch that was tried still is; the critical one may be larger.
-      is_at_most: not even the second smallest batch that was tried is; the critical one may be smaller.
-      is_below_base: a smaller batch than the run's own is better by more than the tolerance.
-    """
-
-    batch_size: int
-    is_at_least: bool
-    is_at_most: bool
-    is_below_base: bool
+    batch_size: int  # the largest batch whose loss is within the tolerance
+    is_at_least: bool  # it is the largest batch that was tried; it may be larger
+    is_at_most: bool  # not even the second smallest batch that was tried is within; it may be smaller
+    is_below_base: bool  # a smaller batch than the run's own is better by more than the tolerance
 
 
 def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size: int) -> list[Chunk] | None:
-    """Returns the losses of `stream[first:end]` in chunks of `size` samples.
+    """Returns the losses of `stream[first:end]` in chunks of `size` samples; None where a loss is not finite.
 
-    Args:
-      records: lines of `metrics.jsonl`, of updates that each lie within one chunk.
-      first: first sample.
-      end: one past the last sample; end - first is a multiple of size.
-      size: samples of a chunk.
-
-    Returns:
-      The chunks; None where a loss is not finite.
-
-    Raises:
-      ValueError: the records do not cover the range.
+    The records, lines of `metrics.jsonl` in order, are of updates that each lie within one chunk. ValueError: they do
+    not cover the range, whose length is a multiple of `size`.
     """
-    sums: dict[int, float] = {}
-    weights: dict[int, float] = {}
-    samples: dict[int, int] = {}
-    for record in records:
-        position = record[Metric.SAMPLES_SEEN]
-        if not first < position <= end:
-            continue
-        if record[Metric.LOSS] is None:
-            return None
-        chunk, weight = (position - 1 - first) // size, record[Metric.LOSS_WEIGHT]
-        sums[chunk] = sums.get(chunk, 0.0) + record[Metric.LOSS] * weight
-        weights[chunk] = weights.get(chunk, 0.0) + weight
-        samples[chunk] = samples.get(chunk, 0) + record[Metric.GLOBAL_BATCH_SIZE]
-    wanted = range((end - first) // size)
-    if any(samples.get(chunk) != size for chunk in wanted):
+    inside = [record for record in records if first < record[Metric.SAMPLES_SEEN] <= end]
+    if any(record[Metric.LOSS] is None for record in inside):
+        return None
+    chunks = []
+    for _, group in itertools.groupby(inside, lambda r: (r[Metric.SAMPLES_SEEN] - 1 - first) // size):
+        updates = list(group)
+        if sum(update[Metric.GLOBAL_BATCH_SIZE] for update in updates) == size:
+            chunks.append(_merged([Chunk(u[Metric.LOSS], u[Metric.LOSS_WEIGHT]) for u in updates]))
+    if len(chunks) * size != end - first:
         raise ValueError(f"the records do not cover samples {first} to {end}")
-    return [Chunk(sums[chunk] / max(weights[chunk], 1e-9), weights[chunk]) for chunk in wanted]
+    return chunks
+
+
+def _merged(chunks: Sequence[Chunk]) -> Chunk:
+    weight = sum(chunk.weight for chunk in chunks)
+    return Chunk(sum(chunk.loss * chunk.weight for chunk in chunks) / max(weight, 1e-9), weight)
 
 
 def smoothed(chunks: Sequence[Chunk]) -> float:
     """Returns the token-weighted mean loss of chunks."""
-    total = sum(chunk.weight for chunk in chunks)
-    return sum(chunk.loss * chunk.weight for chunk in chunks) / max(total, 1e-9)
+    return _merged(chunks).loss
 
 
 def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | None:
@@ -87,55 +70,38 @@ def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | No
 
 
 def critical_batch(losses: Mapping[int, float | None], base: int, tolerance: float) -> CriticalSize:
-    """Returns the critical batch size at a checkpoint.
+    """Returns the critical batch size at a checkpoint, from each batch's L, None where its branch diverged.
 
     It is the largest B with L(b) <= L(base) + tolerance for every b that was tried from the base to B. Where a smaller
-    batch b has L(b) < L(base) - tolerance, or the base diverged, the base is beyond it; then it is the largest B with
-    L(b) <= L(smallest) + tolerance for every b from the smallest to B.
-
-    Args:
-      losses: batch to smoothed loss, None where the branch diverged.
-      base: the run's batch, one of `losses`.
-      tolerance: absolute, nats per token.
+    batch b has L(b) < L(base) - tolerance, or the base diverged, the base is beyond it; then it is the largest B below
+    the base with L(b) <= L(smallest) + tolerance for every b from the smallest to B.
     """
     batches = sorted(losses)
     loss = {batch: math.inf if value is None else value for batch, value in losses.items()}
-    is_below = loss[base] == math.inf or any(loss[b] < loss[base] - tolerance for b in batches if b < base)
-    start = batches[0] if is_below else base
-    found = start
-    for batch in (b for b in batches if b > start):
-        if not loss[batch] <= loss[start] + tolerance:
-            break
-        found = batch
-    if is_below:
-        found = min(found, max((b for b in batches if b < base), default=base))
+    smaller = [b for b in batches if b < base]
+    is_below = loss[base] == math.inf or any(loss[b] < loss[base] - tolerance for b in smaller)
+    candidates = (smaller or [base]) if is_below else [b for b in batches if b >= base]
+    *_, found = itertools.takewhile(lambda b: loss[b] <= loss[candidates[0]] + tolerance, candidates)
     return CriticalSize(found, found == batches[-1], is_below and found == batches[0], is_below)
 
 
 def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, int]]:
     """Returns the batch warmup that measured critical batch sizes allow, as (samples, batch), the first at 0.
 
-    The batch starts at `start` and is doubled where the allowed batch reaches its double. What is allowed at a
-    checkpoint is the smallest critical batch measured there or later, so that no stage exceeds a later
-    measurement. Between two checkpoints it is interpolated, log B over log s; before the first one nothing but
-    `start` is allowed, after the last one what is allowed there.
-
-    Args:
-      points: (samples seen, critical batch size) of each checkpoint, positions above 0 and rising.
-      start: the batch at the start of the run.
+    The points are (samples seen, critical batch size) of the checkpoints, positions above 0 and rising. The batch
+    starts at `start` and is doubled where the allowed batch reaches its double. What is allowed at a checkpoint is the
+    smallest critical batch measured there or later, so that no stage exceeds a later measurement. Between two
+    checkpoints it is interpolated, log B over log s; before the first one nothing but `start` is allowed, after the
+    last one what is allowed there.
     """
-    allowed: list[tuple[int, int]] = []
-    for position, batch in reversed(points):
-        allowed.insert(0, (position, min(batch, allowed[0][1]) if allowed else batch))
-    stages = [(0, start)]
-    batch = 2 * start
-    while batch <= max((value for _, value in allowed), default=0):
-        position = _reaches(allowed, batch)
-        if stages[-1][0] == position:
-            stages.pop()
-        stages.append((position, batch))
+    positions, batches = zip(*points, strict=True)
+    smallest_later = list(itertools.accumulate(reversed(batches), min))[::-1]
+    allowed = list(zip(positions, smallest_later, strict=True))
+    stages, batch = {0: start}, 2 * start
+    while batch <= smallest_later[-1]:
+        stages[_reaches(allowed, batch)] = batch  # of two doublings at one position the second stays
         batch *= 2
-    return stages
+    return list(stages.items())
 
 
 def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:

@@ -19,48 +19,28 @@ from maxbatch.system.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Fork:
-    """A checkpoint that branches start from.
+    """A checkpoint that branches start from."""
 
-    Attributes:
-      step: updates done there; names the checkpoint.
-      samples_seen: its position.
-      batch_size: samples of the run's next update there.
-      learning_rate: the rate of that update.
-      checksum: of the checkpoint's arrays, which differs from that of another run in the same folder.
-    """
-
-    step: int
+    step: int  # updates done there; names the checkpoint
     samples_seen: int
-    batch_size: int
-    learning_rate: float
-    checksum: int
+    batch_size: int  # samples of the run's next update there
+    learning_rate: float  # of that update
+    checksum: int  # of the checkpoint's arrays, which differs from that of another run in the same folder
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRun:
-    """The run that is measured.
-
-    Attributes:
-      path: its folder.
-      config: its config.
-      records: its updates.
-      checkpoints: the record of every committed checkpoint, by step.
-      num_devices: devices of the branches.
-    """
+    """The run that is measured."""
 
     path: Path
     config: ConfigDict
-    records: list[dict[str, Any]]
-    checkpoints: dict[int, CheckpointRecord]
-    num_devices: int
+    records: list[dict[str, Any]]  # its updates
+    checkpoints: dict[int, CheckpointRecord]  # the committed ones, by step
+    num_devices: int  # of the branches
 
     @classmethod
     def read(cls, path: Path, num_devices: int) -> MeasuredRun:
-        """Reads a run's folder.
-
-        Raises:
-          ConfigError: there is no run, or it cannot be read.
-        """
+        """Reads a run's folder."""
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(path / "config.yml"), read_metrics(path)
@@ -70,7 +50,9 @@ class MeasuredRun:
             )
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")
-        return cls(path, config, records, _checkpoints(path), num_devices)
+        found = {step: _read_checkpoint(path, step) for step in reversed(committed_steps(path))}
+        checkpoints = {step: record for step, record in found.items() if record is not None}
+        return cls(path, config, records, checkpoints, num_devices)
 
     @property
     def samples_seen(self) -> int:
@@ -90,11 +72,9 @@ class MeasuredRun:
     @property
     def reference_batch_size(self) -> int:
         """The batch for which `learning_rate` is the peak."""
-        return self.config.reference_batch_size or self._last_batch_size()
-
-    def _last_batch_size(self) -> int:
         stages = stated_stages(self.config, self.num_devices)
-        return int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
+        last = int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
+        return self.config.reference_batch_size or last
 
     def scale(self, batch_size: int, scaling: str) -> float:
         """Returns the factor on the learning rate that a rule gives a batch."""
@@ -112,22 +92,19 @@ class MeasuredRun:
             )
         at = self.records[min(index + 1, len(self.records) - 1)]
         near = self.records[max(0, index - 1) : index + 2]  # a run's last update may be a partial one
-        batch = max(
+        batches = [
             record[Metric.GLOBAL_BATCH_SIZE] for record in near if record[Metric.STAGE] == at[Metric.STAGE]
-        )
+        ]
         saved = self.checkpoints[step]
-        return Fork(step, saved.position.samples_seen, batch, at[Metric.LEARNING_RATE], saved.checksum)
+        return Fork(step, saved.position.samples_seen, max(batches), at[Metric.LEARNING_RATE], saved.checksum)
 
 
-def _checkpoints(path: Path) -> dict[int, CheckpointRecord]:
-    found = {}
-    for step in reversed(committed_steps(path)):
-        try:
-            record = read_record(path, step)
-        except DamagedError as error:
-            folder = path / "checkpoints" / str(step)
-            if not folder.exists():  # the run that still trains has just removed it
-                continue
+def _read_checkpoint(path: Path, step: int) -> CheckpointRecord | None:
+    """Returns the record of a checkpoint; None if the run, which still trains, has just removed it."""
+    try:
+        return read_record(path, step)
+    except DamagedError as error:
+        folder = path / "checkpoints" / str(step)
+        if folder.exists():
             raise ConfigError(f"{folder}: cannot be forked ({error}); move it away") from None
-        found[step] = record
-    return found
+        return None

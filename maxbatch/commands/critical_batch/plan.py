@@ -40,24 +40,20 @@ class Branch:
     def end(self) -> int:
         return self.fork.samples_seen + self.samples
 
+    @property
+    def updates(self) -> int:
+        return self.samples // self.batch_size
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasurementPlan:
-    """The plan of a measurement.
+    """The plan of a measurement."""
 
-    Attributes:
-      forks: the checkpoints, in order.
-      factors: of the batch at the fork; 1 is among them.
-      scaling: how the learning rate follows the batch: `none`, `linear` or `sqrt`.
-      samples: samples of every branch.
-      chunk: samples of a chunk: a multiple of every batch.
-    """
-
-    forks: tuple[Fork, ...]
-    factors: tuple[Fraction, ...]
-    scaling: str
-    samples: int
-    chunk: int
+    forks: tuple[Fork, ...]  # in order
+    factors: tuple[Fraction, ...]  # of the batch at the fork, rising; 1 is among them
+    scaling: str  # how the learning rate follows the batch: `none`, `linear` or `sqrt`
+    samples: int  # of every branch
+    chunk: int  # samples of a chunk: a multiple of every batch
 
     @property
     def compared(self) -> int:
@@ -66,7 +62,7 @@ class MeasurementPlan:
 
     def branches(self, fork: Fork) -> list[Branch]:
         """Returns a fork's branches, the smallest batch first."""
-        return [Branch(fork, int(f * fork.batch_size), self.samples) for f in sorted(self.factors)]
+        return [Branch(fork, int(f * fork.batch_size), self.samples) for f in self.factors]
 
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "factors": [str(factor) for factor in self.factors]}
@@ -79,12 +75,8 @@ class MeasurementPlan:
 
 
 def make_plan(
-    run: MeasuredRun,
-    steps: Sequence[int] | None,
-    factors: Sequence[Fraction] | None,
-    samples: int | None,
-    scaling: str,
-) -> MeasurementPlan:
+    run: MeasuredRun, steps: Sequence[int] | None, factors: Sequence[Fraction] | None, samples: int | None, scaling: str
+) -> MeasurementPlan:  # fmt: skip
     """Returns the plan of a measurement.
 
     Args:
@@ -93,79 +85,71 @@ def make_plan(
       factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices allow them.
       samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest batch.
       scaling: how the learning rate follows the batch.
-
-    Raises:
-      ConfigError: checkpoints that are not there, a batch that the devices cannot hold, a run too short to tell.
     """
-    _check_rule(run, scaling)
-    forks = _forks(run, steps)
-    chosen = _held(run, forks, factors)
-    half = run.samples_seen // 2
-    while factors is None and samples is None and chosen[-1] > 2 and _wanted(forks, chosen) > half:
-        chosen = chosen[:-1]
-    plan = MeasurementPlan(forks, chosen, scaling, 0, _chunk(forks, chosen))
-    largest = int(max(fork.batch_size for fork in forks) * chosen[-1])
-    least = -(-LEAST_UPDATES * largest // plan.chunk) * plan.chunk
-    rounded = -(-samples // plan.chunk) * plan.chunk if samples else _wanted(forks, chosen)
-    if rounded < least:
-        raise ConfigError(
-            f"--samples {samples}: a branch must be at least {LEAST_UPDATES} updates of its largest batch, "
-            f"{largest:,}; works: --samples {least}"
-        )
-    if rounded > half:
-        raise _too_short(run, plan, largest, rounded, least)
-    return dataclasses.replace(plan, samples=rounded)
-
-
-def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
-    """Returns whether a plan made before is one of this run as it is now.
-
-    Raises:
-      ConfigError: the devices cannot hold one of its batches.
-    """
-    _held(run, plan.forks, plan.factors)
-    return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
-
-
-def _check_rule(run: MeasuredRun, scaling: str) -> None:
     own = run.config.learning_rate_scaling
     if len(stated_stages(run.config, run.num_devices)) > 1 and own != scaling:
         raise ConfigError(
             f"--scaling {scaling}: the batch of {run.path} changes, with learning_rate_scaling={own}, and no config "
             f"could state rates that follow two rules; works: --scaling {own}"
         )
+    forks = _forks(run, steps)
+    chosen = _held(run, forks, factors)
+    half = run.samples_seen // 2
+    while factors is None and samples is None and chosen[-1] > 2 and _wanted(forks, chosen) > half:
+        chosen = chosen[:-1]
+    chunk, largest = _chunk(forks, chosen), _largest(forks, chosen)
+    least = _in_chunks(LEAST_UPDATES * largest, chunk)
+    rounded = _in_chunks(samples, chunk) if samples else _wanted(forks, chosen)
+    plan = MeasurementPlan(forks, chosen, scaling, rounded, chunk)
+    if plan.samples < least:
+        raise ConfigError(
+            f"--samples {samples}: a branch must be at least {LEAST_UPDATES} updates of its largest batch, "
+            f"{largest:,}; works: --samples {least}"
+        )
+    if plan.samples > half:
+        raise _too_short(run, plan, largest, least)
+    return plan
+
+
+def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
+    """Returns whether a plan made before is one of this run as it is now, on devices that hold its batches."""
+    _held(run, plan.forks, plan.factors)
+    return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
 
 
 def _chunk(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
     return math.lcm(*(int(factor * fork.batch_size) for fork in forks for factor in factors))
 
 
+def _largest(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
+    return int(max(fork.batch_size for fork in forks) * max(factors))
+
+
+def _in_chunks(samples: int, chunk: int) -> int:
+    return -(-samples // chunk) * chunk
+
+
 def _wanted(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
-    """Returns the samples of a branch where nobody says how many."""
-    chunk = _chunk(forks, factors)
-    largest = max(fork.batch_size for fork in forks) * max(factors)
-    return math.ceil(DEFAULT_UPDATES * largest / chunk) * chunk
+    """Returns the samples of a branch if `--samples` does not state them."""
+    return _in_chunks(DEFAULT_UPDATES * _largest(forks, factors), _chunk(forks, factors))
 
 
 def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
-    there = ", ".join(map(str, run.checkpoints)) or "none"
-    keep_all = "max_num_checkpoints_to_keep=null keeps them all"
     if not run.checkpoints:
         raise ConfigError(
             f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true"
         )
-    if steps is not None:
-        for step in steps:
-            if step not in run.checkpoints:
-                nearest = min(run.checkpoints, key=lambda there: abs(there - step))
-                raise ConfigError(
-                    f"--checkpoints {step}: {run.path} has checkpoints {there} ({keep_all}); "
-                    f"works: --checkpoints {nearest}"
-                )
+    for step in steps or ():
+        if step not in run.checkpoints:
+            nearest = min(run.checkpoints, key=lambda there: abs(there - step))
+            raise ConfigError(
+                f"--checkpoints {step}: {run.path} has checkpoints {', '.join(map(str, run.checkpoints))} "
+                f"(max_num_checkpoints_to_keep=null keeps them all); works: --checkpoints {nearest}"
+            )
     forks = tuple(run.fork_at(step) for step in (steps or _spread(run)))
     for fork in forks:
         if not fork.learning_rate > 0:
-            others = [s for s in run.checkpoints if run.fork_at(s).learning_rate > 0]
+            others = [step for step in run.checkpoints if run.fork_at(step).learning_rate > 0]
             works = f"; works: --checkpoints {others[-1]}" if others else ""
             raise ConfigError(
                 f"--checkpoints {fork.step}: the learning rate there is 0, so no branch would move{works}"
@@ -192,53 +176,46 @@ def _spread(run: MeasuredRun) -> list[int]:
     return sorted(chosen)
 
 
-def _held(
-    run: MeasuredRun, forks: Sequence[Fork], factors: Sequence[Fraction] | None
-) -> tuple[Fraction, ...]:
-    """Returns the factors whose batches are whole and held evenly by the devices, or refuse those that are not."""
-    config, devices = run.config, run.num_devices
-    unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, devices))
+def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None) -> tuple[Fraction, ...]:
+    """Returns the factors whose batches are whole and held evenly by the devices; refuses stated ones that are not."""
+    unit = MicrobatchUnit.from_config(run.config, MeshShape.from_config(run.config, run.num_devices))
 
     def fault(factor: Fraction) -> str | None:
         for fork in forks:
             batch = factor * fork.batch_size
-            if batch.denominator != 1 or batch % unit.rows:
+            if batch % unit.rows:
                 rule = "whole" if batch.denominator != 1 else f"divisible by {unit.rows} ({unit})"
-                return (
-                    f"{factor} x the batch of {fork.batch_size} at step {fork.step} = {plain_number(batch)} "
-                    f"samples must be {rule}"
-                )
+                at = f"{factor} x the batch of {fork.batch_size} at step {fork.step}"
+                return f"{at} = {plain_number(batch)} samples must be {rule}"
         return None
 
-    wanted = sorted(factors or DEFAULT_FACTORS)
-    fitting = [factor for factor in wanted if not fault(factor)]
-    own = fault(Fraction(1))
-    if own:
+    faults = {factor: fault(factor) for factor in sorted(stated or DEFAULT_FACTORS)}
+    fitting = tuple(factor for factor, reason in faults.items() if reason is None)
+    if own := faults[Fraction(1)]:
         raise ConfigError(f"--factors 1: {own}; works: --simulate-devices 1, or the devices of the run")
-    if factors is not None:
-        for factor in wanted:
-            if reason := fault(factor):
-                works = fitting if len(fitting) > 1 else [Fraction(1), Fraction(2)]
-                raise ConfigError(f"--factors {factor}: {reason}; works: --factors {_texts(works)}")
-    return tuple(fitting)
+    for factor, reason in faults.items():
+        if stated is not None and reason is not None:
+            works = fitting if len(fitting) > 1 else (1, 2)
+            raise ConfigError(f"--factors {factor}: {reason}; works: --factors {joined(works)}")
+    return fitting
 
 
-def _too_short(
-    run: MeasuredRun, plan: MeasurementPlan, largest: int, samples: int, least: int
-) -> ConfigError:
+def _too_short(run: MeasuredRun, plan: MeasurementPlan, largest: int, least: int) -> ConfigError:
     half, chunk = run.samples_seen // 2, plan.chunk
     smaller = [factor for factor in plan.factors if factor <= 1 or _wanted(plan.forks, (factor,)) <= half]
     if max(smaller) > 1 and len(smaller) < len(plan.factors) and _wanted(plan.forks, smaller) <= half:
-        works = f"works: --factors {_texts(smaller)}"
+        works = f"works: --factors {joined(smaller)}"
     elif least <= half:
         works = f"works: --samples {half // chunk * chunk}"
     else:
-        works = f"train it on; works: train_samples={2 * samples}"
+        works = f"train it on; works: train_samples={2 * plan.samples}"
     return ConfigError(
-        f"{run.path}: too short to tell: a branch is {samples:,} samples ({samples // largest} updates of its largest "
-        f"batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; {works}"
+        f"{run.path}: too short to tell: a branch is {plan.samples:,} samples ({plan.samples // largest} updates of "
+        f"its largest batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; "
+        f"{works}"
     )
 
 
-def _texts(factors: Sequence[Fraction]) -> str:
-    return ",".join(map(str, factors))
+def joined(values: Sequence[object]) -> str:
+    """Returns values as a flag of the command states them."""
+    return ",".join(map(str, values))

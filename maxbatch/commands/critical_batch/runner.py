@@ -16,20 +16,12 @@ from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
 
 
 class BranchRuns:
-    """The branches of a plan for the supervisor.
-
-    Args:
-      branches: the branches.
-      lock: the lock on their folder.
-      train_flags: flags of `maxbatch train` that every branch gets.
-      progress: is shown how far a branch is.
-    """
+    """The branches of a plan for the supervisor; each is trained under `lock` and with `train_flags`."""
 
     def __init__(
         self, branches: Branches, lock: BinaryIO, train_flags: Sequence[str], progress: BranchProgress
     ) -> None:
-        self._branches, self._lock, self._flags = branches, lock, train_flags
-        self._progress = progress
+        self._branches, self._lock, self._flags, self._progress = branches, lock, train_flags, progress
         self._left = branches.left()
         self._num_bytes = -1  # of the metrics that were shown last
 
@@ -51,11 +43,7 @@ class BranchRuns:
             self._progress.show(run.subject, self._branches.samples_done(run.subject))
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
-        """Records a branch that is done or diverged.
-
-        Raises:
-          ConfigError, TrainingError: the branch failed.
-        """
+        """Records a branch that is done or diverged."""
         if end.status is None:  # somebody stopped this branch alone
             self._left = []
         elif end.exit_code < 0:
@@ -68,18 +56,21 @@ class BranchRuns:
             self._left.pop(0)
 
 
-class BranchProgress:
-    """Shows how far the branches are, all together."""
+class BranchProgress(Progress):
+    """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        self._console, self._branches = console, branches
+        columns = (
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+        )
+        super().__init__(*columns, console=Console(highlight=False), disable=not console.is_terminal)
+        self._lines, self._branches = console, branches
         self._current: Branch | None = None
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("left"), console=Console(highlight=False))
-            total = sum(branch.samples for branch in branches.all)
-            self._task = self._bar.add_task("", total=total, completed=self._samples_done())
+        total = sum(branch.samples for branch in branches.all)
+        self._bar = self.add_task("", total=total, completed=self._samples_done())
 
     def _samples_done(self) -> int:
         return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
@@ -88,21 +79,11 @@ class BranchProgress:
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
         name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._samples_done() + samples, description=name)
-        elif branch != self._current:
-            self._console.print(name + (f", from sample {samples:,} on" if samples else ""))
+        self.update(self._bar, completed=self._samples_done() + samples, description=name)
+        if self.disable and branch != self._current:
+            self._lines.print(name + (f", from sample {samples:,} on" if samples else ""))
         self._current = branch
 
     def say(self, line: str) -> None:
-        """Prints a line above the bar."""
-        (self._bar.console if self._bar else self._console).print(line)
-
-    def __enter__(self) -> BranchProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        """Prints a line, above the bar."""
+        (self._lines if self.disable else self.console).print(line)

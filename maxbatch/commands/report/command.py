@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxbatch.commands.arguments import local_path
-from maxbatch.commands.report.panels import PANELS
-from maxbatch.commands.report.plans import add_config_differences, add_plan
-from maxbatch.commands.report.runs import MOST_POINTS, SUMMARY_HEADS, ReportedRun
+from maxbatch.commands.report.plans import config_differences, plan_of
+from maxbatch.commands.report.runs import MOST_POINTS, PANELS, SUMMARY_HEADS, ReportedRun
 from maxbatch.pages.critical_batch_section import add_critical_batch
-from maxbatch.pages.page import Page
+from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.sweep_section import add_sweep
-from maxbatch.runs.critical_batch import read_critical_batch
+from maxbatch.runs.json_file import read_json
+from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
@@ -25,11 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=local_path, metavar="RUN", help="a run folder, or the folder of a sweep"
     )
     parser.add_argument(
-        "--output",
-        type=local_path,
-        metavar="FILE",
+        "--output", type=local_path, metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,20 +37,15 @@ def run(args: argparse.Namespace) -> int:
       ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
     """
     paths = [Path(text) for text in args.runs]
-    page = make_page(paths)
     beside = paths[0] if len(paths) == 1 else Path()
-    output = Path(args.output) if args.output else beside / "report.html"
-    page.write(output)
+    output = Path(args.output or beside / "report.html")
+    make_page(paths).write(output)
     print(output)
     return 0
 
 
 def make_page(paths: Sequence[Path]) -> Page:
-    """Returns the page of these folders.
-
-    Raises:
-      ConfigError: a folder is not one of a run.
-    """
+    """Returns the page of these folders."""
     names = _names(paths)
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}")
     runs: list[ReportedRun] = []
@@ -64,7 +57,7 @@ def make_page(paths: Sequence[Path]) -> Page:
     if runs:
         _add_runs(page, runs)
     for path in paths:
-        found = read_critical_batch(path)
+        found = read_json(path / CRITICAL_BATCH_FILE, f"`maxbatch critical-batch {path}` writes it")
         if found:
             add_critical_batch(page, found)
     return page
@@ -78,46 +71,37 @@ def _add_sweep(page: Page, path: Path, name: str, is_one_of_many: bool) -> list[
     trials = [trial for trial in sweep["trials"] if trial["steps"]]
     drawn = trials[:MOST_CURVES]
     if len(drawn) < len(trials):
-        page.paragraph(f"Below: the {len(drawn)} best of {len(trials)} trials.")
+        page.add(paragraph(f"Below: the {len(drawn)} best of {len(trials)} trials."))
     prefix = f"{name}: " if is_one_of_many else ""
-    return [
-        ReportedRun.read(
-            folder.trial_folder(trial["number"]), f"{prefix}{trial['number']}: {_short(trial['overrides'])}"
-        )
-        for trial in drawn
-    ]
-
-
-def _short(overrides: dict[str, str]) -> str:
-    return ", ".join(overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items()))
+    runs = []
+    for number, overrides in ((trial["number"], trial["overrides"]) for trial in drawn):
+        values = overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items())
+        runs.append(ReportedRun.read(folder.trial_folder(number), f"{prefix}{number}: {', '.join(values)}"))
+    return runs
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     is_long = max(run.seconds for run in runs) > _LONG_S
-    page.heading("Runs" if len(runs) > 1 else "Run")
-    page.table(SUMMARY_HEADS, [run.summary() for run in runs], swatches=range(len(runs)))
-    units = {
-        "steps": "updates",
-        "samples": "samples",
-        "tokens": "tokens",
-        "time": f"time in updates ({'hours' if is_long else 'seconds'})",
-    }
-    page.panels(PANELS, [run.columns(3600 if is_long else 1) for run in runs], units)
-    windows = sorted({run.smoothing for run in runs})
-    page.paragraph(
-        f"Smoothed loss: the mean of the last {' or '.join(map(str, windows))} updates (a fiftieth of a run, at least "
-        "5). Time: the sum of step_time_s, which leaves evals and saves out. Diamonds: evals."
+    page.add(
+        heading("Runs" if len(runs) > 1 else "Run"),
+        table(SUMMARY_HEADS, [run.summary() for run in runs], has_swatches=True),
     )
+    time = f"time in updates ({'hours' if is_long else 'seconds'})"
+    units = {"steps": "updates", "samples": "samples", "tokens": "tokens", "time": time}
+    page.panels(PANELS, [run.columns(3600 if is_long else 1) for run in runs], units)
+    windows = " or ".join(map(str, sorted({run.smoothing for run in runs})))
+    page.add(paragraph(
+        f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at least 5). Time: the sum of "
+        "step_time_s, which leaves evals and saves out. Diamonds: evals."
+    ))  # fmt: skip
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
         apart = -(-len(thinned.records) // MOST_POINTS)
-        page.paragraph(
+        page.add(paragraph(
             f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in {apart}, "
             "the first of each stage, those with an eval, and the last."
-        )
-    page.heading("Batch plan")
-    for run in runs:
-        add_plan(page, run, is_open=len(runs) == 1)
-    add_config_differences(page, runs)
+        ))  # fmt: skip
+    plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
+    page.add(heading("Batch plan"), *plans, config_differences(runs))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-
-from ml_collections import ConfigDict
 
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
-from maxbatch.pages.page import Page, paragraph, table
+from maxbatch.pages.page import details, heading, paragraph, table
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
 from maxbatch.runs.devices import DevicesUsed
 from maxbatch.system.errors import ConfigError
 
-_STAGE_HEADS = (
-    "stage", "from sample", "from step", "steps", "samples", "p", "g", "micro", "global", "lr scale",
-)  # fmt: skip
-_STAGE_KEYS = (
-    "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
-    "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size", "learning_rate_scale",
-)  # fmt: skip
+_STAGES = {
+    "from sample": "first_sample", "from step": "first_step", "steps": "num_steps", "samples": "num_samples",
+    "p": "per_device_batch_size", "g": "gradient_accumulation_steps", "micro": "micro_batch_size_to_train_on",
+    "global": "global_batch_size", "lr scale": "learning_rate_scale",
+}  # fmt: skip
 _MOST_STAGES = 200
-_NOT_COMPARED = ("run_dir",)
 
 
-def add_plan(page: Page, run: ReportedRun, is_open: bool) -> None:
-    """Adds what a run trained on, its batch plan there and its table of stages, under a fold."""
+def plan_of(run: ReportedRun, is_open: bool) -> str:
+    """Returns what a run trained on, its batch plan there and its table of stages, under a fold, as HTML."""
     if run.config is None:
-        return
+        return ""
     parts = [_devices_table(run.devices)] if run.devices else []
     now = run.devices[-1] if run.devices else DevicesUsed(1, "", 1, 1, 1, {})
     try:
@@ -38,23 +34,22 @@ def add_plan(page: Page, run: ReportedRun, is_open: bool) -> None:
             samples_per_epoch=samples_per_epoch_if_cached(run.config),
         )  # fmt: skip
     except ConfigError as error:
-        page.details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)
-        return
+        return details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)
     parts.append(paragraph(equation(plan)))
     if not run.devices:
         parts.append(paragraph("Planned for 1 device: the run did not record its devices. The global batch and the "
                                "steps are the same on any number."))  # fmt: skip
     found = plan.to_dict()
     stages = found.pop("stages")
-    rows = [[i, *(stage[key] for key in _STAGE_KEYS)] for i, stage in enumerate(stages[:_MOST_STAGES])]
-    parts.append(table(_STAGE_HEADS, rows))
+    rows = [[i, *(stage[key] for key in _STAGES.values())] for i, stage in enumerate(stages[:_MOST_STAGES])]
+    parts.append(table(("stage", *_STAGES), rows))
     if len(stages) > _MOST_STAGES:
         parts.append(paragraph(f"The first {_MOST_STAGES} of {len(stages)} stages."))
     numbers = [[name, value] for name, value in found.items() if name != "warnings"]
     half = -(-len(numbers) // 2)
-    padded = [*numbers[half:], *[["", ""]] * (2 * half - len(numbers))]
-    parts.append(table(("",) * 4, [[*a, *b] for a, b in zip(numbers[:half], padded, strict=True)]))
-    page.details(run.name, *parts, is_open=is_open)
+    pairs = itertools.zip_longest(numbers[:half], numbers[half:], fillvalue=["", ""])
+    parts.append(table(("",) * 4, [[*left, *right] for left, right in pairs]))
+    return details(run.name, *parts, is_open=is_open)
 
 
 def _devices_table(history: Sequence[DevicesUsed]) -> str:
@@ -66,28 +61,17 @@ def _devices_table(history: Sequence[DevicesUsed]) -> str:
     return table(("from step", "device", "devices", "hosts", "slices", "mesh"), rows)
 
 
-def add_config_differences(page: Page, runs: Sequence[ReportedRun]) -> None:
-    """Adds the keys in which the runs' configs differ; for one run, in which it differs from base.yml."""
+def config_differences(runs: Sequence[ReportedRun]) -> str:
+    """Returns the keys in which the runs' configs differ, for one run those that differ from base.yml, as HTML."""
     configs = [(run.name, run.config) for run in runs if run.config is not None]
-    if not configs:
-        return
+    title = "where the runs differ"
     if len(configs) == 1:
-        page.heading("Config, where it differs from base.yml")
-        rows = _differences([("base.yml", load_config()), configs[0]])
-    else:
-        page.heading("Config, where the runs differ")
-        rows = _differences(configs)
-    if not rows:
-        page.paragraph("No key differs.")
-        return
-    heads = ["base.yml", configs[0][0]] if len(configs) == 1 else [name for name, _ in configs]
-    page.table(["key", *heads], rows)
-
-
-def _differences(configs: Sequence[tuple[str, ConfigDict]]) -> list[list[str]]:
-    rows = []
-    for name, key in keys().items():
-        texts = [key.write(config[name]) for _, config in configs]
-        if len(set(texts)) > 1 and name not in _NOT_COMPARED:
-            rows.append([name, *texts])
-    return rows
+        title, configs = "where it differs from base.yml", [("base.yml", load_config()), *configs]
+    texts = {
+        name: [key.write(config[name]) for _, config in configs]
+        for name, key in keys().items()
+        if name != "run_dir"
+    }
+    rows = [[name, *values] for name, values in texts.items() if len(set(values)) > 1]
+    found = table(["key", *(name for name, _ in configs)], rows) if rows else paragraph("No key differs.")
+    return heading(f"Config, {title}") + found if configs else ""

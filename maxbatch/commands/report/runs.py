@@ -1,4 +1,4 @@
-"""A run as a report draws it: its columns, smoothed and thinned, its totals, its config."""
+"""A run as a report draws it: its panels, their columns, smoothed and thinned, its totals."""
 
 from __future__ import annotations
 
@@ -11,43 +11,52 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.report.panels import COLUMNS, SMOOTHED_LOSS
 from maxbatch.config.loading import load_config
 from maxbatch.pages.page import RunColumns
+from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import read_metrics
-from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.metrics_schema import Metric as M
 from maxbatch.system.errors import ConfigError
 
+SMOOTHED_LOSS = "smoothed loss"
+PANELS = (
+    Panel("Loss", "loss per token (nats)", ((M.LOSS, "faint"), (SMOOTHED_LOSS, "line"), (M.EVAL_LOSS, "points"))),
+    Panel("Global batch", "samples per update", ((M.GLOBAL_BATCH_SIZE, "stairs"),)),
+    Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),)),
+    Panel("Throughput", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),), tick_format="~s"),
+    Panel("Step time", "seconds per update", ((M.STEP_TIME_S, "line"),), is_log=True),
+    Panel("Gradient norm", "norm before clipping", ((M.GRAD_NORM, "line"),), is_log=True),
+    Panel("Gradient noise scale", "samples",
+          ((M.GRADIENT_NOISE_SCALE, "faint"), (M.CRITICAL_BATCH_ESTIMATE, "line")), is_log=True),
+    Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
+    # Of reinforcement learning.
+    Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),
+    Panel("pass@1 on held-out prompts, sampled", "share of the responses", ((M.EVAL_PASS_AT_1, "points"),)),
+    Panel("pass@1 on held-out prompts, greedy", "share of the responses", ((M.EVAL_GREEDY_PASS_AT_1, "points"),)),
+    Panel("Response length", "tokens", ((M.RESPONSE_LENGTH, "line"),)),
+    Panel("Entropy", "per token (nats)", ((M.ENTROPY, "line"),)),
+    Panel("Divergence from the reference", "per token (nats)", ((M.KL, "line"),)),
+    Panel("Clipped", "share of the tokens", ((M.CLIP_FRACTION, "line"),)),
+)  # fmt: skip
+COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 MOST_POINTS = 20_000
-_ALWAYS_DRAWN = (Metric.EVAL_LOSS, Metric.EVAL_PASS_AT_1)
+_ALWAYS_DRAWN = (M.EVAL_LOSS, M.EVAL_PASS_AT_1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportedRun:
-    """A run of a report.
+    """A run of a report."""
 
-    Attributes:
-      name: names it on the page.
-      path: its folder.
-      config: its config, None for a folder without one.
-      records: the lines of its metrics.
-      devices: what it trained on, the oldest first; nothing for a run that did not record it.
-    """
-
-    name: str
+    name: str  # names it on the page
     path: Path
-    config: ConfigDict | None
-    records: list[dict[str, Any]]
-    devices: list[DevicesUsed]
+    config: ConfigDict | None  # None for a folder without one
+    records: list[dict[str, Any]]  # the lines of its metrics
+    devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
 
     @classmethod
     def read(cls, path: Path, name: str) -> ReportedRun:
-        """Reads a run folder.
-
-        Raises:
-          ConfigError: it is no run folder, or a file in it cannot be read.
-        """
+        """Reads a run folder; raises ConfigError for any other."""
         if not is_run(path):
             raise ConfigError(f"{path}: {_no_run(path)}")
         config_path = path / "config.yml"
@@ -57,15 +66,13 @@ class ReportedRun:
     @property
     def drawn(self) -> list[int]:
         """Indices of the records that are drawn: all, or every k-th, the starts of stages, the evals and the last."""
-        apart = -(-len(self.records) // MOST_POINTS)
-        if apart <= 1:
-            return list(range(len(self.records)))
+        apart = max(1, -(-len(self.records) // MOST_POINTS))
         return [
             i
             for i, record in enumerate(self.records)
             if i % apart == 0
             or i == len(self.records) - 1
-            or record[Metric.STAGE] != self.records[i - 1][Metric.STAGE]
+            or record[M.STAGE] != self.records[i - 1][M.STAGE]
             or any(key in record for key in _ALWAYS_DRAWN)
         ]
 
@@ -73,15 +80,10 @@ class ReportedRun:
         """Returns what is drawn, with time in a unit of `seconds_per_unit`."""
         records, drawn = self.records, self.drawn
         seconds = list(itertools.accumulate(self._seconds()))
-        axes = {
-            "steps": [records[i][Metric.STEP] for i in drawn],
-            "samples": [records[i][Metric.SAMPLES_SEEN] for i in drawn],
-            "tokens": [records[i][Metric.TOKENS_SEEN] for i in drawn],
-            "time": [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn],
-        }
-        columns = {
-            str(name): [records[i].get(name) for i in drawn] for name in COLUMNS if name != SMOOTHED_LOSS
-        }
+        counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}
+        axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
+        axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
+        columns = {str(name): [records[i].get(name) for i in drawn] for name in COLUMNS}
         smoothed_loss = self._smoothed_loss()
         columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
         return RunColumns(self.name, axes, columns)
@@ -92,10 +94,10 @@ class ReportedRun:
         return max(5, len(self.records) // 50)
 
     def _smoothed_loss(self) -> list[float | None]:
-        return smoothed([record[Metric.LOSS] for record in self.records], self.smoothing)
+        return smoothed([record[M.LOSS] for record in self.records], self.smoothing)
 
     def _seconds(self) -> list[float]:
-        return [record.get(Metric.STEP_TIME_S) or 0.0 for record in self.records]
+        return [record.get(M.STEP_TIME_S) or 0.0 for record in self.records]
 
     @property
     def seconds(self) -> float:
@@ -107,13 +109,13 @@ class ReportedRun:
         if not self.records:
             return [self.name, 0, *[None] * 7]
         last = self.records[-1]
-        batches = [record[Metric.GLOBAL_BATCH_SIZE] for record in self.records]
-        evals = [record[Metric.EVAL_LOSS] for record in self.records if Metric.EVAL_LOSS in record]
-        rates = [rate for record in self.records if (rate := record.get(Metric.TOKENS_PER_SECOND))]
-        most = max(batches)
+        first = self.records[0][M.GLOBAL_BATCH_SIZE]
+        most = max(record[M.GLOBAL_BATCH_SIZE] for record in self.records)
+        evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
+        rates = [rate for record in self.records if (rate := record.get(M.TOKENS_PER_SECOND))]
         return [
-            self.name, last[Metric.STEP], last[Metric.SAMPLES_SEEN], last[Metric.TOKENS_SEEN],
-            most if batches[0] == most else f"{batches[0]:,} to {most:,}",
+            self.name, last[M.STEP], last[M.SAMPLES_SEEN], last[M.TOKENS_SEEN],
+            most if first == most else f"{first:,} to {most:,}",
             self._smoothed_loss()[-1], evals[-1] if evals else None, statistics.median(rates) if rates else None,
             f"{self.seconds:,.1f} s",
         ]  # fmt: skip

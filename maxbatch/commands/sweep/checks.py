@@ -18,11 +18,7 @@ from maxbatch.system.errors import ConfigError
 
 
 def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
-    """Returns the config of a combination, every key but run_dir as text: what trials are compared by.
-
-    Raises:
-      ConfigError: the config refuses the base or the combination.
-    """
+    """Returns the config of a combination, every key but run_dir as text: what trials are compared by."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "base.yml"
         path.write_text(sweep.base, encoding="utf-8")
@@ -40,48 +36,39 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
 
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with the records of its folder, and records what it says.
-
-    Raises:
-      ConfigError: the trials that are there are of another sweep.
-    """
-    is_grid = sweep.sampler == "grid"
-    settings = {
+    """Compares a sweep file with the records of its folder, refuses another sweep, and records what it says."""
+    settings: dict[str, Any] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
         "seed": sweep.seed,
         "parameters": {parameter.key.name: parameter.to_json() for parameter in sweep.parameters},
         "log_keys": [parameter.key.name for parameter in sweep.parameters if parameter.is_log],
     }
-    before = folder.read()
-    may_change = {"metric": sweep.sampler != "optuna", "seed": is_grid}
-    for name in ("sampler", "seed", "metric") if before else ():
-        if before[name] != settings[name] and not may_change.get(name):
-            raise _changed(sweep, f"{name}: {before[name]}, not {settings[name]}")
-    was: dict[str, Any] = before.get("parameters", {})
-    now: dict[str, Any] = settings["parameters"]  # type: ignore[assignment]
-    for key in dict.fromkeys([*was, *now]) if before else ():
-        if key not in was or key not in now:
-            raise _changed(sweep, f"parameters {'with' if key in was else 'without'} {key}")
-        if was[key] != now[key] and not is_grid:  # a grid may grow; its trials are compared one by one
-            raise _changed(sweep, f"{key}: {_shown(was[key])}, not {_shown(now[key])}")
+    if before := folder.read():
+        _compare(sweep, before, settings)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.write(settings)
+
+
+def _compare(sweep: SweepFile, before: dict[str, Any], now: dict[str, Any]) -> None:
+    fixed = {"grid": ("sampler",), "random": ("sampler", "seed"), "optuna": ("sampler", "seed", "metric")}
+    for name in fixed[sweep.sampler]:
+        if before[name] != now[name]:
+            raise _changed(sweep, f"{name}: {before[name]}, not {now[name]}")
+    old, new = before["parameters"], now["parameters"]
+    for key in dict.fromkeys([*old, *new]):
+        if key not in old or key not in new:
+            raise _changed(sweep, f"parameters {'with' if key in old else 'without'} {key}")
+        # A grid may grow; its trials are compared one by one.
+        if old[key] != new[key] and sweep.sampler != "grid":
+            was, is_now = (shown(str(parameters[key]).replace("'", "")) for parameters in (old, new))
+            raise _changed(sweep, f"{key}: {was}, not {is_now}")
 
 
 def check_recorded(
     sweep: SweepFile, recorded: Sequence[Trial], grid: Container[frozenset[tuple[str, str]]] | None
 ) -> None:
-    """Compares the recorded trials with what the sweep makes of them now.
-
-    Args:
-      sweep: the sweep.
-      recorded: the trials of its folder.
-      grid: the items of each combination of a grid.
-
-    Raises:
-      ConfigError: a trial has left the grid, its config has changed, or there are more trials than the sweep asks for.
-    """
+    """Refuses recorded trials of which the sweep makes others now; `grid` holds the items of its combinations."""
     for trial in recorded:
         if grid is not None and frozenset(trial.overrides.items()) not in grid:
             raise _changed(sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold")
@@ -92,10 +79,6 @@ def check_recorded(
         for key, text in (trial.config or {}).items():
             if config.get(key, text) != text:
                 raise _changed(sweep, f"{key}={shown(text)}, not {shown(config[key])} (trial {trial.number})")
-
-
-def _shown(parameter: Any) -> str:
-    return shown(str(parameter).replace("'", ""))
 
 
 def _changed(sweep: SweepFile, difference: str) -> ConfigError:

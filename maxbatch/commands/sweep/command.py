@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import local_path
-from maxbatch.commands.sweep.runner import TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.outcome import OUTCOME_FILE, Status
-from maxbatch.runs.supervisor import Supervisor
-from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder
+from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
+from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.stopping import Stopping
@@ -30,16 +29,11 @@ _WIDTH = 400  # wider than any table here: nothing is cut off
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file",
-        type=local_path,
-        metavar="SWEEP.yml",
-        help="a sweep file, or the name of one of configs/sweeps",
-    )
+        "file", type=local_path, metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
+    )  # fmt: skip
     parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="run the trials that failed again (not those that diverged)",
-    )
+        "--retry-failed", action="store_true", help="run the trials that failed again (not those that diverged)"
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,6 +68,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+class TrialRuns:
+    """The trials of a sweep for the supervisor, each told to the user (`say`) in a line at its start and its end."""
+
+    def __init__(
+        self, folder: SweepFolder, study: SweepStudy, metric: str, say: Callable[[str], None]
+    ) -> None:
+        self._folder, self._study, self._metric, self._say = folder, study, metric, say
+
+    def next(self) -> ChildRun[Trial] | None:
+        if (claimed := self._study.next()) is None:
+            return None
+        trial = claimed.trial
+        resumed = " resumed" if (trial.folder / "metrics.jsonl").exists() else ""
+        self._say(f"trial {trial.number}{resumed}: {trial.title}")
+        arguments = [str(self._folder.base), *trial.stated, f"run_dir={trial.folder}"]
+        return ChildRun(trial, trial.folder, arguments, claimed.claim)
+
+    def is_exhausted(self) -> bool:
+        return self._study.is_exhausted()
+
+    def watch(self, run: ChildRun[Trial]) -> str | None:
+        return self._study.should_prune(run.subject)
+
+    def ended(self, run: ChildRun[Trial], end: ChildEnd) -> None:
+        trial = run.subject
+        if end.status is not None:
+            self._folder.finish(trial, end.status, end.reason)
+        result = self._folder.result(trial, self._metric)
+        if end.status is not None:
+            self._study.finished(result)
+        run.claim.close()
+        value = "" if result.value is None else f" {self._metric} {result.value:.4f}"
+        reason = f" ({result.reason})" if result.reason else ""
+        self._say(f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}")
+
+
 def forget_failed(folder: SweepFolder, metric: str) -> None:
     """Removes the outcomes of the trials that failed, so that they run again."""
     for result in folder.results(metric):
@@ -82,11 +112,7 @@ def forget_failed(folder: SweepFolder, metric: str) -> None:
 
 
 def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
-    """Prints the table, writes the plot, and says what to type next.
-
-    Raises:
-      TrainingError: no trial came to its end.
-    """
+    """Prints the table, writes the plot, and says what to type next."""
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
@@ -94,12 +120,12 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
         raise TrainingError(
             f"none of the {len(results)} trials came to its end; trial {best.trial.number}: {best.reason}"
         )
-    words = ["maxbatch", "train", str(folder.base), *(f"{k}={v}" for k, v in best.trial.overrides.items())]
+    words = ["maxbatch", "train", str(folder.base), *best.trial.stated, "run_dir=runs/best"]
     page = Page(f"maxbatch sweep: {folder.path.name}")
     add_sweep(page, folder.to_dict())
     console.print(page.save(folder.path / "sweep.html"))
     console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
-    console.print(f"next: {shlex.join([*words, 'run_dir=runs/best'])}")
+    console.print(f"next: {shlex.join(words)}")
 
 
 def results_table(results: Sequence[Result], metric: str) -> Table:

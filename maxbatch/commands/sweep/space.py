@@ -6,7 +6,6 @@ A value is a text, as an override states it; the config key's own reader says wh
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -27,19 +26,14 @@ class Choices:
 
     @classmethod
     def read(cls, key: Key, texts: Sequence[tuple[str, bool]]) -> Choices:
-        """Reads a list of texts, each with whether it was written without quotes.
-
-        Raises:
-          ConfigError: it is empty, states a value twice, or holds one that the key does not take.
-        """
+        """Reads a list of texts, each with whether it was written without quotes."""
         values = tuple(key.write(key.read(text, plain)) for text, plain in texts)
         if not values:
             raise ConfigError(f"{key.name}: a list must hold at least one value; works: [{key.default}]")
-        twice = next((value for value in values if values.count(value) > 1), None)
-        if twice is not None:
-            raise ConfigError(
-                f"{key.name}={twice}: must be in its list once; works: [{', '.join(dict.fromkeys(values))}]"
-            )
+        for value in values:
+            if values.count(value) > 1:
+                works = ", ".join(dict.fromkeys(values))
+                raise ConfigError(f"{key.name}={value}: must be in its list once; works: [{works}]")
         return cls(key, values)
 
     @property
@@ -68,84 +62,61 @@ class Choices:
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers from low to high, both included.
-
-    Attributes:
-      key: the swept key, which takes numbers.
-      low, high: the smallest and the largest value.
-      is_log: whether values are spread evenly over their logarithm.
-      step: distance of the values from low on; None: any value.
-    """
+    """Numbers from low to high, both included."""
 
     key: Key
     low: Fraction
     high: Fraction
-    is_log: bool
-    step: Fraction | None
+    is_log: bool  # whether values are spread evenly over their logarithm
+    step: Fraction | None  # distance of the values from low on; None: any value
 
     @classmethod
     def read(cls, key: Key, low: str, high: str, is_log: bool, step: str | None) -> Range:
-        """Reads a range.
-
-        Raises:
-          ConfigError: the key takes no numbers, an end breaks its rule, or low, high, log and step contradict.
-        """
+        """Reads a range."""
         if key.kind not in NUMBERS:
             raise ConfigError(f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]")
         ends = [key.read(text) for text in (low, high)]
-        if any(end is None for end in ends):
+        if None in ends:
             raise ConfigError(
                 f"{key.name}: low and high must be numbers; works: a list of values with null in it"
             )
         bottom, top = (exact(end) for end in ends if not isinstance(end, str | None))
-        if bottom >= top:
-            raise ConfigError(
-                f"{key.name}: low={low} must be less than high={high}; works: {{low: {high}, high: {low}}}"
-            )
-        if is_log and bottom <= 0:
-            raise ConfigError(
-                f"{key.name}: low={low} must be greater than 0 where log is true; works: log: false"
-            )
-        width = None if step is None else _step(key, step)
-        if width is not None and is_log:
-            raise ConfigError(
-                f"{key.name}: step={step} must not be given where log is true; works: log: false"
-            )
-        if width is not None and width > top - bottom:
-            works = plain_number(top - bottom)
-            raise ConfigError(f"{key.name}: step={step} must be at most high - low; works: step: {works}")
+        width = None if step is None else _step(step)
+        number = "a whole number" if _is_whole(key) else "a number"
+        for is_broken, rule, works in (
+            (bottom >= top, f"low={low} must be less than high={high}", f"{{low: {high}, high: {low}}}"),
+            (is_log and bottom <= 0, f"low={low} must be greater than 0 where log is true", "log: false"),
+            (width is not None and (width <= 0 or (_is_whole(key) and width.denominator != 1)),
+             f"step={shown(step or '')} must be {number} greater than 0", "step: 1"),
+            (is_log and width is not None, f"step={step} must not be given where log is true", "log: false"),
+            (width is not None and width > top - bottom, f"step={step} must be at most high - low",
+             f"step: {plain_number(top - bottom)}"),
+        ):  # fmt: skip
+            if is_broken:
+                raise ConfigError(f"{key.name}: {rule}; works: {works}")
         return cls(key, bottom, top, is_log, width)
 
     def grid(self) -> list[str]:
-        """Returns every value of a grid.
-
-        Raises:
-          ConfigError: the range has no step, or too many values.
-        """
+        """Returns every value of a grid."""
         if self.step is None:
-            low, high = plain_number(self.low), plain_number(self.high)
+            works = f"[{plain_number(self.low)}, {plain_number(self.high)}]"
+            raise ConfigError(f"{self.key.name}: a grid needs a list of values, or a step; works: {works}")
+        number = (self.high - self.low) // self.step + 1
+        if number > MOST_GRID_VALUES:
             raise ConfigError(
-                f"{self.key.name}: a grid needs a list of values, or a step; works: [{low}, {high}]"
-            )
-        if self._num_steps > MOST_GRID_VALUES:
-            raise ConfigError(
-                f"{self.key.name}: step={float(self.step):g} makes {self._num_steps + 1:,} values, more "
+                f"{self.key.name}: step={float(self.step):g} makes {number:,} values, more "
                 f"than {MOST_GRID_VALUES:,}; works: step: {float((self.high - self.low) / 10):g}"
             )
-        return [self._text(self.low + i * self.step) for i in range(self._num_steps + 1)]
-
-    @property
-    def _num_steps(self) -> int:
-        return math.floor((self.high - self.low) / self.step) if self.step else 0
+        return [self._text(self.low + i * self.step) for i in range(number)]
 
     def suggest(self, trial: Any) -> str:
         """Returns the value that an Optuna trial suggests."""
-        if _is_whole(self.key):
-            ends, step = (int(self.low), int(self.high)), int(self.step or 1)
-            return self._text(trial.suggest_int(self.key.name, *ends, step=step, log=self.is_log))
-        width = None if self.step is None else float(self.step)
-        ends = float(self.low), float(self.high)  # type: ignore[assignment]
-        return self._text(trial.suggest_float(self.key.name, *ends, step=width, log=self.is_log))
+        number: type[int] | type[float] = int if _is_whole(self.key) else float
+        suggest = trial.suggest_int if number is int else trial.suggest_float
+        step = {} if self.step is None else {"step": number(self.step)}
+        return self._text(
+            suggest(self.key.name, number(self.low), number(self.high), log=self.is_log, **step)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns what a sweep's records say about the key."""
@@ -161,16 +132,12 @@ class Range:
 Parameter = Choices | Range
 
 
-def _step(key: Key, text: str) -> Fraction:
-    """Returns a step: a number of the key's kind, but not within its bounds."""
+def _step(text: str) -> Fraction:
+    """Returns a step; 0 for a text that is no number."""
     try:
-        step = Fraction(text)
+        return Fraction(text)
     except (ValueError, ZeroDivisionError):
-        step = Fraction(0)
-    if step <= 0 or (_is_whole(key) and step.denominator != 1):
-        rule = "a whole number" if _is_whole(key) else "a number"
-        raise ConfigError(f"{key.name}: step={shown(text)} must be {rule} greater than 0; works: step: 1")
-    return step
+        return Fraction(0)
 
 
 def _is_whole(key: Key) -> bool:

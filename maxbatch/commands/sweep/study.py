@@ -29,7 +29,7 @@ from maxbatch.system.locks import exclusive
 
 MOST_COMBINATIONS = 100_000
 _LOST_S = (
-    60  # from the start of a trial to the record of who runs it: milliseconds, unless that process was killed
+    60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
 )
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
@@ -37,10 +37,10 @@ Overrides = dict[str, str]
 
 
 class ClaimedTrial(NamedTuple):
-    """A trial that this process, and no other, may run."""
+    """A trial that this process, and no other, may run, and the claim on it, open for as long as it runs."""
 
     trial: Trial
-    claim: BinaryIO  # open for as long as it runs
+    claim: BinaryIO
 
 
 class SweepStudy:
@@ -51,10 +51,6 @@ class SweepStudy:
     Trials of TPE are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps of different
     batches cannot be compared. Several `maxbatch sweep` with one `storage` each take trials; `trials` is what all of
     them run together.
-
-    Raises:
-      ConfigError: Optuna is not installed, the storage cannot be opened, sweep_dir or storage hold another sweep, or
-        the config refuses every combination that was tried.
     """
 
     def __init__(self, sweep: SweepFile, folder: SweepFolder) -> None:
@@ -62,7 +58,7 @@ class SweepStudy:
         self._sweep, self._folder = sweep, folder
         self._grid = _combinations(sweep) if sweep.sampler == "grid" else None
         recorded = folder.trials()
-        check_recorded(sweep, recorded, None if self._grid is None else set(map(_values, self._grid)))
+        check_recorded(sweep, recorded, None if self._grid is None else set(map(_items, self._grid)))
         self._check_combinations()
         check_settings(sweep, folder)
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
@@ -79,41 +75,37 @@ class SweepStudy:
         if tried is None:
             study = self._optuna.create_study(sampler=self._optuna.samplers.RandomSampler(self._sweep.seed))
             tried, which = [self._suggested(study.ask()) for _ in range(_SAMPLED)], ""
-        refusal: ConfigError | None = None
+        refusals = []
         for overrides in tried:
             try:
                 resolve(self._sweep, overrides)
                 return
             except ConfigError as error:
-                refusal = refusal or error
+                refusals.append(str(error))
         others = f" (so is every one of {which}{len(tried)} combinations)" if len(tried) > 1 else ""
-        raise ConfigError(f"{refusal}{others}")
+        raise ConfigError(refusals[0] + others)
 
     def _open(self) -> Any:
-        sweep, path = self._sweep, self._folder.path.resolve()
-        url = sweep.storage or f"sqlite:///{path / 'optuna.db'}"
-        settings = {
-            "metric": sweep.metric,
-            "parameters": {parameter.key.name: parameter.to_json() for parameter in sweep.parameters},
-        }
-        text = json.dumps(settings, sort_keys=True)
+        sweep, pruners = self._sweep, self._optuna.pruners
+        url = sweep.storage or f"sqlite:///{self._folder.path.resolve() / 'optuna.db'}"
+        parameters = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
+        settings = json.dumps({"metric": sweep.metric, "parameters": parameters}, sort_keys=True)
         shown_url = re.sub(r"://[^@/]*@", "://...@", url)  # without the password
         try:
-            pruners = self._optuna.pruners
             study = self._optuna.create_study(
                 storage=url, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
                 pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.sampler == "optuna" else pruners.NopPruner(),
             )  # fmt: skip
             before = study.user_attrs.get(_SETTINGS)
             if before is None:
-                study.set_user_attr(_SETTINGS, text)
+                study.set_user_attr(_SETTINGS, settings)
         except Exception as error:  # whatever the database's own library raises
             raise ConfigError(
                 f"storage={shown_url}: cannot be opened ({type(error).__name__}); works: sqlite:///sweep.db"
             ) from error
-        if sweep.storage and before not in (None, text):
+        if sweep.storage and before not in (None, settings):
             raise ConfigError(
-                f"storage={shown_url}: holds study {sweep.path.stem} of {before}, not {text}; "
+                f"storage={shown_url}: holds study {sweep.path.stem} of {before}, not {settings}; "
                 "give another storage, or another name to the sweep file"
             )
         return study
@@ -133,21 +125,16 @@ class SweepStudy:
 
     def _add_missing(self, recorded: Sequence[Trial]) -> None:
         """Adds the recorded trials that the study lacks: all, for a grid begun before grids had a study."""
-        count = len(self._trials())
-        for trial in (trial for trial in recorded if trial.number >= count):
-            number = -1
-            while number < trial.number:
+        for trial in recorded:
+            while len(self._trials()) <= trial.number:
                 self._study.enqueue_trial(trial.overrides)
                 added = self._study.ask()
-                number = added.number
-                if number < trial.number:  # the folder of that one was removed
+                if added.number < trial.number:  # the folder of that one was removed
                     self._study.tell(added, state=self._optuna.trial.TrialState.FAIL)
 
     def _tell_recorded(self, recorded: Sequence[Trial]) -> None:
         """Tells the study of trials that ended just before this sweep was killed."""
-        running = {
-            frozen.number for frozen in self._trials() if self._is_mine(frozen) and self._is_running(frozen)
-        }
+        running = {one.number for one in self._trials() if self._is_mine(one) and self._is_running(one)}
         for trial in recorded:
             if trial.number in running and trial.is_finished:
                 self.finished(self._folder.result(trial, self._sweep.metric))
@@ -182,8 +169,8 @@ class SweepStudy:
 
     def _next_combination(self) -> Overrides | None:
         """Returns the first combination of the grid that no folder records."""
-        recorded = {_values(trial.overrides) for trial in self._folder.trials()}
-        return next((one for one in self._grid or () if _values(one) not in recorded), None)
+        recorded = {_items(trial.overrides) for trial in self._folder.trials()}
+        return next((one for one in self._grid or () if _items(one) not in recorded), None)
 
     def _adopt(self) -> Any | None:
         """Returns a trial without a folder that was begun here, or by a process that was killed at once."""
@@ -246,21 +233,20 @@ class SweepStudy:
             return None
         running = self._optuna.trial.Trial(self._study, frozen._trial_id)
         for record in new:
-            if record[Metric.TOKENS_SEEN] not in frozen.intermediate_values:
-                running.report(record[Metric.EVAL_LOSS], record[Metric.TOKENS_SEEN])
+            loss, tokens = record[Metric.EVAL_LOSS], record[Metric.TOKENS_SEEN]
+            if tokens not in frozen.intermediate_values:
+                running.report(loss, tokens)
         self._num_reported[trial.number] = len(evals)
         if not running.should_prune():
             return None
-        loss, tokens = evals[-1][Metric.EVAL_LOSS], evals[-1][Metric.TOKENS_SEEN]
         return f"eval_loss {loss:.4f} at {tokens:,} tokens is above the others' median"
 
     def finished(self, result: Result) -> None:
         """Tells the study how a trial ended."""
         state = self._optuna.trial.TrialState
         # Diverged counts as pruned: the sampler learns to keep away, where it would ignore a failure.
-        told = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}.get(
-            Status(result.status), state.PRUNED
-        )
+        states = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}
+        told = states.get(Status(result.status), state.PRUNED)
         value = result.value if told == state.COMPLETE else None
         with contextlib.suppress(ValueError):  # told already, by the same command before it was killed
             self._study.tell(result.trial.number, value, state=told)
@@ -287,7 +273,7 @@ def _combinations(sweep: SweepFile) -> list[Overrides]:
     return [dict(zip(names, values, strict=True)) for values in itertools.product(*axes)]
 
 
-def _values(overrides: Overrides) -> frozenset[tuple[str, str]]:
+def _items(overrides: Overrides) -> frozenset[tuple[str, str]]:
     return frozenset(overrides.items())
 
 

@@ -12,65 +12,45 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.loading import configs_dir, keys, nearest_key
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import SWEEP_METRICS
 from maxbatch.system.errors import ConfigError
 
-_SETTINGS = {
-    setting.name: setting
-    for setting in (
-        Scalar("sampler", "choice", choices=("grid", "random", "optuna"), default="grid"),
-        Scalar("metric", "choice", choices=tuple(SWEEP_METRICS), default=Metric.EVAL_LOSS),
-        Scalar("sweep_dir", "path"),
-        Scalar("parallel", "int", Bounds(1, 1024), default="1"),
-        Scalar("trials", "int", Bounds(1, 100_000), default="20"),
-        Scalar("seed", "int", Bounds(0, 2**32 - 1), default="0"),
-        Scalar("storage", "text"),
-    )
-}
-_KEYS = (*_SETTINGS, "base", "parameters")
+_SETTINGS = (
+    Scalar("sampler", "choice", choices=("grid", "random", "optuna"), default="grid"),
+    Scalar("metric", "choice", choices=tuple(SWEEP_METRICS), default=Metric.EVAL_LOSS),
+    Scalar("sweep_dir", "path"),
+    Scalar("parallel", "int", Bounds(1, 1024), default="1"),
+    Scalar("trials", "int", Bounds(1, 100_000), default="20"),
+    Scalar("seed", "int", Bounds(0, 2**32 - 1), default="0"),
+    Scalar("storage", "text"),
+)
+_KEYS = (*(setting.name for setting in _SETTINGS), "base", "parameters")
 _RANGE_KEYS = ("low", "high", "log", "step")
 _Nodes = Mapping[str, tuple[yaml.Node, str]]  # key to its value, and to file and line
 
 
 @dataclasses.dataclass(frozen=True)
 class SweepFile:
-    """The settings of a sweep file.
-
-    Attributes:
-      path: the file.
-      sampler: `grid`, `random` or `optuna`.
-      metric: `eval_loss` or `loss`; lower is better.
-      base: YAML text of the config keys that all trials share.
-      sweep_dir: folder of the sweep.
-      parallel: trials at a time, of this command.
-      trials: trials in all; None for a grid.
-      seed: of the random sampler and of TPE.
-      storage: Optuna storage URL; None: an SQLite file in sweep_dir.
-      parameters: the swept keys.
-    """
+    """The settings of a sweep file."""
 
     path: Path
     sampler: str
-    metric: str
-    base: str
+    metric: str  # lower is better
+    base: str  # YAML text of the config keys that all trials share
     sweep_dir: Path
-    parallel: int
-    trials: int | None
-    seed: int
-    storage: str | None
-    parameters: tuple[Parameter, ...]
+    parallel: int  # trials at a time, of this command
+    trials: int | None  # in all; None for a grid
+    seed: int  # of the random sampler and of TPE
+    storage: str | None  # Optuna storage URL; None: an SQLite file in sweep_dir
+    parameters: tuple[Parameter, ...]  # the swept keys
 
     @classmethod
     def read(cls, name: str) -> SweepFile:
-        """Reads a sweep file, or a ready one of configs/sweeps by its name.
-
-        Raises:
-          ConfigError: the file cannot be read, a key is unknown or missing, or a value breaks its rule.
-        """
+        """Reads a sweep file, or a ready one of configs/sweeps by its name; raises ConfigError for a wrong one."""
         path = _find(name)
         root = compose(path, "sweep file")
         if root is None:
@@ -78,15 +58,13 @@ class SweepFile:
         nodes = {key: (node, where) for key, node, where in pairs(path, root)}
         for key, (_, where) in nodes.items():
             if key not in _KEYS:
-                is_config_key = key in keys()
-                rule = (
-                    "is a config key, which belongs under base or parameters"
-                    if is_config_key
-                    else "unknown key"
-                )
+                rule = "is a config key, which belongs under base or parameters"
+                rule = rule if key in keys() else "unknown key"
                 nearest = nearest_name(key, _KEYS, least_like=0)
                 raise ConfigError(f"{where}: {shown(key)}: {rule}; nearest: {nearest}")
-        values: dict[str, Any] = {key: _read(setting, nodes.get(key)) for key, setting in _SETTINGS.items()}
+        values: dict[str, Any] = {
+            setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS
+        }
         _check_sampler(path, nodes, values)
         return cls(**values | {
             "path": path,
@@ -154,8 +132,7 @@ def _parameters(path: Path, entry: tuple[yaml.Node, str] | None) -> tuple[Parame
     parameters = []
     for name, node, where in pairs(path, entry[0]):
         if name not in keys():
-            nearest = nearest_name(name, keys(), least_like=0)
-            raise ConfigError(f"{where}: unknown config key {shown(name)}; nearest: {nearest}")
+            raise ConfigError(f"{where}: unknown config key {shown(name)}; nearest: {nearest_key(name)}")
         if name == "run_dir":
             raise ConfigError(f"{where}: run_dir cannot be swept: each trial has its own")
         try:
@@ -168,29 +145,29 @@ def _parameters(path: Path, entry: tuple[yaml.Node, str] | None) -> tuple[Parame
 
 
 def _parameter(path: Path, key: Key, node: yaml.Node) -> Parameter:
-    if isinstance(node, yaml.SequenceNode):
-        items = [item for item in node.value if isinstance(item, yaml.ScalarNode)]
-        if len(items) < len(node.value):
-            raise ConfigError(f"{key.name}: must be a list of single values; works: [{key.default}]")
-        return Choices.read(key, [(item.value, item.style is None) for item in items])
     if isinstance(node, yaml.MappingNode):
         return _range(path, key, node)
-    value = shown(str(node.value))
-    raise ConfigError(f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]")
+    if isinstance(node, yaml.ScalarNode):
+        value = shown(node.value)
+        raise ConfigError(
+            f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]"
+        )
+    if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        raise ConfigError(f"{key.name}: must be a list of single values; works: [{key.default}]")
+    return Choices.read(key, [(item.value, item.style is None) for item in node.value])
 
 
 def _range(path: Path, key: Key, node: yaml.Node) -> Range:
-    texts = {}
+    texts = {"log": "false"}
     for part, value, _ in pairs(path, node):
         if part not in _RANGE_KEYS:
             nearest = nearest_name(part, _RANGE_KEYS, least_like=0)
             raise ConfigError(f"{key.name}: unknown key {shown(part)} of a range; nearest: {nearest}")
         texts[part] = value.value if isinstance(value, yaml.ScalarNode) else ""
-    if not texts.get("low") or not texts.get("high"):
-        raise ConfigError(
-            f"{key.name}: a range must state low and high, one number each; works: {{low: 1, high: 2}}"
-        )
-    log = texts.get("log", "false").lower()
+    low, high, log = texts.get("low"), texts.get("high"), texts["log"].lower()
+    if not low or not high:
+        rule = "a range must state low and high, one number each"
+        raise ConfigError(f"{key.name}: {rule}; works: {{low: 1, high: 2}}")
     if log not in ("true", "false"):
         raise ConfigError(f"{key.name}: log={shown(log)} must be true or false; works: log: true")
-    return Range.read(key, texts["low"], texts["high"], log == "true", texts.get("step"))
+    return Range.read(key, low, high, log == "true", texts.get("step"))

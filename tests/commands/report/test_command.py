@@ -13,8 +13,7 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
-from maxbatch.commands.report.panels import COLUMNS, PANELS
-from maxbatch.commands.report.runs import MOST_POINTS, ReportedRun, smoothed
+from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, smoothed
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from tests.helpers.reports import make_sweep, write_run

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.commands.sweep.runner import TrialRuns
+from maxbatch.commands.sweep.command import TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.supervisor import Supervisor
