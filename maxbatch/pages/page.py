@@ -42,12 +42,9 @@ class Page:
         self._add((figure, {"data": figure.data, "layout": figure.layout}) for figure in figures)
 
     def panels(self, panels: Sequence[Panel], runs: Sequence[RunColumns], units: dict[str, str]) -> None:
-        """Adds figures of runs, with buttons for their x axis; a page takes them once.
+        """Adds figures of runs, once, with buttons for their x axis, one of `AXES`, whose labels are `units`.
 
-        Args:
-          panels: the figures; one without a value of any run is left out.
-          runs: the runs, in the order of their colours.
-          units: of each of `AXES`, its label.
+        A panel without a value of any run is left out.
         """
         self._runs = list(runs)
         buttons = "".join(_button("axis", axis, axis, axis == AXES[0]) for axis in AXES)
@@ -114,11 +111,7 @@ class Page:
 
 
 def plotly_js() -> str:
-    """Returns plotly.js, which a page carries inside.
-
-    Raises:
-      ConfigError: plotly is not installed.
-    """
+    """Returns plotly.js, which a page carries inside."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:

@@ -44,14 +44,10 @@ def colour(index: int) -> str:
 def metric_against_key(
     key: str, metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]], is_log: bool
 ) -> Figure:
-    """Draws a metric against one of the keys that were varied.
+    """Draws a metric against one of the keys that were varied, from overrides, metric and label of each trial.
 
-    Args:
-      key: the key of the x axis.
-      metric: name of the metric.
-      trials: overrides, metric and label of each. With two keys, of which the other has few values, trials that share
-        its value are joined by a line.
-      is_log: whether the x axis is logarithmic, if its values are numbers.
+    With two keys, of which the other has few values, trials that share its value are joined by a line. The x axis is
+    logarithmic if its values are numbers and `is_log`.
     """
     others = [name for name in trials[0][0] if name != key]
     groups = {overrides[others[0]] for overrides, _, _ in trials} if len(others) == 1 else set()

@@ -24,11 +24,7 @@ class DevicesUsed:
 
 
 def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
-    """Adds the devices of a session that starts; entries of updates that will be redone are dropped.
-
-    Raises:
-      ConfigError: the file cannot be read or written.
-    """
+    """Adds the devices of a session that starts; entries of updates that will be redone are dropped."""
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
     if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
         history.append(devices)
@@ -36,11 +32,7 @@ def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
 
 
 def read_devices(run_dir: Path) -> list[DevicesUsed]:
-    """Returns what a run trained on, the oldest first; nothing for a run that recorded none.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
+    """Returns what a run trained on, the oldest first; nothing for a run that recorded none."""
     names = [field.name for field in dataclasses.fields(DevicesUsed)]
 
     def parse(entries: Any) -> list[DevicesUsed]:

@@ -76,15 +76,12 @@ class StepLog:
 class MetricsLog(StepLog):
     """`metrics.jsonl` of a run: the steps of its lines are 1, 2, 3, ..., and never two are the same.
 
-    Args:
-      folder: the run's folder.
-      step: updates done at the start.
-      samples_seen: the position then, which the lines must not contradict.
-      warn: told, once, which lines are wrong.
+    Lines must not contradict `samples_seen`, the position after `step`; `warn` is told, once, which are wrong.
     """
 
     def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
-        self._samples_seen, self._warn, self._is_branch = samples_seen, warn, folder.is_branch
+        self._samples_seen, self._warn = samples_seen, warn
+        self._is_branch = (folder.path / "branch.json").exists()  # which began at another run's checkpoint
         super().__init__(folder, _NAME, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:

@@ -32,20 +32,12 @@ class RecordedOutcome(NamedTuple):
 
 
 def write_outcome(run_dir: Path, outcome: RecordedOutcome) -> None:
-    """Records how a run ended.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
+    """Records how a run ended."""
     write_json(run_dir / OUTCOME_FILE, outcome._asdict())
 
 
 def read_outcome(run_dir: Path) -> RecordedOutcome | None:
-    """Returns how a run ended, None for one that did not.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
+    """Returns how a run ended, None for one that did not."""
 
     def parse(found: Any) -> RecordedOutcome:
         return RecordedOutcome(Status(found["status"]), str(found["reason"]))

@@ -101,11 +101,7 @@ def read_record(run_dir: Path, step: int) -> CheckpointRecord:
 
 
 def committed_steps(run_dir: Path) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number.
-
-    Raises:
-      ConfigError: the folder cannot be read.
-    """
+    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number."""
     folder = run_dir / "checkpoints"
     try:
         with os.scandir(folder) as entries:

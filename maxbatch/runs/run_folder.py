@@ -50,11 +50,6 @@ class RunFolder:
             if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
                 raise ConfigError(f"run_dir={run_dir}: {name} in it must be a {kind}; move it away")
 
-    @property
-    def is_branch(self) -> bool:
-        """Whether the run began at another run's checkpoint, as those of critical-batch do."""
-        return (self.path / "branch.json").exists()
-
     def write(self, name: str, content: str | bytes) -> None:
         """Writes a file whole or not at all."""
         write_atomically(self.path / name, content)

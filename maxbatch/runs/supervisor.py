@@ -99,7 +99,7 @@ class Supervisor(Generic[T]):
         self._children: list[_Child[T]] = []
 
     def train(self, stop: Stopping) -> bool:
-        """Trains until a signal asks to stop and every child has saved, or, and then returns True, nothing is left."""
+        """Trains until nothing is left (True), or until a signal asks to stop and every child has saved (False)."""
         try:
             while not stop.is_asked:
                 self._collect(stop)

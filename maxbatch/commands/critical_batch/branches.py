@@ -96,7 +96,10 @@ class Branches:
         All of them before the first one trains: a run that goes on meanwhile removes its old checkpoints.
         """
         for branch in self.all:
-            self._check_origin(branch)
+            origin = self.folder(branch) / "branch.json"
+            if read_json(origin, "remove its folder") not in (None, dataclasses.asdict(branch)):
+                rule = f"was forked from another run of this name; remove {self._folder} to measure anew"
+                raise ConfigError(f"{origin.parent}: {rule}")
         for branch in self.left():
             folder = self.folder(branch)
             if not any(path.name.isdecimal() for path in folder.glob("checkpoints/*")):
@@ -106,14 +109,6 @@ class Branches:
                 write_atomically(folder / "config.yml", dump_config(config))
                 write_json(folder / "branch.json", dataclasses.asdict(branch))
                 self._link_checkpoint(branch.fork.step, folder)
-
-    def _check_origin(self, branch: Branch) -> None:
-        path = self.folder(branch) / "branch.json"
-        found = read_json(path, "remove its folder")
-        if found is not None and found != dataclasses.asdict(branch):
-            raise ConfigError(
-                f"{path.parent}: was forked from another run of this name; remove {self._folder} to measure anew"
-            )
 
     def _link_checkpoint(self, step: int, folder: Path) -> None:
         source, linking = self._run.path / "checkpoints" / str(step), folder / ".linking"

@@ -28,7 +28,8 @@ class BranchRuns:
     def next(self) -> ChildRun[Branch] | None:
         if not self._left:
             return None
-        branch, folder = self._left[0], self._branches.folder(self._left[0])
+        branch = self._left[0]
+        folder = self._branches.folder(branch)
         arguments = [str(folder / "config.yml"), *self._branches.overrides(branch), *self._flags]
         return ChildRun(branch, folder, arguments, self._lock)
 
@@ -60,12 +61,7 @@ class BranchProgress(Progress):
     """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        columns = (
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
+        columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn(), TextColumn("left"))
         super().__init__(*columns, console=Console(highlight=False), disable=not console.is_terminal)
         self._lines, self._branches = console, branches
         self._current: Branch | None = None

@@ -61,11 +61,12 @@ class SweepStudy:
         check_recorded(sweep, recorded, None if self._grid is None else set(map(_items, self._grid)))
         self._check_combinations()
         check_settings(sweep, folder)
+        self._lock_file = folder.path / ".study.lock"  # under which commands in one sweep_dir take trials
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
         self._num_reported: dict[int, int] = {}  # by trial, the evals that the study knows
         if sweep.storage is None:
-            with self._lock():
+            with exclusive(self._lock_file):
                 self._add_missing(recorded)
         self._tell_recorded(recorded)
 
@@ -110,10 +111,6 @@ class SweepStudy:
             )
         return study
 
-    def _lock(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the lock under which commands in one sweep_dir take trials from the study."""
-        return exclusive(self._folder.path / ".study.lock")
-
     def _trials(self) -> list[Any]:
         return self._study.get_trials(deepcopy=False)
 
@@ -143,7 +140,7 @@ class SweepStudy:
         """Returns a trial to start now, None where none may start yet."""
         if claimed := _claim_first(self._unfinished()):
             return claimed
-        with self._lock():
+        with exclusive(self._lock_file):
             while (suggested := self._adopt() or self._ask()) is not None:
                 trial = self._record(suggested)
                 if trial.config is not None:
