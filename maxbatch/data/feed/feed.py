@@ -7,11 +7,10 @@ micro-batch r // M. Rows past the batch are padding: their segments and weights 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,12 @@ class BatchSeries(NamedTuple):
 
 
 class HostOrder:
-    """The order of the samples that one host stages: the rows in its own slots of every batch."""
+    """The order of the samples that one host stages: the rows in its own slots of every batch.
+
+    Args:
+      placement: assigns the rows of a batch to slots.
+      series: the batches ahead.
+    """
 
     def __init__(self, placement: Placement, series: Sequence[BatchSeries]) -> None:
         self._series = series
@@ -40,16 +44,18 @@ class HostOrder:
         self._rows = [
             placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)] for one in series
         ]
-        sizes = [one.num_batches * len(rows) for one, rows in zip(series, self._rows, strict=True)]
-        self._starts = list(accumulate(sizes, initial=0))
+        sizes = [p.num_batches * len(rows) for p, rows in zip(series, self._rows, strict=True)]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._size = sum(sizes)
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._size
 
     def indices(self, first: int, stop: int) -> np.ndarray:
         """Returns the stream's indices at places first to stop - 1: int64[stop - first]."""
         found = [np.zeros(0, np.int64)]
-        for (start, end), one, rows in zip(pairwise(self._starts), self._series, self._rows, strict=True):
+        for start, one, rows in zip(self._starts, self._series, self._rows, strict=True):
+            end = start + one.num_batches * len(rows)
             if first < end and start < stop:
                 place_n = np.arange(max(first, start) - start, min(stop, end) - start)
                 batch_n, row_n = np.divmod(place_n, len(rows))
@@ -127,9 +133,10 @@ class Feed:
         self._stream, self._manager = stream, manager
         self._shape_for, self._placement = shape_for, placement
         self._first_step = first_step
-        self._batches = self._stage()
-        self._thread = ThreadPoolExecutor(1, "maxbatch-feed")
-        self._ahead = deque(self._thread.submit(next, self._batches, None) for _ in range(depth))
+        self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._produce, name="maxbatch-feed", daemon=True)
+        self._thread.start()
 
     def _series(self) -> list[BatchSeries]:
         """Returns the batches ahead: a series per stage, and one for a last batch that is not full."""
@@ -138,14 +145,16 @@ class Feed:
             step, end = max(stage.first_step, self._first_step), stage.first_step + (stage.num_steps or 0)
             while step < end:
                 position = manager.position_after(step)
-                num_rows = manager.rows_at(position)
-                last_rows = manager.rows_at(manager.position_after(end - 1))
+                num_rows, last_rows = (
+                    manager.rows_at(position),
+                    manager.rows_at(manager.position_after(end - 1)),
+                )
                 num_batches = end - step - (last_rows < num_rows)
                 series.append(BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True)))
                 step += num_batches
         return series
 
-    def _stage(self) -> Generator[StagedBatch, None, None]:
+    def _batches(self) -> Iterator[StagedBatch]:
         series = self._series()
         if not series:
             return
@@ -157,20 +166,39 @@ class Feed:
                 batch = loader.batch(planned.num_rows, shape)
                 yield StagedBatch(batch, planned, shape, -(-planned.num_rows // shape.micro_batch))
 
+    def _produce(self) -> None:
+        try:
+            for staged in self._batches():
+                if not self._put(staged):
+                    return
+            self._put(None)
+        except BaseException as error:  # raised again by the thread that iterates
+            self._put(error)
+
+    def _put(self, item: StagedBatch | BaseException | None) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
     def __iter__(self) -> Iterator[StagedBatch]:
         return self
 
     def __next__(self) -> StagedBatch:
         start = time.perf_counter()
-        staged = self._ahead.popleft().result()
-        self._ahead.append(self._thread.submit(next, self._batches, None))
-        if staged is None:
+        item = self._queue.get()
+        if item is None:
             raise StopIteration
-        return staged._replace(waited_s=time.perf_counter() - start)
+        if isinstance(item, BaseException):
+            raise item
+        return item._replace(waited_s=time.perf_counter() - start)
 
     def __enter__(self) -> Feed:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._batches.close()
+        self._closed.set()
+        self._thread.join()
