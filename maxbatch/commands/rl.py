@@ -10,15 +10,14 @@ from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, repor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `maxbatch rl`."""
+    """Adds the flags of `maxbatch rl`."""
     add_config(parser)
-    parser.add_argument(
-        "--simulate-devices", type=count, metavar="N", help="train on N CPU devices made in this process"
-    )
+    devices = "train on N CPU devices made in this process"
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train a policy as a config says; return the exit code."""
+    """Trains a policy as a config says; returns the exit code."""
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))

@@ -1,6 +1,6 @@
-"""The pairs of a batch: sampled and scored a chunk at a time, handed on in the chunks that are trained on.
+"""The pairs of a batch: sampled and scored in chunks of one size, trained on in chunks of another.
 
-While a chunk is scored, and trained on by whoever takes it, the next one is being sampled.
+While a chunk is scored and trained on, the next one is being sampled.
 
 Shapes: R pairs of a sampled chunk, M pairs of a trained one, L tokens.
 """
@@ -21,44 +21,27 @@ from maxbatch.rl.learner import Learner
 from maxbatch.rl.objective import Pairs, group_advantages
 from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.rewards import Rewards, Scores
-from maxbatch.rl.rollout import Roller, SampledPairs, ask, chunks
+from maxbatch.rl.rollout import Roller, SampledPairs, chunks, score
 from maxbatch.rl.timeline import Timeline
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import Responses
 
 
 class Workshop(NamedTuple):
-    """What the pairs of a run are made with.
+    """The parts that make the pairs of a run."""
 
-    Attributes:
-      batch: numbers of prompts and pairs.
-      prompts: the stream of prompts.
-      roller: samples responses.
-      rewards: score them.
-      learner: places chunks on the devices that train.
-      timeline: told when the sampling side has work.
-      takes_turns: whether sampling must end before other work on its devices begins.
-      temperature: of the sampling.
-    """
-
-    batch: RLBatch
-    prompts: Prompts
-    roller: Roller
-    rewards: Rewards
-    learner: Learner
-    timeline: Timeline
-    takes_turns: bool
-    temperature: float
+    batch: RLBatch  # numbers of prompts and pairs
+    prompts: Prompts  # the stream of prompts
+    roller: Roller  # samples responses
+    rewards: Rewards  # score them
+    learner: Learner  # places chunks on the devices that train
+    timeline: Timeline  # told when the sampling side has work
+    takes_turns: bool  # whether sampling must end before other work on its devices begins
+    temperature: float  # of the sampling
 
 
 class CollectedBatch:
-    """The pairs of one batch of prompts, collected for its first update and kept for the others.
-
-    Args:
-      workshop: what the pairs are made with.
-      first: index of the first prompt.
-      num_pairs: pairs of the batch.
-    """
+    """The pairs of one batch of prompts, from index `first` on: collected for its first update, kept for the others."""
 
     def __init__(self, workshop: Workshop, first: int, num_pairs: int) -> None:
         self._workshop, self._first = workshop, first
@@ -69,11 +52,7 @@ class CollectedBatch:
         self._reward_wait_s = 0.0
 
     def chunks(self, params: nnx.State) -> Iterator[Pairs]:
-        """Yields the chunks to train on; the last is filled with rows of no weight.
-
-        Args:
-          params: the parameters to sample from, which only the first call reads.
-        """
+        """Yields the chunks to train on, the last padded with rows of no weight; only the first call samples."""
         if self._chunks:
             yield from self._chunks
             return
@@ -86,8 +65,7 @@ class CollectedBatch:
         rows: tuple[np.ndarray, ...] = ()
         for sampled, scores in self._rollouts(params):
             self._scored.append((sampled, scores))
-            advantages_R = group_advantages(scores.rewards, self._group)
-            more = (*sampled[1:5], advantages_R)
+            more = (*sampled[1:5], group_advantages(scores.rewards, self._group))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
             while len(rows[0]) >= size:
                 yield tuple(array[:size] for array in rows)
@@ -113,7 +91,7 @@ class CollectedBatch:
     def _score(self, prompts: list[Prompt], responses: Responses) -> tuple[SampledPairs, Scores]:
         sampled = self._workshop.roller.read(prompts, self._group, responses)
         asked = time.perf_counter()
-        scores = ask(self._workshop.rewards, sampled).result()
+        scores = score(self._workshop.rewards, sampled)
         self._reward_wait_s += time.perf_counter() - asked
         return sampled, scores
 
@@ -123,21 +101,17 @@ class CollectedBatch:
         return len(self._chunks)
 
     def figures(self) -> dict[str, Any]:
-        """Returns what the rollouts of the batch were like, by the names of the metrics."""
+        """Returns the figures of the batch's rollouts, by the names of the metrics."""
         scores = [scores for _, scores in self._scored]
         rewards = np.concatenate([s.rewards for s in scores])
         lengths = np.concatenate([sampled.mask_RxL.sum(axis=1) for sampled, _ in self._scored])
-        by_name = {
-            Metric.REWARD_BY_FUNCTION.of(name): float(
-                np.concatenate([s.by_name[name] for s in scores]).mean()
-            )
-            for name in scores[0].by_name
-        }
+        by_name = {name: np.concatenate([s.by_name[name] for s in scores]) for name in scores[0].by_name}
+        means = {Metric.REWARD_BY_FUNCTION.of(name): float(one.mean()) for name, one in by_name.items()}
         groups = rewards.reshape(-1, self._group)
         return {
             Metric.REWARD: float(rewards.mean()),
             Metric.REWARD_STD: float(rewards.std()),
-            **(by_name if len(by_name) > 1 else {}),
+            **(means if len(means) > 1 else {}),
             Metric.GROUPS_WITHOUT_SIGNAL: float((groups == groups[:, :1]).all(axis=1).mean()),
             Metric.RESPONSE_LENGTH: float(lengths.mean()),
             Metric.REWARDS_FAILED: sum(s.num_failed for s in scores),
@@ -147,7 +121,7 @@ class CollectedBatch:
 
     @property
     def problem(self) -> str:
-        """What happened to the first response that could not be scored; "" if all were."""
+        """The reason why the first unscored response has no score; "" if all were scored."""
         return next((scores.problem for _, scores in self._scored if scores.problem), "")
 
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.rl.prompts import Prompt, Prompts, PromptSource
+from maxbatch.rl.prompts import Prompt, PromptSource
 from maxbatch.rl.rewards import Rewards
-from maxbatch.rl.rollout import Roller, ask, chunks
+from maxbatch.rl.rollout import Roller, chunks, score
 from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
@@ -39,93 +39,63 @@ class Transcript(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """What an eval found.
+    """The result of an eval."""
 
-    Attributes:
-      figures: by the names of the metrics.
-      transcripts: of the first prompts.
-    """
-
-    figures: dict[str, float]
-    transcripts: list[Transcript]
+    figures: dict[str, float]  # by the names of the metrics
+    transcripts: list[Transcript]  # of the first prompts
 
 
 class PolicyEvaluator:
-    """Samples from the held-out prompts and scores the responses.
-
-    Args:
-      config: `eval_num_generations`, `decode_sampling_temperature`.
-      prompts: the held-out part.
-      num_prompts: how many of them.
-      roller: samples `num_pairs` responses at once.
-      num_pairs: the eval's own batch, in pairs.
-      rewards: score them.
-    """
+    """Samples responses to the held-out prompts, `num_pairs` at once, and scores them."""
 
     def __init__(
         self,
         config: ConfigDict,
-        prompts: Prompts,
-        num_prompts: int,
+        prompts: Sequence[Prompt],
         roller: Roller,
         num_pairs: int,
         rewards: Rewards,
     ) -> None:
-        self._config, self._roller, self._rewards = config, roller, rewards
-        self._num_pairs = num_pairs
-        self._prompts = prompts.read(0, num_prompts)
+        self._config, self._prompts, self._roller = config, prompts, roller
+        self._num_pairs, self._rewards = num_pairs, rewards
 
     def __call__(self, params: nnx.State) -> Evaluation:
         """Evaluates parameters that lie on the sampling devices."""
-        sampled_times = self._config.eval_num_generations
-        greedy_PxG, greedy_texts = self._passes(params, 1, 0.0)
-        sampled_PxG, sampled_texts = self._passes(
-            params, sampled_times, self._config.decode_sampling_temperature
-        )
+        config, k = self._config, self._config.eval_num_generations
+        greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
+        sampled_PxG, sampled_texts = self._passes(params, k, config.decode_sampling_temperature)
         figures = {
-            Metric.EVAL_GREEDY_PASS_AT_1: float(greedy_PxG.mean()),
+            Metric.EVAL_GREEDY_PASS_AT_1: float(greedy_Px1.mean()),
             Metric.EVAL_PASS_AT_1: float(sampled_PxG.mean()),
-            Metric.EVAL_PASS_AT_K.of(sampled_times): float(sampled_PxG.any(axis=1).mean()),
+            Metric.EVAL_PASS_AT_K.of(k): float(sampled_PxG.any(axis=1).mean()),
         }
         transcripts = [
-            Transcript(prompt.text, texts[i * group], is_greedy, bool(passes[i, 0]))
+            Transcript(prompt.text, texts[i], is_greedy, bool(passes[i, 0]))
             for i, prompt in enumerate(self._prompts[:_MOST_TRANSCRIPTS])
-            for is_greedy, group, texts, passes in (
-                (True, 1, greedy_texts, greedy_PxG),
-                (False, sampled_times, sampled_texts, sampled_PxG),
+            for is_greedy, texts, passes in (
+                (True, greedy_texts, greedy_Px1),
+                (False, sampled_texts, sampled_PxG),
             )
         ]
         return Evaluation(figures, transcripts)
 
     def _passes(self, params: nnx.State, group: int, temperature: float) -> tuple[np.ndarray, list[str]]:
-        """Returns bool[prompts, group], and the texts of the responses in order."""
+        """Returns bool[prompts, group], and the text of the first response to each prompt."""
         group_at_once = min(group, self._num_pairs)
-        at_once = self._num_pairs // group_at_once
         passes: list[np.ndarray] = []
         texts: list[str] = []
-        for first, count in chunks(0, len(self._prompts), at_once):
+        for first, count in chunks(0, len(self._prompts), self._num_pairs // group_at_once):
             prompts = self._prompts[first : first + count]
-            columns = [
-                self._draw(params, prompts, number, temperature, start)
-                for start, number in chunks(0, group, group_at_once)
-            ]
-            passes.append(np.concatenate([column for column, _ in columns], axis=1))
-            texts += [
-                text
-                for i in range(count)
-                for column, drawn in columns
-                for text in drawn[i * column.shape[1] : (i + 1) * column.shape[1]]
-            ]
+            columns = []
+            for start, number in chunks(0, group, group_at_once):
+                generation = _FIRST_GENERATION + start
+                responses = self._roller.start(params, prompts, number, temperature, generation)
+                drawn = self._roller.read(prompts, number, responses)
+                first_reward = next(iter(score(self._rewards, drawn).by_name.values()))
+                columns.append(first_reward.reshape(count, number) >= PASSES)
+                texts += drawn.texts[::number] if start == 0 else ()
+            passes.append(np.concatenate(columns, axis=1))
         return np.concatenate(passes), texts
-
-    def _draw(
-        self, params: nnx.State, prompts: Sequence[Prompt], number: int, temperature: float, start: int
-    ) -> tuple[np.ndarray, Sequence[str]]:
-        responses = self._roller.start(params, prompts, number, temperature, _FIRST_GENERATION + start)
-        drawn = self._roller.read(prompts, number, responses)
-        scores = ask(self._rewards, drawn).result()
-        first_reward = next(iter(scores.by_name.values()))
-        return first_reward.reshape(len(prompts), number) >= PASSES, drawn.texts
 
 
 def open_evaluator(
@@ -143,23 +113,20 @@ def open_evaluator(
         batch = num_pairs if is_stated else plan.rl.effective_batch_size
         num_prompts = min(num_prompts, config.eval_steps * batch)
     roller = Roller(config, held_out.tokenizer, mesh, num_pairs)
-    return PolicyEvaluator(config, held_out, num_prompts, roller, num_pairs, rewards)
+    return PolicyEvaluator(config, held_out.read(0, num_prompts), roller, num_pairs, rewards)
 
 
 class Transcripts:
     """Some responses of the evals: a line of `transcripts.jsonl` each, and a text in TensorBoard.
 
-    Args:
-      folder: the run's folder.
-      board: TensorBoard.
-      step: updates done at the start; transcripts of later ones, which will be redone, are dropped.
+    Transcripts of updates after `step`, which will be redone, are dropped.
     """
 
     def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
         self._log, self._board = StepLog(folder, "transcripts.jsonl", step), board
 
     def write(self, step: int, evaluation: Evaluation) -> None:
-        """Adds those of an eval after `step` updates."""
+        """Adds the transcripts of an eval after `step` updates."""
         transcripts = [transcript._asdict() for transcript in evaluation.transcripts]
         self._log.append({"step": step, "transcripts": transcripts})
         lines = [

@@ -1,15 +1,12 @@
 """The devices that train: the update cut into a program per chunk and one that steps.
 
-The update is that of pre-training with another objective. Pre-training has all its rows when it begins; here a chunk is
-trained on while the next one is sampled, so the sums of an update are carried from call to call, donated, and end with
-it.
+The update is that of pre-training with another objective. A chunk is trained on while the next one is sampled, so the
+sums of an update are carried from call to call, donated.
 
 Shapes: M pairs of a chunk, L tokens.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,19 +26,10 @@ from maxbatch.training.step import StepMetrics, update
 
 
 class Learner:
-    """Trains on pairs, chunk by chunk.
-
-    Args:
-      config: the run's config.
-      mesh: of the devices that train.
-
-    Attributes:
-      abstract: shapes and shardings of the state.
-    """
+    """Trains on pairs, chunk by chunk, on the mesh of the devices that train."""
 
     def __init__(self, config: ConfigDict, mesh: Mesh) -> None:
-        self._config, self._mesh = config, mesh
-        self.abstract = abstract_state(config, mesh)
+        self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
         self._reference: nnx.State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
@@ -59,21 +47,18 @@ class Learner:
         def step(state: TrainState, sums: Sums, *rates: jax.Array) -> tuple[TrainState, StepMetrics]:
             return update(config, state, accumulation.total(sums), *rates)
 
+        graphdef, _ = abstract_model(config, activation_constraint(mesh, BATCH_AXES))
+        batch_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+
+        def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+            decoder = nnx.merge(graphdef, params)
+            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=batch_shards)[0]
+
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         self._begin, self._add = jax.jit(begin), jax.jit(add, donate_argnums=1)
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
-        self._reference_logprobs = jax.jit(self._score_fn())
-
-    def _score_fn(self) -> Any:
-        graphdef, _ = abstract_model(self._config, activation_constraint(self._mesh, BATCH_AXES))
-        shards = self._mesh.shape["data"] * self._mesh.shape["fsdp"]
-
-        def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-            decoder = nnx.merge(graphdef, params)
-            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=shards)[0]
-
-        return score
+        self._reference_logprobs = jax.jit(score)
 
     def refer_to(self, params: nnx.State) -> None:
         """Measures the divergence (`grpo_beta`) from these parameters, which stay as they are."""
@@ -103,7 +88,7 @@ class Learner:
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
     def add(self, params: nnx.State, pairs: Pairs) -> jax.Array:
-        """Adds a chunk to the update under way; returns a scalar that is there once the chunk is trained on."""
+        """Adds a chunk to the update under way; returns a scalar that is ready once the chunk is trained on."""
         if self._sums is None:
             self._sums, done = self._begin(params, pairs)
         else:

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation as an objective of the update: the loss is what is new, the step is not.
+"""Group-relative policy optimisation as an objective of the update that pre-training takes.
 
 GRPO: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4; `epsilon_high` is DAPO's
 (Yu et al. 2025, https://arxiv.org/abs/2503.14476). gspo-token: Zheng et al. 2025 (https://arxiv.org/abs/2507.18071),
@@ -22,23 +22,14 @@ from maxbatch.training.gradients import Objective
 
 
 class Pairs(NamedTuple):
-    """A chunk of prompt-response pairs, as rows to train on.
+    """A chunk of prompt-response pairs, as rows to train on."""
 
-    Attributes:
-      tokens_MxL: int32: prompt, response, padding.
-      segments_MxL: int32: 1 where there is a token, 0 at padding.
-      weights_MxL: float32: 1 at the tokens of the response, else 0.
-      old_logprobs_MxL: float32: log-probability of each token when it was sampled.
-      reference_logprobs_MxL: float32: under the reference parameters; not read where `grpo_beta` is 0.
-      advantages_MxL: float32: the response's advantage, at each of its tokens.
-    """
-
-    tokens_MxL: jax.Array
-    segments_MxL: jax.Array
-    weights_MxL: jax.Array
-    old_logprobs_MxL: jax.Array
-    reference_logprobs_MxL: jax.Array
-    advantages_MxL: jax.Array
+    tokens_MxL: jax.Array  # int32: prompt, response, padding
+    segments_MxL: jax.Array  # int32: 1 where there is a token, 0 at padding
+    weights_MxL: jax.Array  # float32: 1 at the tokens of the response, else 0
+    old_logprobs_MxL: jax.Array  # float32: log-probability of each token when it was sampled
+    reference_logprobs_MxL: jax.Array  # float32: under the reference parameters; not read if `grpo_beta` is 0
+    advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
 
 
 # Sums over the tokens of the responses, besides the loss, by the names of the metrics; "kl" only with `grpo_beta`.
@@ -46,7 +37,7 @@ SUMS = ("tokens", "entropy", "clip_fraction", "old_policy_kl")
 
 
 def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
-    """Return how much better each response did than the others to its prompt: (r - mean) / standard deviation.
+    """Returns how much better each response did than the others to its prompt: (r - mean) / standard deviation.
 
     Args:
       rewards_B: float[B], the responses to a prompt next to each other.
@@ -67,7 +58,7 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
 def pair_losses(
     logprobs_MxL: jax.Array, pairs: Pairs, config: ConfigDict
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Return the loss of a chunk, its weight, and what else there is to know of it, all as sums.
+    """Returns the loss of a chunk, its weight and its other figures, all as sums.
 
     Args:
       logprobs_MxL: float32, of each token under the parameters that are trained.
@@ -118,7 +109,7 @@ def pair_losses(
 
 
 def policy_objective(config: ConfigDict) -> Objective:
-    """Return the objective of `maxbatch rl`, over rows that are `Pairs`."""
+    """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
     def sums(
         decoder: Decoder, pairs: Pairs, batch_shards: int

@@ -18,7 +18,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
-from maxbatch.rl.rewards import Pending, Rewards
+from maxbatch.rl.rewards import Rewards, Scores
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
 from maxbatch.training.state import abstract_model
 
@@ -37,14 +37,7 @@ class SampledPairs(NamedTuple):
 
 
 class Roller:
-    """The side that samples.
-
-    Args:
-      config: the run's config.
-      tokenizer: of the prompts.
-      mesh: of the devices that sample.
-      num_pairs: R of every call, with rows that only fill it where there are fewer.
-    """
+    """The side that samples, on its own mesh; every call takes `num_pairs` rows (R), padded if there are fewer."""
 
     def __init__(self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
@@ -53,7 +46,7 @@ class Roller:
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
 
     def take(self, params: nnx.State) -> nnx.State:
-        """Parameters as the sampling devices hold them; moved where those are not the ones that train."""
+        """Returns the parameters on the devices that sample."""
         return jax.device_put(params, self._shardings)
 
     def start(
@@ -64,10 +57,9 @@ class Roller:
         temperature: float,
         first_generation: int = 0,
     ) -> Responses:
-        """Starts sampling; the arrays that it returns are there later.
+        """Dispatches the sampling of responses.
 
-        What is drawn depends on the seed, the prompt's index, the number of the generation and the parameters, on
-        nothing else.
+        They depend on the seed, the prompt's index, the number of the generation and the parameters alone.
         """
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
@@ -79,20 +71,15 @@ class Roller:
             generation = first_generation + row % num_generations
             draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
         config = self._config
-        rules = SamplingRules(
-            temperature,
-            config.decode_sampling_top_k,
-            config.decode_sampling_nucleus_p,
-            config.sampler_seed,
-        )
+        filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
+        rules = SamplingRules(temperature, *filters, config.sampler_seed)
         return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
         """Waits for responses and reads them as text."""
         rows = len(prompts) * num_generations
-        tokens_RxL, starts_R, lengths_R, logprobs_RxL = (
-            np.asarray(x)[:rows] for x in jax.device_get(responses)
-        )
+        fetched = (np.asarray(x)[:rows] for x in jax.device_get(responses))
+        tokens_RxL, starts_R, lengths_R, logprobs_RxL = fetched
         slots_L = np.arange(tokens_RxL.shape[1])
         mask_RxL = (slots_L >= starts_R[:, None]) & (slots_L < lengths_R[:, None])
         texts = [
@@ -102,16 +89,16 @@ class Roller:
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
 
 
-def ask(rewards: Rewards, sampled: SampledPairs) -> Pending:
-    """Sends the pairs of a chunk to be scored."""
+def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
+    """Returns the scores of the pairs of a chunk."""
     group = len(sampled.texts) // len(sampled.prompts)
     return rewards.submit([
         Question(sampled.prompts[row // group].text, text, sampled.prompts[row // group].record)
         for row, text in enumerate(sampled.texts)
-    ])  # fmt: skip
+    ]).result()  # fmt: skip
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, number) of the prompts of each chunk; the last may be short."""
+    """Yields (first, number) of the prompts of each chunk; the last may be short."""
     for start in range(first, first + count, size):
         yield start, min(size, first + count - start)

@@ -1,7 +1,7 @@
 """GRPO post-training: steps that feed on sampled and scored responses.
 
-All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what of them
-runs side by side shows in it.
+All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what runs
+side by side changes it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,14 @@ from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.ladder import compile_here
-from maxbatch.training.recorder import Dispatched
 from maxbatch.training.session import Outcome, Session, warn
 from maxbatch.training.state import TrainState, init_opt_state
 from maxbatch.training.step import StepMetrics
-from maxbatch.training.task import TaskData
+from maxbatch.training.task import Dispatched, TaskData
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
-    """Trains a policy as the config says, from the newest checkpoint of `run_dir` if there is one.
-
-    Args:
-      config: a resolved config with a `batch_size`.
-      devices: all by default.
-
-    Returns:
-      Where the run stands, and the signal that stopped it, if one did.
+    """Trains a policy as the config, which has a `batch_size`, says; resumes from the newest checkpoint of `run_dir`.
 
     Raises:
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
@@ -57,14 +49,13 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         if not session.position.step and not session.stop.is_asked:
             assert session.plan.rl is not None, "the config states a batch of prompts"
             warm = warm_up(config, session.plan.rl, devices)
-            stopped_by = warm.stopped_by if warm else None
-            if stopped_by:
-                return Outcome(session.position, stopped_by)
+            if warm and warm.stopped_by:
+                return Outcome(session.position, warm.stopped_by)
         return session.run()
 
 
 class PolicyBatch(NamedTuple):
-    """What one update feeds on: the pairs of its batch, which it may share with the updates before it."""
+    """The pairs of one update, which it may share with the updates before it."""
 
     planned: PlannedStep
     collected: CollectedBatch
@@ -74,6 +65,7 @@ class PolicyTraining:
     """The task of reinforcement learning (`maxbatch.training.task.Task`)."""
 
     takes_turns = True  # the responses of a batch need the parameters of the update before
+    evaluates = False
     executable = staticmethod(compile_here)
 
     def __init__(self, session: Session[PolicyBatch]) -> None:
@@ -89,7 +81,6 @@ class PolicyTraining:
         self._warned = False
 
     def plan(self, resume: Resume) -> BatchPlan:
-        """Plans the batch on the devices that train and those that sample."""
         devices = self._session.devices
         return BatchPlan.from_config(
             self._config,
@@ -135,6 +126,9 @@ class PolicyTraining:
                 collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
             yield PolicyBatch(planned, collected)
 
+    def introduction(self) -> Iterable[str]:
+        return ()
+
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
         config, session, abstract = self._config, self._session, self.abstract
@@ -146,7 +140,8 @@ class PolicyTraining:
         self._evaluator = open_evaluator(
             config, self._source, session.plan, self._sampling_mesh, self._rewards
         )
-        if self._evaluator and session.position.step == 0:
+        self.evaluates = self._evaluator is not None
+        if self.evaluates and session.position.step == 0:
             found = self.evaluate(state, 1)
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
             session.console.print(
@@ -158,7 +153,7 @@ class PolicyTraining:
     def step(
         self, state: TrainState, batch: PolicyBatch, learning_rate: float, batch_ratio: float
     ) -> tuple[TrainState, Dispatched]:
-        """Takes an update: samples and scores the pairs of its batch, if it is the first on it, and trains on them."""
+        """Takes an update; the first on a batch also samples and scores its pairs."""
         started, collected = time.perf_counter(), batch.collected
         for pairs in collected.chunks(state.params):
             done = self._learner.add(state.params, pairs)
@@ -171,12 +166,8 @@ class PolicyTraining:
         state, metrics = self._learner.step(state, learning_rate, batch_ratio)
         jax.block_until_ready(metrics)
         shares = self._timeline.shares(started, time.perf_counter())
-        figures = {
-            **collected.figures(),
-            **_objective_figures(metrics),
-            **self._before_training,
-            **{Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()},
-        }
+        figures = collected.figures() | _objective_figures(metrics) | self._before_training
+        figures |= {Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()}
         self._before_training = {}
         return state, Dispatched(
             planned=batch.planned,
@@ -189,12 +180,7 @@ class PolicyTraining:
         )
 
     def compile_rest(self) -> None:
-        """Compiles nothing: each program is compiled when it first runs."""
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether an eval is wanted and prompts are held out."""
-        return self._evaluator is not None
+        """Does nothing: each program is compiled when it first runs."""
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
         """Returns how many held-out prompts the policy answers; writes some of its answers."""
@@ -204,7 +190,6 @@ class PolicyTraining:
         return evaluation.figures
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
-        """Returns what to type next."""
         return [f"next: maxbatch report {self._config.run_dir}"]
 
 

@@ -1,10 +1,11 @@
-"""When each side had work: from its dispatch until it was done."""
+"""The times at which sampling and training had work: from its dispatch until it was done."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -32,18 +33,19 @@ class Timeline:
         self._intervals[side].append(self._waiting[side].submit(wait))
 
     def shares(self, since: float, until: float) -> dict[str, float]:
-        """Return the shares of a stretch of time in which each side had work, and in which all of them had.
+        """Returns the shares of a stretch of time in which each side had work, and in which both had.
 
         Waits for what was dispatched, and forgets it.
         """
-        works = {
-            side: _joined([work.result() for work in intervals], since, until)
-            for side, intervals in self._intervals.items()
-        }
+        works = {side: [work.result() for work in works] for side, works in self._intervals.items()}
         self._intervals.clear()
-        whole = max(until - since, 1e-9)
-        shares = {side: sum(end - start for start, end in work) / whole for side, work in works.items()}
-        return {**shares, "both": sum(e - s for s, e in _common(list(works.values()))) / whole}
+        ends = {end for intervals in works.values() for interval in intervals for end in interval}
+        busy = dict.fromkeys((*works, "both"), 0.0)
+        for start, end in pairwise(sorted({min(max(end, since), until) for end in ends})):
+            at_work = [side for side in works if any(s <= start and end <= e for s, e in works[side])]
+            for side in (*at_work, "both") if 1 < len(at_work) == len(works) else at_work:
+                busy[side] += end - start
+        return {side: seconds / max(until - since, 1e-9) for side, seconds in busy.items()}
 
     def __enter__(self) -> Timeline:
         return self
@@ -51,25 +53,3 @@ class Timeline:
     def __exit__(self, *exception: object) -> None:
         for pool in self._waiting.values():
             pool.shutdown()
-
-
-def _joined(intervals: list[Interval], since: float, until: float) -> list[Interval]:
-    """Return intervals within a stretch of time, in order, those that touch made one."""
-    joined: list[Interval] = []
-    for start, end in sorted((max(s, since), min(e, until)) for s, e in intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        elif start < end:
-            joined.append((start, end))
-    return joined
-
-
-def _common(works: list[list[Interval]]) -> list[Interval]:
-    """Return when all sides have work."""
-    if len(works) < 2:
-        return []
-    common = works[0]
-    for work in works[1:]:
-        pairs = [(max(a, c), min(b, d)) for a, b in common for c, d in work]
-        common = [(start, end) for start, end in pairs if start < end]
-    return common

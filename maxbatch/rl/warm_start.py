@@ -1,6 +1,6 @@
-"""The parameters that reinforcement learning starts from.
+"""The parameters that reinforcement learning starts from: new, loaded, or those of a short supervised training.
 
-Those of `load_parameters_path`, or of a short supervised training (an ordinary run in `run_dir/warm_start`), or new.
+That training is an ordinary run in `run_dir/warm_start`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,27 @@ FOLDER = "warm_start"
 
 
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
-    """Trains on worked examples as far as it was not done before; None where no warm start is wanted.
+    """Trains on worked examples as far as was not done before; returns None if no warm start is wanted.
 
     Each update takes as many documents as an update of reinforcement learning takes pairs.
     """
     if not config.warm_start_steps:
         return None
     folder = Path(config.run_dir).expanduser() / FOLDER
-    documents = config.warm_start_path
-    if not documents:
-        documents = str(folder / "worked_examples.jsonl")
-        if not Path(documents).exists():
-            count = config.warm_start_steps * batch.effective_batch_size
-            folder.mkdir(parents=True, exist_ok=True)
-            lines = (json.dumps({"text": text}) + "\n" for text in worked_examples(config, count))
-            write_atomically(Path(documents), "".join(lines))
+    documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
+    if not config.warm_start_path and not Path(documents).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        examples = worked_examples(config, config.warm_start_steps * batch.effective_batch_size)
+        write_atomically(Path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
     return train(_pretraining(config, batch, folder, documents), devices)
 
 
 def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: str) -> ConfigDict:
-    """Return the config of the warm start: the same model and devices, a document a row."""
+    """Returns the config of the warm start: the same model and devices, a document a row."""
     changed = ConfigDict(config.to_dict())
-    defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
+    changed.update({name: key.read(key.default) for name, key in keys().items() if not key.warm_start})
     changed.update(
-        defaults
-        | {
+        {
             "batch_size": None,
             "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
             "gradient_accumulation_steps": None,
@@ -69,7 +65,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: st
 
 
 def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:
-    """Return the parameters before the first update of reinforcement learning."""
+    """Returns the parameters before the first update of reinforcement learning."""
     if config.warm_start_steps:
         return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, abstract.params)
     if config.load_parameters_path:

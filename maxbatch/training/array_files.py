@@ -1,4 +1,4 @@
-"""Arrays on disk, by Orbax: how they are written and read, and what went wrong where it failed."""
+"""Arrays on disk, written and read by Orbax, and the causes of its errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def restore_as(abstract: Any) -> ocp.args.PyTreeRestore:
-    """Returns what asks Orbax for arrays that are placed as `abstract` says."""
-    return ocp.args.PyTreeRestore(
-        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
-    )
+    """Returns Orbax's request for arrays that are placed as `abstract` says."""
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,9 @@ _FLUSH_S = 120.0
 
 
 class Board:
-    """Writes the numbers of each record, on the thread that records, so that a write that fails is raised there.
+    """Writes the numbers of each record on the thread that records, so that a failed write is raised there.
 
-    Args:
-      folder: the run's folder.
-      step: updates done at the start; events of later ones, which will be redone, are purged.
+    Events of updates after `step`, which will be redone, are purged.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

@@ -1,9 +1,8 @@
-"""Checkpoints: asynchronous, keyed by completed updates, each with its position and the stream it belongs to.
+"""Checkpoints: asynchronous, keyed by completed updates.
 
-A checkpoint is three items: `params`, `opt_state` (both sharded arrays) and `position` (JSON: where training
-stands, the identity of the stream and of the model, a checksum of the arrays and one over itself). It commits whole
-or not at all. One that is damaged is set aside and the one before is taken; one that the system does not let be read
-ends the run.
+A checkpoint is `params`, `opt_state` (sharded arrays) and `position` (JSON, `maxbatch.runs.position.CheckpointRecord`).
+It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
+be read ends the run.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,13 +38,6 @@ class Restored(NamedTuple):
 
     state: TrainState
     position: Position
-
-
-class Newest(NamedTuple):
-    """The newest checkpoint, before its arrays are read."""
-
-    position: Position
-    hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
 
 
 def model_identity(config: ConfigDict) -> dict[str, Any]:
@@ -94,14 +85,14 @@ class Checkpoints:
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts = (jax.process_count(), num_loading_hosts)
-        self._checksum = jax.jit(state_checksum)
-        self._compiled_checksum: Future[Any] | None = None
+        self._jitted_checksum = jax.jit(state_checksum)
+        self._checksum: Callable[[TrainState], Any] = self._jitted_checksum  # until it is compiled ahead
         self._opened: ocp.CheckpointManager | None = None
         self._stack = contextlib.ExitStack()
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """Opened when it is first needed: a run that is refused before never starts Orbax's threads."""
+        """Orbax's manager, opened at first use: a run that is refused before never starts its threads."""
         self._opened = self._opened or self._open()
         return self._opened
 
@@ -111,11 +102,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
         )
-        handlers = {
-            "params": arrays_handler(),
-            "opt_state": arrays_handler(),
-            "position": ocp.JsonCheckpointHandler(),
-        }
+        handlers = {name: arrays_handler() for name in ("params", "opt_state")}
+        handlers["position"] = ocp.JsonCheckpointHandler()
         path = self._stack.enter_context(plain_path(self._folder))
         manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
         return self._stack.enter_context(contextlib.closing(manager))
@@ -124,42 +112,45 @@ class Checkpoints:
         self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here
     ) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
-        if self._compiled_checksum is None:
-            lower = partial(self._checksum.lower, abstract)
-            self._compiled_checksum = background.start(partial(make, CHECKSUM, lower))
+        if self._checksum is self._jitted_checksum:
+            lower = partial(self._jitted_checksum.lower, abstract)
+            compiled = background.start(partial(make, CHECKSUM, lower))
+            self._checksum = lambda state: compiled.result()(state)
 
-    def newest(self) -> Newest | None:
-        """Returns the newest checkpoint whose JSON is sound; None if there is none.
+    def newest(self) -> CheckpointRecord | None:
+        """Returns the record of the newest checkpoint whose JSON is sound; None if there is none.
 
         Raises:
           ConfigError: the checkpoint is of another dataset, seed, tokenizer or model, or cannot be read.
         """
 
         def look() -> dict[str, Any] | None:
-            for step in committed_steps(self._run_dir):
-                with contextlib.suppress(DamagedError):
-                    return self._read(step).to_json()
-            return None
+            records = (self._look(step)[1] for step in committed_steps(self._run_dir))
+            return next(filter(None, records), None)
 
         found = broadcast(look)
-        record = CheckpointRecord.from_json(found) if found else None
-        return Newest(record.position, record.hosts) if record else None
+        return CheckpointRecord.from_json(found) if found else None
 
-    def _read(self, step: int) -> CheckpointRecord:
-        record = read_record(self._run_dir, step)
+    def _look(self, step: int) -> tuple[str | None, Any]:
+        """Returns how the JSON of a checkpoint is damaged, and the JSON if it is sound."""
+        try:
+            record = read_record(self._run_dir, step)
+        except DamagedError as error:
+            return str(error), None
         for part, mine in self._identity.items():
             theirs = record.identity[part]
-            differing = [k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k)]
-            if differing:
-                changes = ", ".join(
-                    f"{k}: {shown(repr(theirs.get(k)))} there, {shown(repr(mine.get(k)))} here"
-                    for k in sorted(differing)
-                )
+            changes = [
+                f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
+                for key in sorted(mine.keys() | theirs.keys())
+                if mine.get(key) != theirs.get(key)
+            ]
+            if changes:
                 raise ConfigError(
-                    f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run ({changes}); "
+                    f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run "
+                    f"({', '.join(changes)}); "
                     "give another run_dir, or start from its parameters with load_parameters_path"
                 )
-        return record
+        return None, record.to_json()
 
     def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
         """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
@@ -169,16 +160,9 @@ class Checkpoints:
         Raises:
           ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
         """
-
-        def look(step: int) -> list[Any]:
-            try:
-                return [None, self._read(step).to_json()]
-            except DamagedError as error:
-                return [str(error), None]
-
         restored, damages = None, {}
         for step in broadcast(partial(committed_steps, self._run_dir)):
-            damage, saved = broadcast(partial(look, step))
+            damage, saved = broadcast(partial(self._look, step))
             if not damage:
                 record = CheckpointRecord.from_json(saved)
                 state, damage = self._restore_arrays(step, abstract, record.checksum, make)
@@ -199,26 +183,24 @@ class Checkpoints:
         self, step: int, abstract: TrainState, checksum: int, make: MakeExecutable
     ) -> tuple[Any, str | None]:
         """Returns the state, or None and how it is damaged for one of the hosts."""
-        state, damage = None, None
-        arguments = ocp.args.Composite(
-            params=restore_as(abstract.params), opt_state=restore_as(abstract.opt_state)
-        )
+        state: Any = None
+        damage = None
+        items = {name: restore_as(part) for name, part in abstract._asdict().items()}
         try:
-            items = self._manager.restore(step, args=arguments)
-            state = TrainState(items["params"], items["opt_state"])
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            state = TrainState(restored["params"], restored["opt_state"])
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
-        except Exception as error:  # whatever a damaged file makes of the reader
+        except Exception as error:  # a damaged file can make the reader raise anything
             if failure := os_error(error):
                 raise cannot_read(self._folder / str(step), failure) from error
             damage = reason(error)
         damage = next(filter(None, gather(damage)), None)
         if damage:
             return None, damage
-        if self._compiled_checksum is None:
-            self._compiled_checksum = Future()
-            self._compiled_checksum.set_result(make(CHECKSUM, partial(self._checksum.lower, abstract)))
-        is_sound = int(self._compiled_checksum.result()(state)) == checksum
+        if self._checksum is self._jitted_checksum:
+            self._checksum = make(CHECKSUM, partial(self._jitted_checksum.lower, abstract))
+        is_sound = int(self._checksum(state)) == checksum
         return (state, None) if is_sound else (None, "its arrays do not match their checksum")
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
@@ -245,17 +227,11 @@ class Checkpoints:
           TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
           ConfigError: the folder cannot be written.
         """
-        checksum = self._compiled_checksum.result() if self._compiled_checksum else self._checksum
-        record = CheckpointRecord(position, self._identity, int(checksum(state)), self._hosts)
+        record = CheckpointRecord(position, self._identity, int(self._checksum(state)), self._hosts)
         with self._writing():
-            self._manager.save(
-                position.step,
-                args=ocp.args.Composite(
-                    params=ocp.args.PyTreeSave(state.params),
-                    opt_state=ocp.args.PyTreeSave(state.opt_state),
-                    position=ocp.args.JsonSave(record.to_json()),
-                ),
-            )
+            items = {name: ocp.args.PyTreeSave(part) for name, part in state._asdict().items()}
+            items["position"] = ocp.args.JsonSave(record.to_json())
+            self._manager.save(position.step, args=ocp.args.Composite(**items))
 
     def has(self, step: int) -> bool:
         """Whether a checkpoint of this step is saved or being saved."""

@@ -31,14 +31,9 @@ class EvalResult(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates parameters on the held-out rows, in batches of its own size and without accumulation.
+    """Evaluates parameters on `num_rows` held-out rows, in batches of its own size and without accumulation.
 
-    Args:
-      config: the run's config; `eval_steps` bounds the batches.
-      placement: where the batches go.
-      stream: the held-out rows; None on a host that reads none.
-      num_rows: how many these are.
-      batch_size: rows in one pass over all devices; the last batch is padded with rows of zero weight.
+    The stream is None on a host that reads no rows. `eval_steps` bounds the batches; rows of zero weight pad the last.
     """
 
     def __init__(
@@ -80,7 +75,7 @@ class Evaluator:
         return f"eval-{self._shape.micro_batch}"
 
     def lower(self, abstract_params: nnx.State) -> jax.stages.Lowered:
-        """The program of one pass, lowered."""
+        """Returns the lowered program of one pass."""
         return self._jitted.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
     def __call__(self, params: nnx.State) -> EvalResult:
@@ -88,13 +83,10 @@ class Evaluator:
         loss = weight = 0.0
         batch_size = self._shape.micro_batch
         full, rest = divmod(self._num_rows, batch_size)
-        portions = [
-            BatchSeries(0, batch_size, full, self._shape),
-            BatchSeries(full * batch_size, rest, 1, self._shape),
-        ]
-        with BatchLoader(
-            self._stream, self._placement, [p for p in portions if p.num_rows * p.num_batches]
-        ) as loader:
+        whole = BatchSeries(0, batch_size, full, self._shape)
+        last = BatchSeries(full * batch_size, rest, 1, self._shape)
+        series = [one for one in (whole, last) if one.num_rows and one.num_batches]
+        with BatchLoader(self._stream, self._placement, series) as loader:
             for start in range(0, self._num_rows, batch_size):
                 batch = loader.batch(min(batch_size, self._num_rows - start), self._shape)
                 # Fetched one by one: programs with collectives that run side by side can deadlock on a CPU.

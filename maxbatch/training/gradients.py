@@ -2,10 +2,9 @@
 
 Shapes: M rows in a micro-batch, L tokens in a row, d shards of the data axis.
 
-`optax.MultiSteps` accumulates sums and never emits: its state lives inside one update, where a NaN cannot outlive it
-and a checkpoint cannot see it. The gradients of layers that run in a loop are added up by their backward pass itself
-(`SummingLayers`). Each data shard has a partial gradient of its own, so that the one reduction over the data axis
-waits for the last micro-batch.
+`optax.MultiSteps` accumulates sums and never emits: its state lives inside one update, so no NaN outlives it and no
+checkpoint holds it. The backward pass of layers that run in a loop adds up their gradients itself (`SummingLayers`).
+Each data shard has its own partial gradient, so the one reduction over the data axis waits for the last micro-batch.
 """
 
 from __future__ import annotations
@@ -35,16 +34,14 @@ _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
 
 class Objective(NamedTuple):
-    """What is trained for.
+    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums)`.
 
-    Attributes:
-      sums: `(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums)` of a micro-batch: float32 scalars,
-        the others by name. Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
-      others: names of the other sums.
+    The sums are float32 scalars of a micro-batch, the others by name. Rows are a NamedTuple of [M, L] arrays, of which
+    the first three are those of `Batch`.
     """
 
     sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # names of the other sums
 
 
 def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
@@ -55,10 +52,9 @@ NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each t
 
 
 class NoiseParts(NamedTuple):
-    """What the gradient noise scale needs of the first micro-batch: float32 sums over its data shards.
+    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data shards.
 
-    One micro-batch is enough for an unbiased estimate, and reading all their gradients once more would cost a
-    measurable share of an update.
+    One micro-batch is enough for an unbiased estimate; reading the gradients of all would slow the update down.
     """
 
     gradient_squares: jax.Array  # of the squared norm of a shard's summed gradient
@@ -67,7 +63,7 @@ class NoiseParts(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the micro-batches of an update add up to so far, a row for each shard of the data axis."""
+    """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
 
     accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
     layers: nnx.State  # those of the layers, float32, if their backward pass adds them up; else empty
@@ -90,13 +86,7 @@ class Totals(NamedTuple):
 
 
 class Accumulation:
-    """Adds up micro-batches, inside of a program.
-
-    Args:
-      config: the run's config.
-      mesh: the device mesh.
-      objective: what is trained for.
-    """
+    """The sums of an objective over micro-batches, added up inside of a program."""
 
     def __init__(self, config: ConfigDict, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
         self._objective = objective
@@ -141,11 +131,9 @@ class Accumulation:
         return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
 
     def start(self, params: nnx.State, sums_layers: bool = True) -> Sums:
-        """Returns the sums of no micro-batch.
+        """Returns the sums of no micro-batch, for `staged` parameters.
 
-        Args:
-          params: `staged` parameters.
-          sums_layers: add the gradients of the layers up in their backward pass, if they run in a loop.
+        With `sums_layers`, the backward pass of layers that run in a loop adds their gradients up.
         """
         shards = self.data_shards
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), params)
@@ -165,13 +153,11 @@ class Accumulation:
         return nnx.split_state(params, nnx.PathContains("layers"), ...)
 
     def add(self, params: nnx.State, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
-        """Returns the sums with one more micro-batch.
+        """Returns the sums with one more micro-batch, for `staged` parameters.
 
         Args:
-          params: `staged` parameters.
-          sums: so far.
           rows: [M, L] arrays, as the objective takes them.
-          measures_noise: whether to take the parts of the noise scale from it: of an update the first micro-batch.
+          measures_noise: whether to take the parts of the noise scale from it, the first of its update.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
         of_layers, rest = self._apart(params, bool(sums.layers))

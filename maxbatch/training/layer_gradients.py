@@ -1,12 +1,9 @@
 """Gradients of the layers, added to their sums where they are made: no micro-batch has gradients of its own.
 
-The backward pass of a loop over layers makes an array for the gradients of all of them, which accumulation then adds to
-the sums: two arrays of the size of the parameters, in float32, and three passes over them. Here the backward pass
-carries the sums themselves from layer to layer and adds each layer's gradient to its place.
-
-It is written as the gradient of something: the sums go through the layers beside the stream, unchanged; their
-"gradient" on the way back starts as the sums themselves and receives what each layer adds. So `jax.grad` with respect
-to the sums returns the sums with the gradients of the parameters in them.
+Usually the backward pass of a loop over layers makes an array for all their gradients, which accumulation then adds to
+the sums: two float32 arrays of the size of the parameters, and three passes over them. Here the backward pass carries
+the sums from layer to layer and adds each layer's gradient in its place. The sums pass through the layers unchanged;
+their "gradient" starts as the sums themselves, so `jax.grad` with respect to them returns them plus the gradients.
 """
 
 from __future__ import annotations
@@ -28,18 +25,13 @@ PyTree = Any
 class SummingLayers:
     """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per gradient.
 
-    A second run within one gradient would count the sums twice, and is refused.
-
-    Attributes:
-      sums: float32 arrays, like the stacked parameters of the layers. The gradient with respect to them is these sums
-        plus the gradients with respect to the parameters; the parameters themselves receive none.
-      remat_policy: what the forward pass of a layer leaves behind for its backward pass.
-      constrain: places activations inside of a layer.
+    The gradient with respect to `sums` is these sums plus the gradients with respect to the parameters, which
+    themselves receive none. A second run within one gradient would count the sums twice, and is refused.
     """
 
-    sums: PyTree
-    remat_policy: str
-    constrain: Constrain
+    sums: PyTree  # float32 arrays, like the stacked parameters of the layers
+    remat_policy: str  # what the forward pass of a layer keeps for its backward pass
+    constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
 
     def __call__(
@@ -50,7 +42,7 @@ class SummingLayers:
         segments_MxL: jax.Array,
         /,
     ) -> jax.Array:
-        """Return x after all layers; `layers(x, segments, parameters)` runs as many as are stacked.
+        """Returns x after all layers; `layers(x, segments, parameters)` runs as many as are stacked.
 
         Raises:
           RuntimeError: they ran before.
@@ -62,7 +54,7 @@ class SummingLayers:
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, parameters: PyTree) -> jax.Array:
             return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], parameters))
 
-        # What goes into it must be the layer's slice itself: of anything made from it, a copy would be kept.
+        # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
         if self.remat_policy != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
 
@@ -79,7 +71,7 @@ class SummingLayers:
 
 @jax.custom_vjp
 def _tie(parameters: PyTree, sums: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
-    """Return one layer's parameters and the sums as they are; on the way back that layer's gradient joins the sums."""
+    """Returns one layer's parameters and the sums as they are; on the way back that layer's gradient joins the sums."""
     del index
     return parameters, sums
 
@@ -104,7 +96,7 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 @jax.custom_vjp
 def _turn_round(x_MxLxD: jax.Array, sums: PyTree) -> jax.Array:
-    """Return x; on the way back the gradient of the sums begins as the sums."""
+    """Returns x; on the way back the gradient of the sums begins as the sums."""
     del sums
     return x_MxLxD
 

@@ -15,8 +15,6 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
-from maxbatch.system.errors import ConfigError
-
 PyTree = Any
 KeyPath = tuple[Any, ...]
 
@@ -36,7 +34,7 @@ _MUON_MATRICES = {
 def make_optimizer(
     config: ConfigDict, learning_rate: jax.typing.ArrayLike, batch_ratio: jax.typing.ArrayLike = 1.0
 ) -> optax.GradientTransformation:
-    """Return the optimizer that `opt_type` names, at one update's learning rate and batch.
+    """Returns the optimizer that `opt_type` names, at one update's learning rate and batch.
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
     Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
@@ -51,17 +49,11 @@ def make_optimizer(
     Returns:
       A transformation of gradients that are already averaged and clipped. Of the state, every array but counts
       and Muon's coefficients belongs to one parameter; stacked layers have stacked state.
-
-    Raises:
-      ConfigError: there is no optimizer of that name.
     """
-    if config.opt_type not in DIRECTIONS:
-        raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
+    by_sde = config.adam_scaling == "sde"
     return _with_standard_promotion(
         optax.chain(
-            _adam_by_sde(config, batch_ratio)
-            if config.adam_scaling == "sde"
-            else DIRECTIONS[config.opt_type](config),
+            _adam_by_sde(config, batch_ratio) if by_sde else DIRECTIONS[config.opt_type](config),
             optax.add_decayed_weights(config.adam_weight_decay, mask=_is_matrix),
             optax.scale_by_learning_rate(learning_rate),
         )
@@ -126,7 +118,7 @@ def _muon(config: ConfigDict) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=_muon_matrices,
         consistent_rms=0.2,
     )
-    # It comes as a step downhill at rate 1; turned round it is a direction.
+    # Its output is a step downhill at rate 1; negated it is a direction.
     return optax.chain(muon, optax.scale(-1.0))
 
 
@@ -153,17 +145,17 @@ def _in_stack(path: KeyPath) -> bool:
 
 
 def _is_stacked(parameters: PyTree) -> PyTree:
-    """Return a tree of booleans: true where the first axis counts layers."""
+    """Returns whether the first axis of each parameter counts layers."""
     return jax.tree.map_with_path(lambda path, _: _in_stack(path), parameters)
 
 
 def _is_matrix(parameters: PyTree) -> PyTree:
-    """Return a tree of booleans: true for matrices, false for vectors (norm scales), stacked or not."""
+    """Returns whether each parameter, stacked or not, is a matrix and not a vector (norm scales)."""
     return jax.tree.map_with_path(lambda path, value: value.ndim - _in_stack(path) > 1, parameters)
 
 
 def _muon_matrices(parameters: PyTree) -> PyTree:
-    """Return a tree of dimension numbers; None where Adam takes the parameter."""
+    """Returns a tree of dimension numbers; None where Adam takes the parameter."""
 
     def dimension_numbers(path: KeyPath, _: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         for name in _names(path):
@@ -176,21 +168,19 @@ def _muon_matrices(parameters: PyTree) -> PyTree:
 
 
 def _layer_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Map an optimizer over the first axis of parameters, gradients and state, where there are any."""
+    """Maps an optimizer over the first axis of parameters, gradients and state, where there are any."""
 
-    def init(parameters: PyTree) -> PyTree:
-        mapped = jax.vmap(optimizer.init) if jax.tree.leaves(parameters) else optimizer.init
-        return mapped(parameters)
+    def mapped(function: Callable[..., Any], tree: PyTree) -> Callable[..., Any]:
+        return jax.vmap(function) if jax.tree.leaves(tree) else function
 
-    def update(gradients: PyTree, state: PyTree, parameters: PyTree = None) -> tuple[PyTree, PyTree]:
-        mapped = jax.vmap(optimizer.update) if jax.tree.leaves(gradients) else optimizer.update
-        return mapped(gradients, state, parameters)
-
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(
+        lambda parameters: mapped(optimizer.init, parameters)(parameters),
+        lambda gradients, *others: mapped(optimizer.update, gradients)(gradients, *others),
+    )
 
 
 def _with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Let optax mix counts and rates into other dtypes, also where the program around it promotes nothing."""
+    """Lets optax mix counts and rates into other dtypes, also where the program around it promotes nothing."""
 
     def init(parameters: PyTree) -> PyTree:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

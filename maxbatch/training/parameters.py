@@ -19,13 +19,10 @@ from maxbatch.training.state import abstract_model
 
 
 def load_parameters(path: str | Path) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
-    """Returns the parameters of a run's newest checkpoint, or of one checkpoint, on the first device.
+    """Returns the config and model graph of a run, and the parameters of its newest checkpoint, on the first device.
 
     Args:
       path: a run folder, or one of its `checkpoints/STEP`.
-
-    Returns:
-      The run's config, the model's graph and the parameters.
 
     Raises:
       ConfigError: there is no such run or checkpoint.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,10 +25,9 @@ from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shap
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.parameters import restore_parameters
-from maxbatch.training.recorder import Dispatched
 from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, init_opt_state
-from maxbatch.training.task import TaskData
+from maxbatch.training.task import Dispatched, TaskData
 
 
 def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -50,24 +49,20 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Ou
 
 
 class Pretraining:
-    """The task of pre-training (`maxbatch.training.task.Task`).
+    """The task of pre-training (`maxbatch.training.task.Task`)."""
 
-    Attributes:
-      stream: the training stream; None on a host that does not load data.
-      placement: puts batches onto the mesh, from `build` on.
-      steps: the compiled updates of the stages ahead, from `feed` on.
-    """
-
-    steps: StepLadder
+    evaluates = False
+    steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
 
     def __init__(self, session: Session[StagedBatch]) -> None:
-        self._session = session
-        config, devices = session.config, session.devices
-        self.takes_turns = must_take_turns(devices)
-        self._mesh_shape = checked_mesh_shape(config, devices)
+        self._session, config = session, session.config
+        self.takes_turns = must_take_turns(session.devices)
+        self._mesh_shape = checked_mesh_shape(config, session.devices)
         self._expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.stream: Stream | None = open_stream(config) if self._loads else None
+        self.stream: Stream | None = (
+            open_stream(config) if self._loads else None
+        )  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
 
@@ -93,7 +88,6 @@ class Pretraining:
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
     def plan(self, resume: Resume) -> BatchPlan:
-        """Plans the batch on the mesh of the devices."""
         return BatchPlan.on_mesh(
             self._session.config,
             self._mesh_shape,
@@ -103,7 +97,7 @@ class Pretraining:
         )
 
     def build(self) -> None:
-        """Lowers nothing yet; `compiled_dir` is opened, and must fit."""
+        """Opens `compiled_dir`, which must fit; lowers nothing yet."""
         config = self._session.config
         self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion)
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
@@ -111,7 +105,6 @@ class Pretraining:
         self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
-        """Returns a program of `compiled_dir`, or one compiled here."""
         if self._saved is not None and name in self._saved:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
@@ -133,10 +126,11 @@ class Pretraining:
         )
         return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
 
+    def introduction(self) -> Iterable[str]:
+        return [self.steps.describe()] if len(self._session.plan.manager.stages) > 1 else []
+
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Compiles the first step while the state is made, and warms it up."""
-        if len(self._session.plan.manager.stages) > 1:
-            self._session.console.print(self.steps.describe())
         making_state = self._session.background.start(lambda: restored or self._first_state())
         compiled = self.steps.compile_first()
         state = making_state.result()
@@ -146,6 +140,7 @@ class Pretraining:
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         self._evaluator = self._open_evaluator()
+        self.evaluates = self._evaluator is not None
         return state
 
     def _first_state(self) -> TrainState:
@@ -157,27 +152,20 @@ class Pretraining:
 
     def _open_evaluator(self) -> Evaluator | None:
         """Returns None if no eval is wanted or nothing is held out."""
-        config = self._session.config
+        config, batch_size = self._session.config, self._session.plan.eval_batch_size
         if config.eval_interval <= 0:
             return None
         held_out = open_stream(config, split="eval") if self._loads else None
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
-        if not num_rows:
-            return None
-        batch_size = self._session.plan.eval_batch_size
-        return Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size)
+        return (
+            Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size) if num_rows else None
+        )
 
     def step(
         self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float
     ) -> tuple[TrainState, Dispatched]:
-        """Dispatches the update on a batch."""
-        state, metrics = self.steps[batch.shape](
-            state,
-            batch.batch,
-            np.int32(batch.num_micro_batches),
-            np.float32(learning_rate),
-            np.float32(batch_ratio),
-        )
+        numbers = np.int32(batch.num_micro_batches), np.float32(learning_rate), np.float32(batch_ratio)
+        state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
         counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream else None
         return state, Dispatched(
             planned=batch.planned,
@@ -190,18 +178,11 @@ class Pretraining:
         )
 
     def compile_rest(self) -> None:
-        """Starts compiling the updates of later stages and the eval."""
         self.steps.compile_rest(self._session.background)
         if self._evaluator:
             self._evaluator.compile(self.abstract.params, self._session.background, self.executable)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether an eval is wanted and rows are held out."""
-        return self._evaluator is not None
-
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
-        """Returns the loss on the held-out rows."""
         assert self._evaluator is not None, "an eval was asked for"
         return {Metric.EVAL_LOSS: self._evaluator(state.params).loss}
 

@@ -8,11 +8,9 @@ import jax
 
 
 class Profiler:
-    """Traces the updates of a window `"10:13"`: 10, 11 and 12. `""` traces none.
+    """Traces the updates of a window: `"10:13"` is 10, 11 and 12, `""` none.
 
-    Args:
-      window: first update, and the one after the last.
-      folder: where the trace goes; TensorBoard's profile plugin and Perfetto read it.
+    TensorBoard's profile plugin and Perfetto read the trace in `folder`.
     """
 
     def __init__(self, window: str, folder: Path) -> None:
@@ -31,15 +29,12 @@ class Profiler:
 
     def after(self, step: int) -> None:
         if self.ends_after(step):
-            self._stop()
-
-    def _stop(self) -> None:
-        jax.profiler.stop_trace()
-        self._tracing = False
+            jax.profiler.stop_trace()
+            self._tracing = False
 
     def __enter__(self) -> Profiler:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._tracing:
-            self._stop()
+            jax.profiler.stop_trace()

@@ -5,33 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 from ml_collections import ConfigDict
 
 from maxbatch.data.stream.fingerprint import to_hex
-from maxbatch.plan.rampup import PlannedStep, RampupBatchManager
+from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
 from maxbatch.system.errors import DivergedError
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.step import StepMetrics
+from maxbatch.training.task import Dispatched
 from maxbatch.training.throughput import ThroughputMeter
 
 Record = dict[str, Any]
-
-
-class Dispatched(NamedTuple):
-    """An update under way: what was asked for, and metrics that may not be there yet."""
-
-    planned: PlannedStep
-    micro_batch_size: int
-    num_micro_batches: int
-    learning_rate: float
-    data_wait_s: float  # time that the update waited for its batch
-    metrics: StepMetrics
-    figures: Mapping[str, Any] = {}  # further fields of its record, by name
 
 
 class Output(Protocol):
@@ -48,16 +37,7 @@ class Output(Protocol):
 
 
 class Recorder:
-    """Writes the record of each update while the next one runs.
-
-    Args:
-      config: the run's config.
-      manager: the batch over the run, whose state is the position.
-      position: where the run starts; the attribute `position` follows the recorded updates.
-      compiles: counts the compilations that training waited for.
-      devices: what the run trains on.
-      outputs: where records go; empty on a host that writes nothing.
-    """
+    """Writes the record of each update while the next one runs; `position` follows the recorded updates."""
 
     def __init__(
         self,
@@ -79,7 +59,7 @@ class Recorder:
         self._last_done = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leaves what was done since the last update (eval, a save) out of the next step's time."""
+        """Leaves the time since the last update (an eval, a save) out of the next step's."""
         self._last_done = time.perf_counter()
 
     def add(self, update: Dispatched) -> None:
@@ -91,7 +71,7 @@ class Recorder:
         """Waits for the update that was added last and records it.
 
         Args:
-          evaluate: called once the update is done and timed; what it returns joins the record.
+          evaluate: called once the update is done and timed; its figures join the record.
 
         Raises:
           DivergedError: it was the last of `max_consecutive_skips` skipped ones.
@@ -141,17 +121,17 @@ class Recorder:
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
-        skipped = bool(metrics.skipped)
+        skipped, before = bool(metrics.skipped), self.position
+        norm, weight, noise_parts = (
+            float(metrics.grad_norm),
+            float(metrics.weight),
+            map(float, metrics.noise_parts),
+        )
         self.position = Position(
             **self._manager.state_at(update.planned.step),
-            skipped_updates=self.position.skipped_updates + skipped,
-            consecutive_skips=self.position.consecutive_skips + 1 if skipped else 0,
-            noise_scale=self.position.noise_scale.after(
-                float(metrics.grad_norm),
-                float(metrics.weight),
-                update.planned.num_rows,
-                *(float(figure) for figure in metrics.noise_parts),
-            ),
+            skipped_updates=before.skipped_updates + skipped,
+            consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
+            noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
         )
 
     def sync(self) -> None:
@@ -161,6 +141,6 @@ class Recorder:
 
 
 def not_finite(record: Record) -> str:
-    """Returns what of a skipped update was not finite."""
+    """Returns which part of a skipped update was not finite."""
     is_before = math.isfinite(record[Metric.LOSS]) and math.isfinite(record[Metric.GRAD_NORM])
     return "a new state" if is_before else "a gradient"

@@ -1,7 +1,7 @@
 """One run, from its config to its last checkpoint: feed, step, record, save.
 
-Pre-training and reinforcement learning are tasks of the same session. A task says what a step feeds on and what it
-optimises; the session restores, plans, records, evaluates, saves and stops.
+A task (`maxbatch.training.task`) says what a step feeds on and what it optimises; the session restores, plans, records,
+evaluates, saves and stops.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.learning_rate import LearningRate
-from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.view import WIDTH, equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
@@ -30,12 +29,12 @@ from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
-from maxbatch.training.checkpoints import Checkpoints, Newest, model_identity
+from maxbatch.training.checkpoints import Checkpoints, model_identity
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.ladder import Background
 from maxbatch.training.profiling import Profiler
-from maxbatch.training.progress import RunProgress, end_of_run, nothing_left
-from maxbatch.training.recorder import Dispatched, Output, Recorder
+from maxbatch.training.progress import RunProgress
+from maxbatch.training.recorder import Output, Recorder
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.state import TrainState, num_parameters
 from maxbatch.training.task import B, Task
@@ -49,31 +48,21 @@ class Outcome(NamedTuple):
 
 
 class Session(Generic[B]):
-    """A run that is ready to take its next step. What can be refused is refused before anything is written.
+    """A run that is ready to take its next step.
 
     Args:
       config: a resolved config.
-      devices: what the run may use.
+      devices: those that the run may use.
       open_task: makes the task of this session, and opens its data.
-      stack: closes what the session and its task open.
-
-    Attributes:
-      folder: the run's folder.
-      stop: whether somebody asked the run to stop.
-      background: compiles what training will want later.
-      position: where training stands.
-      plan: the batch plan, from `position` on.
-      checkpoints: None if `enable_checkpointing` is false.
-      board: TensorBoard, while the run trains; None on a host that writes nothing.
+      stack: closes the files and threads of the session and its task.
 
     Raises:
-      ConfigError: something in the config, the data or the checkpoint cannot be used.
+      ConfigError: the config, the data or the checkpoint cannot be used; nothing is written before.
     """
 
     state: TrainState
     position: Position
-    plan: BatchPlan
-    _last_end: int  # the last update that ended its batch
+    plan: BatchPlan  # from `position` on
 
     def __init__(
         self,
@@ -88,11 +77,12 @@ class Session(Generic[B]):
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
-        self.board: Board | None = None
+        self.board: Board | None = None  # while the run trains, on the host that writes
         self.task = open_task(self)
         self.checkpoints = self._open_checkpoints()
         newest = self.checkpoints.newest() if self.checkpoints else None
-        self._stand_at(newest.position if newest else Position(), newest)
+        hosts = newest.hosts if newest else ()
+        self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
             warn(message)
         self.task.build()
@@ -101,10 +91,11 @@ class Session(Generic[B]):
         )
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
-            self._stand_at(position, newest)
+            self._stand_at(position, *hosts)
         self._restored = restored.state if restored else None
         if is_first() and not self.is_complete:
-            self._describe()
+            self.folder.write("config.yml", dump_config(config))
+            self._record_devices()
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self.config.enable_checkpointing:
@@ -118,14 +109,11 @@ class Session(Generic[B]):
         )
         return self.stack.enter_context(closing(checkpoints))
 
-    def _stand_at(self, position: Position, newest: Newest | None) -> None:
+    def _stand_at(self, position: Position, *hosts: int) -> None:
         self.position = position
-        hosts = newest.hosts if newest else ()
         self.plan = self.task.plan(Resume(position.step, position.samples_seen, *hosts))
 
-    def _describe(self) -> None:
-        """Writes what the run was started with and on."""
-        self.folder.write("config.yml", dump_config(self.config))
+    def _record_devices(self) -> None:
         used = DevicesUsed(
             first_step=self.position.step + 1,
             device_kind=self.devices[0].device_kind,
@@ -156,15 +144,18 @@ class Session(Generic[B]):
           TrainingError: the disk is full.
         """
         if self.is_complete:
-            self.console.print(nothing_left(self.config.run_dir, self.position, self.task.data.unit))
+            self.console.print(
+                f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
+                "To go on, raise its length; to start anew, give another run_dir."
+            )
             return Outcome(self.position, None)
-        self._introduce()
         with (
             CompileCounter() as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
             self.task.feed() as feed,
         ):
+            self._introduce()
             recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
@@ -183,58 +174,48 @@ class Session(Generic[B]):
             self.board = Board(self.folder.path, step)
             progress = RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
             metrics = MetricsLog(self.folder, step, self.position.samples_seen, warn)
-            outputs += [metrics, self.board, progress]
+            outputs = [metrics, self.board, progress]
         opened = [stack.enter_context(closing(output)) for output in outputs]
         return Recorder(self.config, self.plan.manager, self.position, compiles, self.devices, opened)
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
         """Trains on what is fed. A run stops and is saved between batches, of which one may serve several updates."""
-        rate = LearningRate.from_config(self.config, self.plan.manager)
-        first_step = self.position.step + 1
-        self._last_end = self.position.step
+        config, task = self.config, self.task
+        rate = LearningRate.from_config(config, self.plan.manager)
+        first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
         recorder.restart_clock()
         for batch in feed:
-            step = batch.planned.step
-            if self._last_end == step - 1 and self.stop.before(step):
+            step, first_sample = batch.planned.step, batch.planned.first_sample
+            if last_end == step - 1 and self.stop.before(step):
                 break
             profiler.before(step)
-            update = self._step(batch, rate)
+            rates = rate.at(first_sample), rate.batch_ratio_at(first_sample)
+            with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
+                self.state, update = task.step(self.state, batch, *rates)
             recorder.add(update)
+            self.background.check()
             if step == first_step:
                 jax.block_until_ready(update.metrics)
                 self._compile_rest()
-            saves, evaluates = self._due_after(batch.planned)
+            ends_batch = batch.planned.end_sample > first_sample
+            is_last = step == self.total_steps
+            saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
+            evaluates = (
+                ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
+            )
             pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
-            if pauses or self.task.takes_turns:
-                recorder.catch_up(partial(self.task.evaluate, self.state, step) if evaluates else None)
+            if pauses or task.takes_turns:
+                recorder.catch_up(partial(task.evaluate, self.state, step) if evaluates else None)
             if pauses:
                 profiler.after(step)
                 if saves:
                     self._save(recorder)
                 recorder.restart_clock()
+            last_end = step if ends_batch else last_end
         recorder.catch_up()
         self._save(recorder)
         recorder.sync()
         self.position = recorder.position
-
-    def _step(self, batch: B, rate: LearningRate) -> Dispatched:
-        first = batch.planned.first_sample
-        with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-            self.state, update = self.task.step(self.state, batch, rate.at(first), rate.batch_ratio_at(first))
-        self.background.check()
-        return update
-
-    def _due_after(self, planned: PlannedStep) -> tuple[bool, bool]:
-        """Returns whether a save and an eval are due after an update."""
-        if planned.end_sample == planned.first_sample:
-            return False, False
-        last_end, self._last_end = self._last_end, planned.step
-        is_last = planned.step == self.total_steps
-        saves = is_last or is_due(self.config.checkpoint_period, last_end, planned.step)
-        evaluates = self.task.evaluates and (
-            is_last or is_due(self.config.eval_interval, last_end, planned.step)
-        )
-        return saves, evaluates
 
     def _save(self, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
@@ -251,11 +232,11 @@ class Session(Generic[B]):
         self.console.print(equation(self.plan))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
-        data, position = self.task.data, self.position
+        for line in self.task.introduction():
+            self.console.print(line)
+        (step, samples_seen, *_), data = self.position, self.task.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
-        resumed = (
-            f", resumed at step {position.step}, sample {position.samples_seen:,}" if position.step else ""
-        )
+        resumed = f", resumed at step {step}, sample {samples_seen:,}" if step else ""
         self.console.print(
             f"{num_parameters(self.task.abstract.params):,} parameters | {self.config.dataset_type}{epoch} | "
             f"{self.config.run_dir}{resumed}"
@@ -264,15 +245,19 @@ class Session(Generic[B]):
     def _conclude(self) -> Outcome:
         """Prints where the run lies and what to type next."""
         stopped_by = None if self.is_complete else self.stop.signal_name
-        self.console.print(
-            end_of_run(
-                self.config.run_dir, self.position, self.task.data.unit,
-                stopped_by=stopped_by, saved=self.checkpoints is not None,
-            )
-        )  # fmt: skip
-        for line in () if stopped_by else self.task.conclusion(self.state):
-            self.console.print(line)
+        where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"
+        if stopped_by is None:
+            self.console.print(f"done: {where}")
+            for line in self.task.conclusion(self.state):
+                self.console.print(line)
+        else:
+            fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
+            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command goes on.")
         return Outcome(self.position, stopped_by)
+
+    @property
+    def _samples_seen(self) -> str:
+        return f"{self.position.samples_seen:,} {self.task.data.unit}"
 
 
 def is_due(period: int, last_end: int, step: int) -> bool:

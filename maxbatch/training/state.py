@@ -1,4 +1,4 @@
-"""What an update reads and writes: parameters and optimizer state, sharded from birth.
+"""The state that an update reads and writes: parameters and optimizer state, sharded from birth.
 
 Accumulation leaves no trace here, and neither does the position in the data: that is two Python integers beside
 the state, since 32-bit counters overflow at 2.1 billion tokens.
@@ -42,7 +42,7 @@ def abstract_model(
 
 
 def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
-    """Parameters, or their gradients, with each stacked array of the layers as `change` makes it."""
+    """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers."""
 
     def changed(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         return change(x) if getattr(path[0], "key", None) == "layers" else x
@@ -51,12 +51,12 @@ def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> 
 
 
 def num_parameters(params: nnx.State) -> int:
-    """Values in parameters, or in their abstract shapes, over all devices."""
+    """Returns the number of values in parameters, or in their abstract shapes, over all devices."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
-    """The train state's shapes, dtypes and shardings, without allocating any."""
+    """Returns the train state's shapes, dtypes and shardings, without allocating any."""
     _, params = abstract_model(config)
     shardings = parameter_shardings(params, mesh)
     optimizer = make_optimizer(config, 0.0)
@@ -92,7 +92,7 @@ def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
 
 
 def init_state(config: ConfigDict, abstract: TrainState) -> TrainState:
-    """A new state: each device makes its own shard, none ever holds the whole.
+    """Returns a new state, of which each device makes its own shard; none ever holds the whole.
 
     The values depend on `init_weights_seed` alone, not on the mesh.
     """
@@ -106,7 +106,7 @@ def init_state(config: ConfigDict, abstract: TrainState) -> TrainState:
 
 
 def init_opt_state(config: ConfigDict, abstract: TrainState, params: nnx.State) -> TrainState:
-    """A state that starts from given parameters, with a fresh optimizer."""
+    """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     opt_state = jax.jit(make_optimizer(config, 0.0).init, out_shardings=shardings.opt_state)(params)
     return TrainState(params, opt_state)

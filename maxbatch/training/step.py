@@ -28,7 +28,7 @@ from maxbatch.training.state import TrainState
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one update, on device: what was trained on and what came of it."""
+    """Scalars of one update, on device."""
 
     loss: jax.Array  # float32, weighted mean over the global batch
     weight: jax.Array  # float32, sum of loss weights
@@ -51,7 +51,7 @@ def make_train_step(
       config: the run's config.
       mesh: the device mesh.
       abstract: shapes and shardings of the state.
-      arrange: what turns a staged micro-batch into the rows to train on (`Placement.arrange`).
+      arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
 
     Returns:
       `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
@@ -126,7 +126,7 @@ def update(
 
 
 def _may_overflow(config: ConfigDict, learning_rate: jax.Array) -> jax.Array | bool:
-    """Returns whether a finite gradient can make the state other than finite, which a pass over it then finds out.
+    """Returns whether a finite gradient can give a state that is not finite, for which the state must be checked.
 
     The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an
     optimizer reaches 1e32. A rate and a decay of at most 1 then take no parameter to 1e38, however long the run.

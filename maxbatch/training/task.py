@@ -1,4 +1,4 @@
-"""The task of a session: the data that its steps feed on, and the update that they take."""
+"""The interface of a task: what a session (`maxbatch.training.session`) trains."""
 
 from __future__ import annotations
 
@@ -11,28 +11,33 @@ from jax.sharding import Mesh
 
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.training.recorder import Dispatched
 from maxbatch.training.state import TrainState
+from maxbatch.training.step import StepMetrics
 
 
 class TaskData(NamedTuple):
-    """The data of a task.
+    """The data of a task."""
 
-    Attributes:
-      identity: the keys and facts that a resume must agree with.
-      samples_per_epoch: None for a mixture, which has no epoch of its own.
-      num_loading_hosts: hosts that read them.
-      unit: what `samples_seen` counts.
-    """
+    identity: dict[str, Any]  # the keys and facts that a resume must agree with
+    samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
+    num_loading_hosts: int = 1  # hosts that read them
+    unit: str = "samples"  # what `samples_seen` counts
 
-    identity: dict[str, Any]
-    samples_per_epoch: int | None
-    num_loading_hosts: int = 1
-    unit: str = "samples"
+
+class Dispatched(NamedTuple):
+    """An update under way: what was asked for, and metrics that may not be there yet."""
+
+    planned: PlannedStep
+    micro_batch_size: int
+    num_micro_batches: int
+    learning_rate: float
+    data_wait_s: float  # time that the update waited for its batch
+    metrics: StepMetrics
+    figures: Mapping[str, Any] = {}  # further fields of its record, by name
 
 
 class TaskBatch(Protocol):
-    """What one update feeds on."""
+    """The input of one update."""
 
     @property
     def planned(self) -> PlannedStep:
@@ -43,7 +48,7 @@ B = TypeVar("B", bound=TaskBatch)
 
 
 class Task(Protocol[B]):
-    """What a session trains: the batches that its steps feed on, and the update that they take.
+    """The batches of a run, and the update that each of them takes.
 
     The methods are called in this order, all but `step`, `evaluate` and `executable` once.
 
@@ -52,28 +57,29 @@ class Task(Protocol[B]):
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
+      evaluates: whether there is held-out data to evaluate, from `prepare` on.
     """
 
     data: TaskData
     mesh: Mesh
     abstract: TrainState
     takes_turns: bool
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is held-out data to evaluate, from `prepare` on."""
+    evaluates: bool
 
     def plan(self, resume: Resume) -> BatchPlan:
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
 
     def build(self) -> None:
-        """Makes what the plan of the session calls for; nothing is compiled yet."""
+        """Builds what the session's plan needs; compiles nothing."""
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         """Returns a compiled program."""
 
     def feed(self) -> AbstractContextManager[Iterable[B]]:
         """Opens the batches of the updates ahead."""
+
+    def introduction(self) -> Iterable[str]:
+        """Returns lines to print before the run starts."""
 
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Returns the state to start from, a restored or a first one, once the first update is compiled."""
@@ -84,7 +90,7 @@ class Task(Protocol[B]):
         """Dispatches one update; `batch_ratio` is its batch over the reference batch."""
 
     def compile_rest(self) -> None:
-        """Starts compiling in the background what training wants after its first update."""
+        """Starts compiling in the background the programs that training needs after its first update."""
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
         """Returns figures of the state after `step` updates, by the names of the metrics."""

@@ -22,12 +22,7 @@ class Throughput(NamedTuple):
 
 
 class ThroughputMeter:
-    """Turns a step's rows and seconds into rates.
-
-    Args:
-      config: `peak_tflops_per_device` overrides the table of known chips.
-      devices: what the run trains on.
-    """
+    """Turns a step's rows and seconds into rates; `peak_tflops_per_device` overrides the table of known chips."""
 
     def __init__(self, config: ConfigDict, devices: Sequence[jax.Device]) -> None:
         self._length = config.max_target_length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.runs.devices import read_devices
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
 from tests.helpers.slices import TWO_SLICES, pretend_slices
@@ -49,6 +51,8 @@ def test_two_meshes_side_by_side_give_the_same_updates(
     records = train(tmp_path / "run", *apart, devices=4)
     assert_same(records, reference)
     assert all(0 <= record["busy_fraction/both"] <= 1 for record in records)
+    (used,) = read_devices(tmp_path / "run")
+    assert used.num_devices == 4 and math.prod(used.mesh.values()) == 2, "two of the four train"
 
 
 def test_chunks_of_sampling_and_of_training_need_not_be_the_same(

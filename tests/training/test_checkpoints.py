@@ -70,6 +70,12 @@ def largest_file(folder: Path) -> Path:
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
+def newest_of(checkpoints: Checkpoints) -> tuple[Position, tuple[int, int]]:
+    record = checkpoints.newest()
+    assert record is not None
+    return record.position, record.hosts
+
+
 def assert_equal(a: TrainState, b: TrainState) -> None:
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -79,7 +85,7 @@ def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
     abstract = abstract_state(saved.config, mesh)
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(abstract)
     assert restored is not None and restored.position == Position(3, 30)
     assert_equal(restored.state, saved.state)
@@ -167,7 +173,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
 ) -> None:
     damage(saved.folder / "checkpoints" / "3")
     with saved.open() as checkpoints:
-        assert checkpoints.newest() in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
+        assert newest_of(checkpoints) in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
         restored = checkpoints.restore(saved.abstract)
         assert restored is not None and restored.position == Position(2, 20)
         assert_equal(restored.state, saved.state)
@@ -176,7 +182,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert "checkpoint 3" in warning and "checkpoints-damaged" in warning
     assert (saved.folder / "checkpoints-damaged" / "3").is_dir(), "set aside, not deleted"
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
 
 
 def test_where_every_checkpoint_is_damaged_there_is_none(saved: Saved) -> None:
@@ -267,10 +273,10 @@ def test_a_disk_that_is_full_during_a_save_is_one_error(
     assert "Traceback" not in capfd.readouterr().err
     wait_for_the_writers(saved.folder / "checkpoints")
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         checkpoints.save(saved.state, Position(4, 40))  # with room again it goes on
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(4, 40), (1, 1))
+        assert newest_of(checkpoints) == (Position(4, 40), (1, 1))
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"2", "3", "4"}
 
 
@@ -291,7 +297,7 @@ def test_a_half_written_checkpoint_does_not_count(saved: Saved) -> None:
     unfinished.mkdir(parents=True)
     (unfinished / "part").write_text("half")
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(3, 30), (1, 1))
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(saved.abstract)
     assert restored is not None and restored.position.step == 3 and not saved.warnings
 
@@ -323,7 +329,7 @@ def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
     with saved.open() as checkpoints:
         checkpoints.save(saved.state, Position(4, 2**53 + 1))
     with saved.open() as checkpoints:
-        assert checkpoints.newest() == (Position(4, 2**53 + 1), (1, 1))
+        assert newest_of(checkpoints) == (Position(4, 2**53 + 1), (1, 1))
     record = json.loads((saved.folder / "checkpoints" / "4" / "position" / "metadata").read_text())
     assert record["position"]["samples_seen"] == 2**53 + 1
 
