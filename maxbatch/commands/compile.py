@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the programs of a run and saves them; returns the exit code.
-
-    Raises:
-      TrainingError: a program does not fit.
-    """
+    """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
     config, target, plan = planned(args)
     from maxbatch.training.compile.ladder import plan_shapes
     from maxbatch.training.compile.lowering import Programs, step_name

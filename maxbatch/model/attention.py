@@ -159,7 +159,6 @@ class Attention(nnx.Module):
         return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT)), cache
 
     def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # The first two are rotated.
         def heads(weight: nnx.Param, name: str) -> jax.Array:
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
             return self.constrain(out, ("batch", "length", name, "head_dim"))

@@ -39,13 +39,11 @@ def token_losses(
     Differentiable once, in x, w and weights; an evaluation that asks for no gradient computes none.
 
     Args:
-      x_MxLxD: the last hidden state.
-      w_DxV: the output projection, cast to x's dtype.
+      x_MxLxD: the last hidden state; the output projection is cast to its dtype.
       targets_MxL: int32 in [0, V): the token to predict at each position.
       weights_MxL: float32: how much each position counts; 0 leaves it out.
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
-      constrain: places activations on the mesh, as in `Decoder`.
     """
     rows, length = targets_MxL.shape
     pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, constrain.platform)

@@ -4,7 +4,7 @@ The draws of a row depend on its own ids, its tokens and the parameters. They do
 number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
 are equal to float precision.
 
-Shapes: B rows, P slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
+Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -86,12 +86,10 @@ class Sampler:
     not for every token.
 
     Args:
-      config: the model keys, `max_target_length`, `dtype`.
       tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
         never drawn; `eos_id` ends a response.
       mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
         shardings of the parameters.
-      prompt_length: P <= L.
       rescores: below float32 the pass over one token rounds otherwise than a training pass, by up to 0.05 in a
         log-probability; true: a training pass over the responses gives the log-probabilities there.
     """

@@ -33,8 +33,7 @@ def generate_text(
     becomes the prompt of the next window, and the model no longer sees what came before.
 
     Args:
-      params: parameters of a `Decoder`, on one device or sharded.
-      tokenizer: the tokenizer of the run that trained them; `config` is also that run's.
+      params: parameters of a `Decoder`, on one device or sharded; the config and the tokenizer are their run's.
       prompt: text to start from; an empty one starts a document.
       rules: how tokens are drawn; by default at temperature 0.8. Without `max_new_tokens` at most 128 are added.
       mesh: the mesh of the parameters; None: the compiler follows their shardings.

@@ -35,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the largest batch that fits and prints it; returns the exit code.
-
-    Raises:
-      TrainingError: not even the smallest batch fits.
-    """
+    """Finds the largest batch that fits and prints it; raises TrainingError if not even the smallest does."""
     config, target, plan = planned(args)
     from maxbatch.commands.fit.choices import Sizes, choose
     from maxbatch.commands.fit.oracle import CORES, CompilerOracle

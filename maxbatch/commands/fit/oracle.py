@@ -72,11 +72,7 @@ class CompilerOracle:
         return num_parameters(self._programs.abstract.params)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
-        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores.
-
-        Raises:
-          TrainingError: the compiler fails for another reason than memory.
-        """
+        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores."""
         new = [shape for shape in shapes if shape not in self.asked]
         with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
             self.asked.update(zip(new, pool.map(self._find_out, new), strict=True))

@@ -55,7 +55,6 @@ class StepLadder:
 
     Args:
       compile_step: compiles the step for one shape; called on this thread and on another.
-      stages: those that are still ahead.
       all_first: compile every step before the first update. For several hosts, which must choose alike: `shape_for` is
         then a function of the stage alone.
       shapes: the shapes to compile, the first of which can run every stage; None: `plan_shapes` of the stages.

@@ -47,11 +47,9 @@ def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> Mes
 
 
 class Programs:
-    """The lowered programs of a run on given devices.
+    """The lowered programs of a run on given devices, here or not.
 
     Args:
-      config: the run's config.
-      devices: here or not.
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
     """

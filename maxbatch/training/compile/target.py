@@ -119,11 +119,7 @@ def host_memory() -> int:
 
 
 def checked_topology(topology: str) -> str:
-    """Returns a topology's name as libtpu takes it.
-
-    Raises:
-      ConfigError: there is none of that name; the message names the nearest.
-    """
+    """Returns a topology's name as libtpu takes it; raises ConfigError with the nearest name if there is none."""
     from maxbatch.config.values import nearest_name, shown
 
     version, _, layout = topology.strip().lower().partition(":")
