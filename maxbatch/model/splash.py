@@ -35,14 +35,13 @@ def splash_attend(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns causal attention within segments, [M, L, H, h] in q's dtype.
+    """Returns causal attention within segments, as `maxbatch.model.attention.attend` does.
 
     Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split it. If the context
     axis splits the length, keys and values are gathered over it. If the tensor axis splits the query heads and cannot
     split the key heads, these are repeated.
 
     Args:
-      q_MxLxHxh: as the other arrays, for `maxbatch.model.attention.attend`.
       constrain: with a mesh, whose context axis splits L into multiples of 128.
       interpret: run the kernel on a CPU, slowly.
     """

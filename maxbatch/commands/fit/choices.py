@@ -108,6 +108,8 @@ def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
     verdict, *next_verdict = oracle.ask(shape, *larger)
     temp = (verdict.needed_bytes or 0) - (verdict.memory.argument_bytes if verdict.memory else 0)
+    chip = target.chip
+    modelled = cost(oracle.config, oracle.mesh, chip, shape, oracle.num_parameters, temp) if chip else None
     return Choice(
         oracle.config.remat_policy,
         shape,
@@ -115,7 +117,5 @@ def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
         verdict,
         next_verdict[0] if next_verdict else None,
         oracle.parts(shape, verdict),
-        cost(oracle.config, oracle.mesh, target.chip, shape, oracle.num_parameters, temp)
-        if target.chip
-        else None,
+        modelled,
     )
