@@ -54,9 +54,7 @@ class Constrain:
     It is all that the model knows of its devices. Without a mesh it leaves activations to the compiler.
     """
 
-    mesh: Mesh | None = (
-        None  # of the devices that the program is compiled for, here or not; None: the default device
-    )
+    mesh: Mesh | None = None  # of the devices to compile for, here or not; None: the default device
     # The partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has the mapped axis.
     spec: Callable[[tuple[int, ...], LogicalAxes], P] = lambda shape, _: P(*(None for _ in shape))
 

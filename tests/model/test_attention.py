@@ -67,9 +67,8 @@ def test_attention_agrees_with_the_formula_in_value_and_gradient(
         """Written out: one softmax a query, over what it may see."""
         k, v = (jnp.repeat(x, H // kv_heads, axis=2) for x in (k, v))
         logits = jnp.einsum("mqnh,mknh->mnqk", q, k).astype(jnp.float32) / HEAD_DIM**0.5
-        visible = (segments[:, None, :, None] == segments[:, None, None, :]) & jnp.tril(
-            jnp.ones((L, L), bool)
-        )
+        same_document = segments[:, None, :, None] == segments[:, None, None, :]
+        visible = same_document & jnp.tril(jnp.ones((L, L), bool))
         weights = jax.nn.softmax(jnp.where(visible, logits, -1e30)).astype(q.dtype)
         return jnp.einsum("mnqk,mknh->mqnh", weights, v)
 
