@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.commands.arguments import config_of, local_path, note
-from maxbatch.commands.targets import add_target_arguments, chosen_target, plan_for
-from maxbatch.plan.batch import check_batch_keys, expansion_factor
+from maxbatch.commands.arguments import local_path, note
+from maxbatch.commands.targets import add_target_arguments, planned
+from maxbatch.plan.batch import expansion_factor
 from maxbatch.system.errors import EXIT_DONE, TrainingError
-from maxbatch.training.compile.target import Target
+from maxbatch.training.compile.target import Target, device_facts
 
 if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Parts, Verdict
@@ -28,15 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the programs of a run and saves them; returns the exit code.
-
-    Raises:
-      TrainingError: a program does not fit.
-    """
-    config = config_of(args)
-    check_batch_keys(config)
-    target = chosen_target(args)
-    plan = plan_for(config, target)
+    """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
+    config, target, plan = planned(args)
     from maxbatch.training.compile.ladder import plan_shapes
     from maxbatch.training.compile.lowering import Programs, step_name
     from maxbatch.training.compile.memory import compile_for, known_parts
@@ -66,12 +59,18 @@ def run(args: argparse.Namespace) -> int:
         if not verdicts[name].fits:
             raise _does_not_fit(name, verdicts[name], target, "works: a smaller eval_per_device_batch_size")
     folder = Path(args.output or Path(config.run_dir) / "compiled").expanduser()
-    size = save_programs(folder, config, target.facts, shapes, executables)
+    size = save_programs(folder, config, target.devices, shapes, executables)
     if args.json:
         steps = [verdicts[step_name(shape)] for shape in shapes]
         largest = max(steps, key=lambda verdict: verdict.needed_bytes or 0)
-        saved = {"output": str(folder), "saved_bytes": size}
-        print(json.dumps(_record(largest, verdicts, target) | saved, indent=2))
+        record = _figures(largest) | {
+            "target": target.name,
+            "devices": device_facts(target.devices),
+            "programs": {name: _figures(verdict) for name, verdict in verdicts.items()},
+            "output": str(folder),
+            "saved_bytes": size,
+        }
+        print(json.dumps(record, indent=2))
     else:
         _show(verdicts, target, folder, size)
     return EXIT_DONE
@@ -87,22 +86,12 @@ def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> T
 
 
 def _figures(verdict: Verdict) -> dict[str, Any]:
-    memory = dataclasses.asdict(verdict.memory) if verdict.memory else {}
     return {
-        **memory,
+        **(dataclasses.asdict(verdict.memory) if verdict.memory else {}),
         "hbm_bytes_needed": verdict.needed_bytes,
         "hbm_bytes_available": verdict.available_bytes,
         "fits": verdict.fits,
         "compile_s": round(verdict.seconds, 2),
-    }
-
-
-def _record(largest: Verdict, verdicts: Mapping[str, Verdict], target: Target) -> dict[str, Any]:
-    return {
-        **_figures(largest),
-        "target": target.name,
-        "devices": dict(target.facts),
-        "programs": {name: _figures(verdict) for name, verdict in verdicts.items()},
     }
 
 

@@ -6,9 +6,9 @@ import argparse
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, count
+from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
-from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.target import Target, find_target
 
@@ -25,21 +25,23 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def chosen_target(args: argparse.Namespace) -> Target:
-    """Returns the devices that the flags name; raises ConfigError if they contradict each other."""
+def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
+    """Returns the config, the devices that the flags name, and the batch plan on the mesh of those devices.
+
+    Raises:
+      ConfigError: the flags contradict each other, the devices cannot run the model, or a rule of the batch is broken.
+    """
+    config = config_of(args)
+    check_batch_keys(config)
     if args.topology and args.simulate_devices:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
-    return find_target(args.topology, args.slices)
-
-
-def plan_for(config: ConfigDict, target: Target) -> BatchPlan:
-    """Returns the batch plan on the mesh of those devices; raises ConfigError if they cannot run the model."""
+    target = find_target(args.topology, args.slices)
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.training.compile.lowering import checked_mesh_shape
 
     shape = checked_mesh_shape(config, target.devices)
     epoch = samples_per_epoch_if_cached(config)
-    return BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
+    return config, target, BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)

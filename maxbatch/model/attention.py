@@ -15,7 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.model.cache import Cache
-from maxbatch.model.parameters import matrix, residual_matrix
+from maxbatch.model.parameters import matrix
 from maxbatch.model.splash import LANES, splash_attend
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.system.errors import ConfigError
@@ -41,9 +41,7 @@ def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
     """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
 
-    Args:
-      x_MxLxHxh: the heads.
-      rope: the tables of their positions, [L, h/2], or [M, L, h/2] if every row has its own positions.
+    The tables are of their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
     """
     cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
     first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
@@ -51,60 +49,38 @@ def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
     return rotated.astype(x_MxLxHxh.dtype)
 
 
-def same_segment_mask(segments_MxL: jax.Array) -> jax.Array:
-    """Returns bool[M, 1, L, L]: true where query and key belong to one document (or both to the padding)."""
-    return (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
-
-
 def choose_implementation(config: ConfigDict, platform: str, context: int) -> Implementation:
-    """Returns the implementation of attention.
-
-    Args:
-      config: `attention`, `dtype`, `max_target_length`, `head_dim`.
-      platform: "cpu", "gpu" or "tpu".
-      context: size of the context axis.
+    """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
 
     Raises:
       ConfigError: the platform or the shapes do not allow what `attention` states.
     """
-    wanted = config.attention
-    if wanted == "dot_product":
-        return "dot_product"
-    reasons: dict[Implementation, str | None] = {
-        "splash": _why_not_splash(config, platform, context),
-        "cudnn": _why_not_cudnn(config, platform, context),
-    }
-    possible: list[Implementation] = [name for name, reason in reasons.items() if reason is None]
-    best: Implementation = possible[0] if possible else "dot_product"
-    if wanted == "auto":
+    length, head_dim = config.max_target_length, config.head_dim
+    block = f"{LANES} x {context} context shards" if context > 1 else LANES
+    rules: dict[Implementation, list[tuple[bool, str]]] = {
+        "splash": [
+            (platform == "tpu", f"run on TPUs, and the devices are {platform}"),
+            (length % (LANES * context) == 0, f"have max_target_length={length} divisible by {block}"),
+        ],
+        # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
+        "cudnn": [
+            (platform == "gpu", f"run on NVIDIA GPUs, and the devices are {platform}"),
+            (config.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={config.dtype}"),
+            (head_dim <= 128 and head_dim % 8 == 0, f"have head_dim={head_dim} at most 128 and divisible by 8"),
+            (length % 2 == 0, f"have max_target_length={length} even"),
+            (context == 1, f"have the whole length on a device, and the context axis has {context}"),
+        ],
+        "dot_product": [],
+    }  # fmt: skip
+    broken = {name: [rule for holds, rule in own if not holds] for name, own in rules.items()}
+    best = next(name for name in rules if not broken[name])
+    if config.attention == "auto":
         return best
-    if reasons[wanted] is not None:
-        raise ConfigError(f"attention={wanted}: {reasons[wanted]}; works: attention=auto (here {best})")
-    return wanted
-
-
-def _why_not_splash(config: ConfigDict, platform: str, context: int) -> str | None:
-    if platform != "tpu":
-        return f"must run on TPUs, and the devices are {platform}"
-    if config.max_target_length % (LANES * context):
-        each = f"{LANES} x {context} context shards" if context > 1 else LANES
-        return f"must have max_target_length={config.max_target_length} divisible by {each}"
-    return None
-
-
-def _why_not_cudnn(config: ConfigDict, platform: str, context: int) -> str | None:
-    # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
-    if platform != "gpu":
-        return f"must run on NVIDIA GPUs, and the devices are {platform}"
-    if config.dtype != "bfloat16":
-        return f"must have dtype=bfloat16, and dtype={config.dtype}"
-    if config.head_dim > 128 or config.head_dim % 8:
-        return f"must have head_dim={config.head_dim} at most 128 and divisible by 8"
-    if config.max_target_length % 2:
-        return f"must have max_target_length={config.max_target_length} even"
-    if context > 1:
-        return f"must have the whole length on a device, and the context axis has {context}"
-    return None
+    if broken[config.attention]:
+        raise ConfigError(
+            f"attention={config.attention}: must {broken[config.attention][0]}; works: attention=auto (here {best})"
+        )
+    return config.attention
 
 
 def attend(
@@ -117,17 +93,12 @@ def attend(
 ) -> jax.Array:
     """Returns causal attention within segments, [M, L, H, h] in q's dtype, with softmax in float32.
 
-    Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
-
-    Args:
-      q_MxLxHxh: queries, rotated; likewise keys and values.
-      segments_MxL: int32; a token sees the tokens before it of its own segment, and only those.
-      implementation: from `choose_implementation`.
-      constrain: places the arrays.
+    A token sees itself and the tokens before it of its own segment, and only those. Query head i reads key head
+    i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). Queries and keys come rotated.
     """
     if implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain)
-    mask = same_segment_mask(segments_MxL)
+    mask = (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
     if implementation == "cudnn":
         # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
@@ -160,9 +131,8 @@ class Attention(nnx.Module):
         self.query = matrix(config, rngs, (d, heads, h), ("embed", "heads", "head_dim"), fan_in=d)
         self.key = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
         self.value = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        self.out = residual_matrix(
-            config, rngs, (heads, h, d), ("heads", "head_dim", "embed"), fan_in=heads * h
-        )
+        out_axes = ("heads", "head_dim", "embed")
+        self.out = matrix(config, rngs, (heads, h, d), out_axes, fan_in=heads * h, residual=True)
         self.constrain = constrain
         # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
         self.implementation: Implementation = "dot_product"
@@ -180,22 +150,15 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
 
-        It is the plain implementation, whatever the model was trained with.
-
-        Args:
-          x_BxTxD: the tokens.
-          positions_BxT: int32, their places in their rows, which are their slots.
-          rope: tables of these positions, each [B, T, h/2].
-          cache: the cache of all layers.
-          layer: the index of this layer.
+        It is the plain implementation, whatever the model was trained with. Positions are int32, the tokens' places in
+        their rows and their slots; the tables of these positions are [B, T, h/2] each.
         """
         q, k, v = self._queries_keys_values(x_BxTxD, rope)
         cache = cache.write(layer, positions_BxT, k, v)
-        return self._joined(attend_to_cache(q, *cache.of_layer(layer), positions_BxT)), cache
+        k_BxKxLxh, v_BxKxLxh = (array[layer] for array in cache)
+        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT)), cache
 
     def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values: [M, L, H, h] and twice [M, L, K, h], the first two rotated."""
-
         def heads(weight: nnx.Param, name: str) -> jax.Array:
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
             return self.constrain(out, ("batch", "length", name, "head_dim"))
@@ -205,5 +168,4 @@ class Attention(nnx.Module):
         return q_MxLxHxh, k_MxLxKxh, heads(self.value, "kv_heads")
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
-        """Returns the projection of the heads' outputs, [M, L, D]."""
         return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))

@@ -49,10 +49,7 @@ class Cache(NamedTuple):
     def write(
         self, layer: jax.Array | int, positions_BxT: jax.Array, k_BxTxKxh: jax.Array, v_BxTxKxh: jax.Array
     ) -> Cache:
-        """Returns the cache with the keys and values of T neighbouring tokens of each row in one layer.
-
-        L tokens fill all slots.
-        """
+        """Returns the cache with the keys and values of T neighbouring tokens of each row in one layer."""
         whole = positions_BxT.shape[1] == self.length
         slots_BxTx2 = jnp.stack([jnp.full_like(positions_BxT, layer), positions_BxT], axis=-1)
 
@@ -64,7 +61,3 @@ class Cache(NamedTuple):
             )
 
         return Cache(written(self.keys_NxBxKxLxh, k_BxTxKxh), written(self.values_NxBxKxLxh, v_BxTxKxh))
-
-    def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """Returns a layer's keys and values, [B, K, L, h]."""
-        return self.keys_NxBxKxLxh[layer], self.values_NxBxKxLxh[layer]

@@ -8,9 +8,8 @@ Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,9 @@ from ml_collections import ConfigDict
 
 from maxbatch.model.attention import Attention, Rope, rope_tables
 from maxbatch.model.cache import Cache
-from maxbatch.model.parameters import matrix, normal_parameter, residual_matrix
+from maxbatch.model.parameters import matrix
+from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.sharding import Constrain, unconstrained
-
-# (x_MxLxD, segments_MxL, parameters of one layer) -> x_MxLxD
-Layer = Callable[[jax.Array, jax.Array, nnx.State], jax.Array]
 
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.everything_saveable,
@@ -40,14 +37,9 @@ class LayerRunner(Protocol):
         """The constraint on activations inside of the layers."""
 
     def __call__(
-        self,
-        layers: Callable[[jax.Array, jax.Array, nnx.State], jax.Array],
-        stacked: nnx.State,
-        x_MxLxD: jax.Array,
-        segments_MxL: jax.Array,
-        /,
+        self, layers: Layers, stacked: nnx.State, x_MxLxD: jax.Array, segments_MxL: jax.Array, /
     ) -> jax.Array:
-        """Returns x after all layers; `layers(x, segments, parameters)` runs as many as are stacked."""
+        """Returns x after all layers; `layers` runs as many as are stacked."""
 
 
 class RMSNorm(nnx.Module):
@@ -71,7 +63,7 @@ class GatedMLP(nnx.Module):
         d, f = config.base_emb_dim, config.base_mlp_dim
         self.gate = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
         self.up = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
-        self.down = residual_matrix(config, rngs, (f, d), ("mlp", "embed"), fan_in=f)
+        self.down = matrix(config, rngs, (f, d), ("mlp", "embed"), fan_in=f, residual=True)
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
@@ -111,7 +103,6 @@ class DecoderLayer(nnx.Module):
         return self._add(x_BxTxD, attended_BxTxD), cache
 
     def _add(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
-        """Returns the stream plus the attention's output, then plus the MLP's."""
         stream = ("batch", "length", "embed")
         x = self.constrain(x_MxLxD + attended_MxLxD, stream)
         return self.constrain(x + self.mlp(self.mlp_norm(x)), stream)
@@ -143,7 +134,7 @@ class Decoder(nnx.Module):
         d, v = config.base_emb_dim, config.vocab_size
         # The logits of a tied model start at a variance of about 1, so its loss starts at most half a nat above ln V.
         # Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats after 100 updates of the default model).
-        self.embedding = normal_parameter(config, rngs, (v, d), ("vocab", "embed"), d**-0.5)
+        self.embedding = matrix(config, rngs, (v, d), ("vocab", "embed"), fan_in=d)
 
         @nnx.split_rngs(splits=config.base_num_decoder_layers)
         @nnx.vmap
@@ -169,9 +160,7 @@ class Decoder(nnx.Module):
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Returns the stream after the final norm, [M, L, D] in `dtype`.
 
-        Args:
-          tokens_MxL: int32 in [0, V).
-          segments_MxL: int32; a token sees the tokens before it of its own segment, and only those.
+        Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
         x_MxLxD = self._embedded(tokens_MxL)
         rope = rope_tables(tokens_MxL.shape[-1], self.head_dim, self.rope_max_timescale)
@@ -183,8 +172,7 @@ class Decoder(nnx.Module):
         if self.layer_runner is not None:
             run = partial(_run_layers, layer, self.scan_layers)
             x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
-            x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
-            return self.final_norm(x_MxLxD)
+            return self.final_norm(self.constrain(x_MxLxD, ("batch", "length", "embed")))
         if self.remat_policy != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, stacked))
@@ -201,22 +189,15 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Returns `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
 
-        A token sees those before it in its row, which is one document from its start. The layers run in a
-        plain loop.
-
-        Args:
-          tokens_BxT: int32 in [0, V).
-          positions_BxT: int32 in [0, L): their neighbouring places in their rows.
-          cache: holds the tokens before them.
+        A token sees those before it in its row, which is one document from its start and whose slots are in the cache.
+        Positions are the tokens' neighbouring places in their rows, in [0, L). The layers run in a plain loop.
         """
         x_BxTxD = self._embedded(tokens_BxT)
         cos_Lxh, sin_Lxh = rope_tables(cache.length, self.head_dim, self.rope_max_timescale)
         rope = cos_Lxh[positions_BxT], sin_Lxh[positions_BxT]
         layerdef, stacked = nnx.split(self.layers)
 
-        def layer(
-            carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, nnx.State]
-        ) -> tuple[tuple[jax.Array, Cache], None]:
+        def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, nnx.State]) -> Any:
             (x_BxTxD, cache), (index, parameters) = carried, numbered
             module = nnx.merge(layerdef, parameters)
             return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index), None
@@ -238,13 +219,11 @@ class Decoder(nnx.Module):
 
     def output_projection(self) -> jax.Array:
         """Returns the matrix from the stream to the logits, [D, V], in `weight_dtype`."""
-        if hasattr(self, "output"):
-            return self.output[...]
-        return self.embedding[...].T
+        return self.output[...] if hasattr(self, "output") else self.embedding[...].T
 
 
 def _run_layers(
-    layer: Layer, scanned: bool, x_MxLxD: jax.Array, segments_MxL: jax.Array, stacked: nnx.State
+    layer: Layers, scanned: bool, x_MxLxD: jax.Array, segments_MxL: jax.Array, stacked: nnx.State
 ) -> jax.Array:
     """Returns x after all stacked layers, which run in a loop or one by one."""
     if scanned and jax.tree.leaves(stacked)[0].shape[0] > 1:

@@ -35,20 +35,15 @@ def token_losses(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of cross-entropies of softmax(x @ w), and the sum of the weights.
 
-    Products take x's dtype and accumulate in float32; softmax statistics, losses and sums are float32.
+    Products take x's dtype and accumulate in float32; softmax statistics, losses and the two sums are float32.
     Differentiable once, in x, w and weights; an evaluation that asks for no gradient computes none.
 
     Args:
-      x_MxLxD: the last hidden state.
-      w_DxV: the output projection, cast to x's dtype.
+      x_MxLxD: the last hidden state; the output projection is cast to its dtype.
       targets_MxL: int32 in [0, V): the token to predict at each position.
       weights_MxL: float32: how much each position counts; 0 leaves it out.
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
-      constrain: places activations on the mesh, as in `Decoder`.
-
-    Returns:
-      (loss_sum, weight_sum), float32 scalars.
     """
     rows, length = targets_MxL.shape
     pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, constrain.platform)
@@ -69,51 +64,24 @@ def loss_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
 
-    `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0.
-
-    Args:
-      decoder: the model.
-      tokens_MxL: int32.
-      segments_MxL: int32: the document that each token belongs to; 0 for padding.
-      weights_MxL: float32.
-      batch_shards: see `token_losses`.
-
-    Returns:
-      (loss_sum, weight_sum), float32 scalars.
+    `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0. A token's segment is the
+    document that it belongs to, 0 for padding. Both sums are float32 scalars.
     """
     # The last position predicts the first token, whose weight is 0.
-    targets_MxL = jnp.roll(tokens_MxL, -1, axis=1)
-    target_weights_MxL = jnp.roll(weights_MxL, -1, axis=1)
-    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    targets_and_weights = [jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL)]
+    x_MxLxD, w_DxV = decoder.hidden(tokens_MxL, segments_MxL), decoder.output_projection()
     return token_losses(
-        x_MxLxD,
-        decoder.output_projection(),
-        targets_MxL,
-        target_weights_MxL,
-        batch_shards=batch_shards,
-        constrain=decoder.constrain,
+        x_MxLxD, w_DxV, *targets_and_weights, batch_shards=batch_shards, constrain=decoder.constrain
     )
 
 
 def token_logprobs(
-    decoder: Decoder,
-    tokens_MxL: jax.Array,
-    segments_MxL: jax.Array,
-    *,
-    batch_shards: int = 1,
+    decoder: Decoder, tokens_MxL: jax.Array, segments_MxL: jax.Array, *, batch_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each token given those before it, and the entropy of its distribution.
 
-    Logits exist for one piece of the length at a time and are recomputed in the backward pass. Softmax is float32.
-
-    Args:
-      decoder: the model.
-      tokens_MxL: int32.
-      segments_MxL: int32: as in `loss_sums`.
-      batch_shards: see `token_losses`.
-
-    Returns:
-      (logprobs_MxL, entropies_MxL), float32, in nats; 0 at the first token of a row.
+    Both are float32[M, L], in nats, and 0 at the first token of a row. Logits exist for one piece of the length at a
+    time and are recomputed in the backward pass. Softmax is float32.
     """
     x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
@@ -145,13 +113,7 @@ def _num_pieces(rows: int, length: int, projection: tuple[int, ...], platform: s
     """Returns the fewest equal pieces of the length whose logits keep within the limit of one shard.
 
     The limit is `MAX_LOGITS`, but at least the logits of D / 2 tokens: with fewer, summing w's gradient over the pieces
-    costs more than it saves.
-
-    Args:
-      rows: rows of one shard.
-      length: L.
-      projection: (D, V).
-      platform: of the devices.
+    costs more than it saves. The projection is (D, V), and the rows are those of one shard.
     """
     width, vocabulary = projection
     most = max(MAX_LOGITS[platform], width // 2 * vocabulary)
@@ -224,35 +186,25 @@ def _forward(
 
     def add_piece(grad_w_SxDxV: jax.Array, piece: Residuals) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x_SxTxD, targets_SxT, weights_SxT = piece
-        losses_SxT, grad_x_SxTxD, piece_grad_w_SxDxV = losses_and_gradients(
-            x_SxTxD, w_DxV, targets_SxT, weights_SxT
-        )
-        return place(grad_w_SxDxV + piece_grad_w_SxDxV), (losses_SxT, grad_x_SxTxD)
+        losses_SxT, grad_x_SxTxD, more_SxDxV = losses_and_gradients(x_SxTxD, w_DxV, targets_SxT, weights_SxT)
+        return place(grad_w_SxDxV + more_SxDxV), (losses_SxT, grad_x_SxTxD)
 
     def place(grad_w_SxDxV: jax.Array) -> jax.Array:
         return constrain(grad_w_SxDxV, ("batch", "embed", "vocab"))
 
-    shards = x_CxSxTxD.shape[1]
+    nothing_yet = place(jnp.zeros((x_CxSxTxD.shape[1], *w_DxV.shape), jnp.float32))
     grad_w_SxDxV, (losses_CxSxT, grad_x_CxSxTxD) = jax.lax.scan(
-        add_piece,
-        place(jnp.zeros((shards, *w_DxV.shape), jnp.float32)),
-        (x_CxSxTxD, targets_CxSxT, weights_CxSxT),
+        add_piece, nothing_yet, (x_CxSxTxD, targets_CxSxT, weights_CxSxT)
     )
     grad_w_DxV = jnp.sum(grad_w_SxDxV, axis=0).astype(w_DxV.dtype)
     return jnp.sum(losses_CxSxT * weights_CxSxT), (grad_x_CxSxTxD, grad_w_DxV, losses_CxSxT)
 
 
 def _backward(
-    constrain: Constrain, residuals: Residuals, cotangent: jax.Array
+    _: Constrain, residuals: Residuals, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
-    del constrain
-    grad_x, grad_w, losses = residuals
-    return (
-        cotangent.astype(grad_x.dtype) * grad_x,
-        cotangent.astype(grad_w.dtype) * grad_w,
-        None,
-        cotangent * losses,
-    )
+    grad_x, grad_w, grad_weights = (cotangent.astype(kept.dtype) * kept for kept in residuals)
+    return grad_x, grad_w, None, grad_weights
 
 
 _loss_sum.defvjp(_forward, _backward)

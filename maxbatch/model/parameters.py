@@ -13,34 +13,23 @@ from ml_collections import ConfigDict
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
-def normal_parameter(
-    config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], stddev: float
-) -> nnx.Param:
-    """Returns a parameter in `weight_dtype`, from a normal truncated at two standard deviations.
-
-    Values are drawn in float32 for every dtype, so that one seed gives one model.
-    """
-    unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    value = (unit * (stddev / _TRUNCATED_STDDEV)).astype(config.weight_dtype)
-    return nnx.Param(value, logical_axes=logical_axes)
-
-
 def matrix(
-    config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, fan_in: int
+    config: ConfigDict,
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str, ...],
+    *,
+    fan_in: int,
+    residual: bool = False,
 ) -> nnx.Param:
-    """Returns a weight whose product keeps the variance of its input: standard deviation 1 / sqrt(fan_in).
+    """Returns a weight in `weight_dtype`, drawn in float32 for every dtype, so that one seed gives one model.
 
-    Reference: LeCun et al. 1998, Efficient BackProp, section 4.6.
+    The values are normal, truncated at two standard deviations of 1 / sqrt(fan_in): the product keeps the variance of
+    its input (LeCun et al. 1998, Efficient BackProp, section 4.6). A weight that adds to the residual stream is also
+    divided by the root of their number, two per layer, so that the variance of the stream does not grow with depth
+    (Radford et al. 2019, GPT-2, section 2.3).
     """
-    return normal_parameter(config, rngs, shape, logical_axes, 1 / math.sqrt(fan_in))
-
-
-def residual_matrix(
-    config: ConfigDict, rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], *, fan_in: int
-) -> nnx.Param:
-    """Returns a weight that adds to the residual stream, divided by the root of their number, two per layer.
-
-    So the variance of the stream does not grow with depth. Reference: Radford et al. 2019 (GPT-2), section 2.3.
-    """
-    writers = 2 * config.base_num_decoder_layers
-    return normal_parameter(config, rngs, shape, logical_axes, 1 / math.sqrt(fan_in * writers))
+    summed = fan_in * 2 * config.base_num_decoder_layers if residual else fan_in
+    unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+    value = (unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)).astype(config.weight_dtype)
+    return nnx.Param(value, logical_axes=logical_axes)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.parallel.sharding import Constrain
@@ -35,21 +35,18 @@ def splash_attend(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns causal attention within segments, [M, L, H, h] in q's dtype.
+    """Returns causal attention within segments, as `maxbatch.model.attention.attend` does.
 
     Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split it. If the context
     axis splits the length, keys and values are gathered over it. If the tensor axis splits the query heads and cannot
     split the key heads, these are repeated.
 
     Args:
-      q_MxLxHxh: queries, rotated; query head i reads key head i // (H / K).
-      k_MxLxKxh: keys.
-      v_MxLxKxh: values.
-      segments_MxL: int32; a token sees the tokens before it of its own segment.
       constrain: with a mesh, whose context axis splits L into multiples of 128.
       interpret: run the kernel on a CPU, slowly.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     mesh = constrain.mesh
     assert mesh is not None, "the kernel is placed by hand"
@@ -58,7 +55,16 @@ def splash_attend(
     if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
         repeats = heads // k_MxLxKxh.shape[2]
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
-    kernel = _kernel(length, heads, _size(mesh, context), _size(mesh, tensor), interpret)
+    query_shards, head_shards = (mesh.shape[axis] if axis else 1 for axis in (context, tensor))
+    causal = masks.CausalMask((length, length), shard_count=query_shards)
+    block_q, block_kv = block_size(length // query_shards), block_size(length)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([causal] * heads), head_shards=head_shards, q_seq_shards=query_shards, interpret=interpret,
+        block_sizes=kernels.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
+            block_q_dkv=block_q, block_kv_dkv=block_kv,
+        ),
+    )  # fmt: skip
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
 
     def attend_here(kernel: Any, q: Any, k: Any, v: Any, q_segments: Any, kv_segments: Any) -> jax.Array:
@@ -77,25 +83,3 @@ def splash_attend(
         check_vma=False,  # kernels do not say over which axes their results vary
     )
     return everywhere(kernel, q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL)
-
-
-def _kernel(length: int, heads: int, query_shards: int, head_shards: int, interpret: bool) -> Any:
-    """Returns the causal kernel of all heads, to be split over the shards."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    block_q, block_kv = block_size(length // query_shards), block_size(length)
-    return kernels.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((length, length), shard_count=query_shards)] * heads),
-        head_shards=head_shards,
-        q_seq_shards=query_shards,
-        block_sizes=kernels.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
-            block_q_dkv=block_q, block_kv_dkv=block_kv,
-        ),
-        interpret=interpret,
-    )  # fmt: skip
-
-
-def _size(mesh: Mesh, axis: str | None) -> int:
-    return 1 if axis is None else mesh.shape[axis]

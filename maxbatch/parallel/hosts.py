@@ -2,7 +2,7 @@
 
 Their messages here (facts, failures) are small. They go through the key-value store of JAX's coordination service and
 not through the devices: no program runs, nothing compiles, and no timeout of a collective applies while a host
-tokenises its data.
+tokenises its data. All hosts call `broadcast` and `gather` in the same order; the values are sent as JSON.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ def join() -> None:
 
 
 def _checked(given: dict[str, str]) -> tuple[int, int]:
+    works = {_ADDRESS: "localhost:8476", _COUNT: "1", _INDEX: "0"}
     for name, value in given.items():
         if not value or (name != _ADDRESS and not value.isdecimal()):
             rule = "HOST:PORT of process 0" if name == _ADDRESS else "a whole number"
-            works = {_ADDRESS: "localhost:8476", _COUNT: "1", _INDEX: "0"}[name]
             raise ConfigError(
                 f"environment variable {name}={value}: must be {rule}, since another of {', '.join(given)} is set; "
-                f"works: {name}={works}"
+                f"works: {name}={works[name]}"
             )
-    num_processes, index = int(given[_COUNT]), int(given[_INDEX])
+    address, num_processes, index = given[_ADDRESS], int(given[_COUNT]), int(given[_INDEX])
     if index >= num_processes:
         raise ConfigError(
             f"environment variable {_INDEX}={index}: must be less than {_COUNT}={num_processes}; "
             f"works: {_INDEX}={max(0, num_processes - 1)}"
         )
-    if ":" not in given[_ADDRESS]:
+    if ":" not in address:
         raise ConfigError(
-            f"environment variable {_ADDRESS}={given[_ADDRESS]}: must be HOST:PORT; works: {given[_ADDRESS]}:8476"
+            f"environment variable {_ADDRESS}={address}: must be HOST:PORT; works: {address}:8476"
         )
     return num_processes, index
 
@@ -89,27 +89,34 @@ def together(report: Callable[[BaseException], int]) -> Iterator[None]:
     """Joins the hosts for the length of a run, which they end together.
 
     If the run fails on one host, the others print its message and end as well, within seconds. A host that dies
-    silently is noticed after `HEARTBEAT_TIMEOUT_S`.
-
-    Args:
-      report: prints what failed and returns the exit code. It is called if there are several hosts, because the usual
-        exit of the process would wait for hosts that wait for this one.
+    silently is noticed after `HEARTBEAT_TIMEOUT_S`. If there are several hosts, `report` prints what failed and returns
+    the exit code, because the usual exit of the process would wait for hosts that wait for this one.
     """
     join()
     if jax.process_count() == 1:
         yield
         return
     _keep_the_output_to_python()
-    watch = _Watch()
+    closed = threading.Event()
+    watch = threading.Thread(target=_watch, args=(closed,), name="maxbatch-hosts", daemon=True)
+    watch.start()
     try:
         yield
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):  # perhaps a consequence of a failure elsewhere
-            watch.wait_for_failure()
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            watch.join(
+                6 * _POLL_S
+            )  # perhaps a consequence of another host's failure, whose report ends this process
         code = report(error)
-        _tell_failure(error, code)
+        message = " ".join(str(error).split())[:2000] or type(error).__name__
+        failure = {"host": jax.process_index(), "message": message, "code": code}
+        with contextlib.suppress(
+            jax.errors.JaxRuntimeError
+        ):  # another host failed first, or the first one ended
+            _store().key_value_set(_FAILURE_KEY, json.dumps(failure))
         _leave(code)
-    watch.close()
+    closed.set()
+    watch.join()
 
 
 def is_first() -> bool:
@@ -118,10 +125,7 @@ def is_first() -> bool:
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """Returns on every host what `make` returns on the first one.
-
-    All hosts call it in the same order; the value is sent as JSON.
-    """
+    """Returns on every host what `make` returns on the first one."""
     if jax.process_count() == 1:
         return make()
     key = f"maxbatch/{next(_sequence)}"
@@ -133,18 +137,13 @@ def broadcast(make: Callable[[], T]) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """Returns the values of all hosts, by their index.
-
-    All hosts call it in the same order; the values are sent as JSON.
-    """
+    """Returns the values of all hosts, by their index."""
     if jax.process_count() == 1:
         return [value]
-    key = f"maxbatch/{next(_sequence)}"
-    _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
-    return [
-        json.loads(_store().blocking_key_value_get(f"{key}/{host}", _LONGEST_WAIT_MS))
-        for host in range(jax.process_count())
-    ]
+    key, store = f"maxbatch/{next(_sequence)}", _store()
+    store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    keys = [f"{key}/{host}" for host in range(jax.process_count())]
+    return [json.loads(store.blocking_key_value_get(key, _LONGEST_WAIT_MS)) for key in keys]
 
 
 def _store() -> Any:
@@ -155,19 +154,12 @@ def _store() -> Any:
 
 
 def _keep_the_output_to_python() -> None:
-    """Keeps native code off standard output: gloo, which joins hosts without accelerators, prints every peer there."""
+    # Native code shares standard output: gloo, which joins hosts without accelerators, prints every peer there.
     sys.stdout.flush()
     own = os.dup(1)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding)  # noqa: SIM115  for good
-
-
-def _tell_failure(error: BaseException, code: int) -> None:
-    message = " ".join(str(error).split())[:2000] or type(error).__name__
-    failure = {"host": jax.process_index(), "message": message, "code": code}
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
-        _store().key_value_set(_FAILURE_KEY, json.dumps(failure))
 
 
 def _leave(code: int) -> None:
@@ -179,30 +171,15 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-class _Watch:
-    """A thread that ends this process when another host reports a failure."""
-
-    def __init__(self) -> None:
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="maxbatch-hosts", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
-
-    def wait_for_failure(self) -> None:
-        """Waits a moment for another host to report a failure, which ends this process."""
-        self._thread.join(6 * _POLL_S)
-
-    def _look(self) -> None:
-        store = _store()
-        while not self._closed.wait(_POLL_S):
-            try:
-                failure = json.loads(store.key_value_try_get(_FAILURE_KEY))
-            except jax.errors.JaxRuntimeError:  # no host failed
-                continue
-            if failure["host"] != jax.process_index():
-                print(f"maxbatch: error: host {failure['host']}: {failure['message']}", file=sys.stderr)
-                _leave(failure["code"])
-            return
+def _watch(closed: threading.Event) -> None:
+    """Ends this process when another host reports a failure."""
+    store = _store()
+    while not closed.wait(_POLL_S):
+        try:
+            failure = json.loads(store.key_value_try_get(_FAILURE_KEY))
+        except jax.errors.JaxRuntimeError:  # no host failed
+            continue
+        if failure["host"] != jax.process_index():
+            print(f"maxbatch: error: host {failure['host']}: {failure['message']}", file=sys.stderr)
+            _leave(failure["code"])
+        return

@@ -38,27 +38,18 @@ def mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
 
 
 def lay_out(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """Lays the devices out over the axes data, fsdp, tensor, context and pipeline.
-
-    Returns:
-      A mesh of `AxisType.Auto` axes: the compiler propagates shardings from the annotated arrays.
-    """
+    """Returns the devices laid out over the axes; the compiler propagates shardings from the annotated arrays."""
+    sizes, ici, dcn = (tuple(axes.values()) for axes in (shape.sizes, shape.ici, shape.dcn))
     if num_slices(devices) > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            tuple(shape.ici.values()), tuple(shape.dcn.values()), devices=list(devices)
-        )
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=list(devices))
     elif devices[0].platform == "cpu":
-        grid = np.asarray(devices).reshape(tuple(shape.sizes.values()))
+        grid = np.asarray(devices).reshape(sizes)
     else:
-        grid = mesh_utils.create_device_mesh(tuple(shape.sizes.values()), devices=list(devices))
-    return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(shape.sizes))
+        grid = mesh_utils.create_device_mesh(sizes, devices=list(devices))
+    return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them).
-
-    Raises:
-      ConfigError: as `mesh_shape` does.
-    """
+    """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them)."""
     devices = jax.devices() if devices is None else devices
     return lay_out(mesh_shape(config, devices), devices)

@@ -30,30 +30,24 @@ from maxbatch.parallel.sharding import Constrain, activation_constraint
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
 PyTree = Any
-# (x_bxLxD, segments_bxL, the parameters of some layers stacked in order) -> x_bxLxD
+# (x_bxLxD, segments_bxL, the parameters of one layer, or of several stacked in order) -> x_bxLxD
 Layers = Callable[[jax.Array, jax.Array, PyTree], jax.Array]
 
 _STREAM = ("stage", None, "batch", "length", "embed")
 
 
 def make_pipeline(config: ConfigDict, mesh: Mesh, batch_axes: tuple[str, ...]) -> Pipeline | None:
-    """Returns the pipeline of a run; None if its mesh has one stage.
-
-    Args:
-      config: `num_pipeline_microbatches`, `num_pipeline_repeats`, `remat_policy`.
-      mesh: the device mesh; its `pipeline` axis counts the stages.
-      batch_axes: mesh axes that split the rows of a part, as for `activation_constraint`.
-    """
+    """Returns the pipeline of a run, the rows of whose parts `batch_axes` split; None if its mesh has one stage."""
     stages = mesh.shape["pipeline"]
     if stages == 1:
         return None
     return Pipeline(
-        stages,
-        config.num_pipeline_repeats,
-        pipeline_microbatches(config, stages),
-        math.prod(mesh.shape[axis] for axis in batch_axes),
-        config.remat_policy,
-        activation_constraint(mesh, batch_axes),
+        num_stages=stages,
+        num_repeats=config.num_pipeline_repeats,
+        num_microbatches=pipeline_microbatches(config, stages),
+        batch_shards=math.prod(mesh.shape[axis] for axis in batch_axes),
+        remat_policy=config.remat_policy,
+        constrain=activation_constraint(mesh, batch_axes),
     )
 
 
@@ -68,22 +62,14 @@ class Pipeline:
     as large, with g times the microbatches, is the same update as g micro-batches and fills and drains only once.
     Weights that the fsdp axis splits are gathered at every tick. A data axis gathers none, and its gradients are
     reduced once per update.
-
-    Attributes:
-      num_stages: S, the size of the mesh axis `pipeline`.
-      num_repeats: R; group r x S + s is the r-th of stage s.
-      num_microbatches: M, a multiple of S.
-      batch_shards: devices that the rows of a part are split over; every part takes its rows from all of them.
-      remat_policy: what the forward pass of a stage keeps for its backward pass.
-      constrain: places activations inside of a stage.
     """
 
-    num_stages: int
-    num_repeats: int
-    num_microbatches: int
-    batch_shards: int
-    remat_policy: str
-    constrain: Constrain
+    num_stages: int  # S, the size of the mesh axis `pipeline`
+    num_repeats: int  # R; group r x S + s is the r-th of stage s
+    num_microbatches: int  # M, a multiple of S
+    batch_shards: int  # devices that split the rows; every part takes its rows from all of them
+    remat_policy: str  # what the forward pass of a stage keeps for its backward pass
+    constrain: Constrain  # places activations inside of a stage
 
     @property
     def num_ticks(self) -> int:
@@ -93,14 +79,7 @@ class Pipeline:
     def __call__(
         self, layers: Layers, stacked: PyTree, x_BxLxD: jax.Array, segments_BxL: jax.Array
     ) -> jax.Array:
-        """Returns x after all layers, [B, L, D].
-
-        Args:
-          layers: runs x through a stack of layers.
-          stacked: parameters of all layers on a leading axis, in `stage_order`.
-          x_BxLxD: the stream before the first layer; B is divisible by batch_shards x M.
-          segments_BxL: int32, the documents; they move with their rows.
-        """
+        """Returns x after all layers, stacked in `stage_order`; B is divisible by batch_shards x M."""
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
         weights_SxRxN = jax.tree.map(lambda w: w.reshape(S, self.num_repeats, -1, *w.shape[1:]), stacked)
@@ -139,33 +118,30 @@ class Pipeline:
     def _stages(self, layers: Layers) -> Callable[..., jax.Array]:
         """Returns a function that runs all stages at once, each on its part with the weights of its repeat."""
 
+        def of_repeat(weight_RxN: jax.Array, repeat: jax.Array) -> jax.Array:
+            if self.num_repeats == 1:
+                return weight_RxN[0]
+            return jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
+
         def stage(
             weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array
         ) -> jax.Array:
-            if self.num_repeats == 1:
-                weights_N = jax.tree.map(lambda w: w[0], weights_RxN)
-            else:
-                weights_N = jax.tree.map(
-                    lambda w: jax.lax.dynamic_index_in_dim(w, repeat, keepdims=False), weights_RxN
-                )
-            return layers(x_bxLxD, segments_bxL, weights_N)
+            return layers(x_bxLxD, segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN))
 
         stages = jax.vmap(stage, spmd_axis_name="pipeline")
-        policy = self._policy()
+        if self.remat_policy == "none" and self.num_repeats == 1:
+            return stages  # its weights are the same at every tick, and JAX keeps one copy
+        # Never keeps a copy of the weights, because there would be one per tick.
+        policy = {
+            "full": jax.checkpoint_policies.nothing_saveable,
+            "minimal": _products_with_weights,
+            "none": jax.checkpoint_policies.dots_saveable,
+        }[self.remat_policy]
         # In a loop the compiler cannot merge the recomputation with the first run, so it needs no barrier.
-        return stages if policy is None else jax.checkpoint(stages, policy=policy, prevent_cse=False)
-
-    def _policy(self) -> Callable[..., bool] | None:
-        """Returns what a stage's run keeps: never a copy of its weights, because there would be one per tick."""
-        if self.remat_policy == "full":
-            return jax.checkpoint_policies.nothing_saveable
-        if self.remat_policy == "minimal":
-            return _products_with_weights
-        # Without repeats the weights are the same at every tick, and JAX keeps one copy.
-        return None if self.num_repeats == 1 else jax.checkpoint_policies.dots_saveable
+        return jax.checkpoint(stages, policy=policy, prevent_cse=False)
 
     def stage_order(self, stacked: PyTree) -> PyTree:
-        """Returns parameters, stacked in layer order and split over the stages, in the order that stages hold them in.
+        """Returns parameters, stacked in layer order and split over the stages, in the order in which stages hold them.
 
         Without repeats the orders are the same. With repeats every stage sends R - 1 of its R groups to others, by one
         permute each, once per update. State and checkpoints are in layer order.
@@ -195,27 +171,24 @@ class Pipeline:
             ])  # fmt: skip
             return received_RxN[jnp.asarray(place_RxS)[:, me]].reshape(own.shape)
 
-        split = P("pipeline")
+        mesh, split = self.constrain.mesh, P("pipeline")
         exchange_all = jax.shard_map(
-            exchange, mesh=self.constrain.mesh, in_specs=split, out_specs=split, axis_names={"pipeline"}
+            exchange, mesh=mesh, in_specs=split, out_specs=split, axis_names={"pipeline"}
         )
         return jax.tree.map(exchange_all, stacked)
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [S, C, b, ...]; of the rows of each device, part m takes the m-th share."""
-        S, rest = self.num_stages, rows_BxL.shape[1:]
-        shares = rows_BxL.reshape(self.batch_shards, S, self.num_microbatches // S, -1, *rest)
-        return jnp.moveaxis(shares, 0, 2).reshape(S, self.num_microbatches // S, -1, *rest)
+        S, columns, rest = self.num_stages, self.num_microbatches // self.num_stages, rows_BxL.shape[1:]
+        shares = rows_BxL.reshape(self.batch_shards, S, columns, -1, *rest)
+        return jnp.moveaxis(shares, 0, 2).reshape(S, columns, -1, *rest)
 
     def _to_rows(self, stream_SxCxbxLxD: jax.Array) -> jax.Array:
         """Reshapes the stream after the last tick to [B, L, D]; its first columns have moved up once more."""
         S, columns, _, *rest = stream_SxCxbxLxD.shape
         often, more = divmod(S - 1, columns)
-        parts = jnp.concatenate([
-            _roll(stream_SxCxbxLxD[:, :more], often + 1),
-            _roll(stream_SxCxbxLxD[:, more:], often),
-        ], axis=1)  # fmt: skip
-        parts = self.constrain(parts, _STREAM)
+        first, others = _roll(stream_SxCxbxLxD[:, :more], often + 1), _roll(stream_SxCxbxLxD[:, more:], often)
+        parts = self.constrain(jnp.concatenate([first, others], axis=1), _STREAM)
         return jnp.moveaxis(parts.reshape(S, columns, self.batch_shards, -1, *rest), 2, 0).reshape(-1, *rest)
 
     def _place(self, x_SxbxLxD: jax.Array) -> jax.Array:
@@ -259,11 +232,8 @@ def _products_with_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
 def _rounds(S: int, R: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, int]]]]:
     """Returns the R permutes by which S devices exchange R neighbouring groups each for every S-th group.
 
-    Group g starts on device g // R and goes to device g % S as its (g // S)-th.
-
-    Returns:
-      For every round: the group that each device sends, the place of the group that it receives, and the pairs of
-      sender and receiver.
+    Group g starts on device g // R and goes to device g % S as its (g // S)-th. A round has the group that each device
+    sends, the place of the group that it receives, and the pairs of sender and receiver.
     """
     device_S = np.arange(S)
     # Devices that would send to the same device in a round, if all sent their groups in order, start at other groups.
@@ -272,5 +242,5 @@ def _rounds(S: int, R: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int
     group_RxS = device_S * R + sent_RxS
     kept_RxS = np.empty_like(sent_RxS)
     np.put_along_axis(kept_RxS, group_RxS % S, group_RxS // S, axis=1)
-    ways = [[(of, int(to_S[of])) for of in range(S)] for to_S in group_RxS % S]
+    ways = [list(enumerate(to_S.tolist())) for to_S in group_RxS % S]
     return sent_RxS, kept_RxS, ways

@@ -47,25 +47,16 @@ ACTIVATION_RULES: dict[str, str | None] = {
 }
 
 
-def _whole(shape: tuple[int, ...], logical_axes: LogicalAxes) -> P:
-    del logical_axes
-    return P(*(None for _ in shape))
-
-
 @dataclasses.dataclass(frozen=True)
 class Constrain:
     """A constraint on activations: pins them to the mesh by the names of their dimensions.
 
     It is all that the model knows of its devices. Without a mesh it leaves activations to the compiler.
-
-    Attributes:
-      mesh: the devices that the program is compiled for, here or not; None: the default device.
-      spec: the partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has the mapped
-        axis.
     """
 
-    mesh: Mesh | None = None
-    spec: Callable[[tuple[int, ...], LogicalAxes], P] = _whole
+    mesh: Mesh | None = None  # of the devices to compile for, here or not; None: the default device
+    # The partition of an array, from its shape and its logical axes. Under `jax.vmap` neither has the mapped axis.
+    spec: Callable[[tuple[int, ...], LogicalAxes], P] = lambda shape, _: P(*(None for _ in shape))
 
     def __call__(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """Returns x with its sharding."""
@@ -83,12 +74,9 @@ unconstrained = Constrain()
 
 
 def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
-    """Returns the constraint that follows from `ACTIVATION_RULES`.
+    """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension named "batch".
 
-    Args:
-      mesh: the device mesh.
-      batch_axes: mesh axes that split the dimension named "batch". Under `jax.vmap(..., spmd_axis_name="data")` the
-        mapped dimension has the data axis already, and this is ("fsdp",).
+    Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already, and they are ("fsdp",).
     """
 
     def spec(shape: tuple[int, ...], names: LogicalAxes) -> P:
@@ -130,5 +118,5 @@ def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the placement of a global batch `[A, M, L]`: rows over the batch shards, tokens over context."""
+    """Returns the placement of a global batch [A, M, L]: rows over the batch shards, tokens over context."""
     return NamedSharding(mesh, P(None, BATCH_AXES, "context"))

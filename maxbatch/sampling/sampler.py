@@ -4,7 +4,7 @@ The draws of a row depend on its own ids, its tokens and the parameters. They do
 number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
 are equal to float precision.
 
-Shapes: B rows, P slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
+Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,20 +35,14 @@ _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 class SamplingRules:
     """The rules by which tokens are drawn.
 
-    Attributes:
-      temperature: divides the logits, >= 0; at 0 the likeliest token is taken.
-      top_k: draw from the k likeliest tokens; 0: from all.
-      nucleus_p: draw from the likeliest tokens that together have this probability, at the temperature and among the
-        top k (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1); in (0, 1], 1: from all.
-      seed: seed of the draws, in [0, 2^32).
-      max_new_tokens: most tokens of a response; None: as many as there are slots.
+    The nucleus is drawn from at the temperature and among the top k (`keep_likeliest`).
     """
 
-    temperature: float = 0.8
-    top_k: int = 0
-    nucleus_p: float = 1.0
-    seed: int = 0
-    max_new_tokens: int | None = None
+    temperature: float = 0.8  # divides the logits, >= 0; at 0 the likeliest token is taken
+    top_k: int = 0  # draw from the k likeliest tokens; 0: from all
+    nucleus_p: float = 1.0  # draw from the likeliest tokens that together have this probability; in (0, 1]
+    seed: int = 0  # of the draws, in [0, 2^32)
+    max_new_tokens: int | None = None  # most tokens of a response; None: as many as there are slots
 
 
 class Responses(NamedTuple):
@@ -92,12 +86,10 @@ class Sampler:
     not for every token.
 
     Args:
-      config: the model keys, `max_target_length`, `dtype`.
       tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
         never drawn; `eos_id` ends a response.
       mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
         shardings of the parameters.
-      prompt_length: P <= L.
       rescores: below float32 the pass over one token rounds otherwise than a training pass, by up to 0.05 in a
         log-probability; true: a training pass over the responses gives the log-probabilities there.
     """
@@ -146,35 +138,21 @@ class Sampler:
           prompts_BxP: int32, each from the start of its row; the slots after it are ignored.
           prompt_lengths_B: int32 in [1, P]. A prompt of L tokens has no response.
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
-          rules: how tokens are drawn.
         """
         if prompts_BxP.shape[1] != self._prompt_length:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
         draw_ids_Bx3 = np.asarray(draw_ids_Bx3, np.uint32)
-        program, arguments = self._arguments(rules)
-        return _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, arguments)
-
-    def lower(
-        self, params: nnx.State, num_rows: int, rules: SamplingRules | None = None
-    ) -> jax.stages.Lowered:
-        """Returns the program for a number of rows, lowered; `params` may be abstract."""
-        prompts_BxP = np.zeros((num_rows, self._prompt_length), np.int32)
-        lengths_B, draw_ids_Bx3 = np.ones(num_rows, np.int32), np.zeros((num_rows, 3), np.uint32)
-        program, arguments = self._arguments(rules or SamplingRules())
-        return _respond.lower(program, params, prompts_BxP, lengths_B, draw_ids_Bx3, arguments)
-
-    def _arguments(self, rules: SamplingRules) -> tuple[_Program, _Rules]:
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
-        truncates = rules.top_k > 0 or rules.nucleus_p < 1
+        program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
         arguments: list[Any] = [
             np.float32(rules.temperature),
             np.int32(min(rules.top_k or vocabulary, vocabulary)),
             np.float32(rules.nucleus_p),
             np.uint32(rules.seed),
-            np.int32(self._program.length if limit is None else limit),
+            np.int32(program.length if limit is None else limit),
             self._drawable_V,
         ]
-        return self._program._replace(truncates=truncates), _Rules(*arguments)
+        return _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, _Rules(*arguments))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -200,41 +178,26 @@ def _respond(
     tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
     tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
     tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
-    next_token = _NextToken(
-        program,
-        decoder,
-        decoder.output_projection().astype(decoder.dtype),
-        _keys(rules.seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))),
-        limits_B,
-        rules,
-    )
-    start = _Loop(
-        _prefilled(decoder, prompts_BxP).with_room_for(length),
-        tokens_BxL,
-        jnp.zeros(tokens_BxL.shape, jnp.float32),
-        prompt_lengths_B,
-        prompt_lengths_B >= limits_B,
-    )
+    w_DxV = decoder.output_projection().astype(decoder.dtype)
+    keys_B = _keys(rules.seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0))))
+    next_token = _NextToken(program, decoder, w_DxV, keys_B, limits_B, rules)
+    # Slots after a prompt are overwritten before any token sees them.
+    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, prompts_BxP.shape, 1)
+    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, decoder.empty_cache(*prompts_BxP.shape))
+    cache, logprobs_BxL = cache.with_room_for(length), jnp.zeros(tokens_BxL.shape, jnp.float32)
+    start = _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
     end = jax.lax.while_loop(lambda loop: jnp.any(~loop.done_B), next_token, start)
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
-        logprobs_BxL, _ = token_logprobs(
-            nnx.merge(program.graphdef, params),
-            end.tokens_BxL,
-            is_token_BxL.astype(jnp.int32),
-            batch_shards=program.row_shards,
-        )
+        whole, segments_BxL = nnx.merge(program.graphdef, params), is_token_BxL.astype(jnp.int32)
+        logprobs_BxL, _ = token_logprobs(whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards)
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
         logprobs_BxL = jnp.where(is_response_BxL, logprobs_BxL, 0.0)
     # Rows that the devices do not divide are returned whole.
     row_axis = None if more else "batch"
-    return Responses(
-        decoder.constrain(end.tokens_BxL[:rows], (row_axis, None)),
-        decoder.constrain(prompt_lengths_B[:rows], (row_axis,)),
-        decoder.constrain(end.lengths_B[:rows], (row_axis,)),
-        decoder.constrain(logprobs_BxL[:rows], (row_axis, None)),
-    )
+    found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
+    return jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
 
 
 class _Loop(NamedTuple):
@@ -277,13 +240,9 @@ class _NextToken:
         done_B = loop.done_B | (lengths_B >= self.limits_B)
         if self.program.end_id is not None:
             done_B |= drawn_B == self.program.end_id
-        return _Loop(
-            cache,
-            jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL),
-            jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL),
-            lengths_B,
-            done_B,
-        )
+        tokens_BxL = jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL)
+        logprobs_BxL = jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL)
+        return _Loop(cache, tokens_BxL, logprobs_BxL, lengths_B, done_B)
 
     def _draw(self, logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
         rules = self.rules
@@ -303,25 +262,15 @@ def _gathered(decoder: Decoder) -> Decoder:
         if "norm" in axes:  # computes in float32
             return weight
         value = weight.get_value().astype(decoder.dtype)
-        return weight.replace(
-            decoder.constrain(value, tuple(None if name == "layers" else name for name in axes))
-        )
+        axes = tuple(None if name == "layers" else name for name in axes)
+        return weight.replace(decoder.constrain(value, axes))
 
     graphdef, params = nnx.split(decoder, nnx.Param)
     params = jax.tree.map(gathered, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return nnx.merge(graphdef, params)
 
 
-def _prefilled(decoder: Decoder, prompts_BxP: jax.Array) -> Cache:
-    """Returns the cache of the prompts; slots after a prompt are overwritten before any token sees them."""
-    rows, length = prompts_BxP.shape
-    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
-    return decoder.hidden_with_cache(prompts_BxP, positions_BxP, decoder.empty_cache(rows, length))[1]
-
-
 def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
-    """Returns a key for every row."""
-
     def folded(ids_3: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda key, i: (jax.random.fold_in(key, i), None), jax.random.key(seed), ids_3)[0]
 
@@ -329,15 +278,11 @@ def _keys(seed: jax.Array, draw_ids_Bx3: jax.Array) -> jax.Array:
 
 
 def keep_likeliest(logits_BxV: jax.Array, top_k: jax.Array | int, nucleus_p: jax.Array | float) -> jax.Array:
-    """Returns the logits with -inf for all but the nucleus of the top k; ties with the last of them stay.
+    """Returns the logits with -inf for all but the nucleus of the top k in [1, V]; ties with the last of them stay.
 
-    The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to at least p
-    (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1).
-
-    Args:
-      logits_BxV: float32, divided by the temperature.
-      top_k: in [1, V].
-      nucleus_p: in (0, 1].
+    The nucleus is the smallest set of likeliest tokens whose probabilities, among the top k, sum to at least p in
+    (0, 1] (Holtzman et al. 2020, https://arxiv.org/abs/1904.09751, section 3.1). The temperature divides the logits
+    before.
     """
     sorted_BxV = jnp.sort(logits_BxV, axis=1, descending=True)
     among_k_BxV = jax.lax.broadcasted_iota(jnp.int32, sorted_BxV.shape, 1) < top_k

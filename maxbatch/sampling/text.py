@@ -33,10 +33,8 @@ def generate_text(
     becomes the prompt of the next window, and the model no longer sees what came before.
 
     Args:
-      params: parameters of a `Decoder`, on one device or sharded.
-      tokenizer: the tokenizer of the run that trained them.
+      params: parameters of a `Decoder`, on one device or sharded; the config and the tokenizer are their run's.
       prompt: text to start from; an empty one starts a document.
-      config: the config of that run.
       rules: how tokens are drawn; by default at temperature 0.8. Without `max_new_tokens` at most 128 are added.
       mesh: the mesh of the parameters; None: the compiler follows their shardings.
     """
@@ -61,9 +59,8 @@ def generate_text(
         prompt_1xP[0, : len(seen)] = seen
         lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
         rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
-        responses = sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest)
-        tokens_1xL, ends_1 = jax.device_get((responses.tokens_BxL, responses.lengths_B))
-        response = tokens_1xL[0, len(seen) : ends_1[0]].tolist()
+        found = jax.device_get(sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest))
+        response = found.tokens_BxL[0, len(seen) : found.lengths_B[0]].tolist()
         if response[-1] == tokenizer.eos_id:
             return tokenizer.decode(ids + response[:-1])
         ids += response

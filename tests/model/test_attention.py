@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model.attention import apply_rope, attend, rope_tables, same_segment_mask
+from maxbatch.model.attention import apply_rope, attend, rope_tables
 
 M, L, H, HEAD_DIM = 2, 16, 4, 8
 
@@ -67,7 +67,8 @@ def test_attention_agrees_with_the_formula_in_value_and_gradient(
         """Written out: one softmax a query, over what it may see."""
         k, v = (jnp.repeat(x, H // kv_heads, axis=2) for x in (k, v))
         logits = jnp.einsum("mqnh,mknh->mnqk", q, k).astype(jnp.float32) / HEAD_DIM**0.5
-        visible = same_segment_mask(segments) & jnp.tril(jnp.ones((L, L), bool))
+        same_document = segments[:, None, :, None] == segments[:, None, None, :]
+        visible = same_document & jnp.tril(jnp.ones((L, L), bool))
         weights = jax.nn.softmax(jnp.where(visible, logits, -1e30)).astype(q.dtype)
         return jnp.einsum("mnqk,mknh->mqnh", weights, v)
 

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.sampling import sampler
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
 from maxbatch.training.state import abstract_state, init_state
 from tests.helpers.collectives import collectives
@@ -139,10 +140,15 @@ def test_responses_are_the_same_on_any_mesh(mesh_name: str) -> None:
     np.testing.assert_allclose(responses.logprobs_BxL, on_one_device().logprobs_BxL, atol=1e-5)
 
 
-def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_on() -> None:
+def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = tiny_config("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
     mesh = make_mesh(config, jax.devices()[:4])
-    lowered = Sampler(config, TOKENIZER, mesh, prompt_length=P).lower(abstract_state(config, mesh).params, 8)
+    monkeypatch.setattr(sampler, "_respond", sampler._respond.lower)
+    inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
+    sampled = Sampler(config, TOKENIZER, mesh, prompt_length=P)
+    lowered: Any = sampled(abstract_state(config, mesh).params, *inputs, SamplingRules())
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
     weights = [c for c in found if c.times == 1]

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import config_of, local_path, note
-from maxbatch.commands.targets import add_target_arguments, chosen_target, plan_for
+from maxbatch.commands.arguments import local_path, note
+from maxbatch.commands.targets import add_target_arguments, planned
 from maxbatch.config.loading import dump_config, keys
-from maxbatch.plan.batch import check_batch_keys
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 
 if TYPE_CHECKING:
@@ -36,15 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the largest batch that fits and prints it; returns the exit code.
-
-    Raises:
-      TrainingError: not even the smallest batch fits.
-    """
-    config = config_of(args)
-    check_batch_keys(config)
-    target = chosen_target(args)
-    plan = plan_for(config, target)
+    """Finds the largest batch that fits and prints it; raises TrainingError if not even the smallest does."""
+    config, target, plan = planned(args)
     from maxbatch.commands.fit.choices import Sizes, choose
     from maxbatch.commands.fit.oracle import CORES, CompilerOracle
     from maxbatch.commands.fit.view import record, show
@@ -55,25 +47,24 @@ def run(args: argparse.Namespace) -> int:
     policies = _POLICIES if wants_batch else (config.remat_policy,)
     sizes = Sizes.of(config, plan)
     say = (lambda text: None) if args.json else note
-    oracles = [
-        CompilerOracle(_with(config, remat_policy=policy), target, plan.mesh, say) for policy in policies
-    ]
+    configs = [_with(config, remat_policy=policy) for policy in policies]
+    oracles = [CompilerOracle(one, target, plan.mesh, say) for one in configs]
     # Side by side: several policies, or a size and the next one, which has to fail.
     at_once = min(2, max(1, CORES // len(oracles)))
     with ThreadPoolExecutor(len(oracles), "maxbatch-fit") as pool:
-        found = list(pool.map(lambda o: choose(o, plan, sizes, target.memory_bytes or 0, at_once), oracles))
-    choices = [choice for choice in found if choice is not None]
+        found = pool.map(lambda oracle: choose(oracle, sizes, at_once), oracles)
+        choices = [choice for choice in found if choice is not None]
     if not choices:
-        raise _nothing_fits(args.json, oracles, target, sizes.per_device(sizes.rows_at(1)))
+        raise _nothing_fits(args.json, oracles, target, sizes.per_device(sizes.rows[0]))
     choices.sort(key=lambda c: c.cost.rank if c.cost else (0.0, -float(c.shape.micro_batch)))
     if args.write:
         _write(Path(args.write), config, choices[0], wants_batch)
     if args.json:
-        print(json.dumps(record(choices, oracles, target, wants_batch), indent=2))
-        return EXIT_DONE
-    show(choices, target, wants_batch)
-    if args.write:
-        print(f"written to {args.write}")
+        print(json.dumps(record(choices, oracles, wants_batch), indent=2))
+    else:
+        show(choices, target, wants_batch)
+        if args.write:
+            print(f"written to {args.write}")
     return EXIT_DONE
 
 
@@ -89,7 +80,7 @@ def _nothing_fits(
     from maxbatch.training.compile.memory import gigabytes
 
     last = oracles[-1]
-    verdict = min((asked.verdict for asked in last.asked), key=lambda v: v.needed_bytes or 2**63)
+    verdict = min((asked.verdict for asked in last.asked.values()), key=lambda v: v.needed_bytes or 2**63)
     if as_json:
         record = {
             "per_device_batch_size": None,

@@ -44,22 +44,12 @@ class Cost:
 
 
 def cost(
-    config: ConfigDict,
-    mesh: MeshShape,
-    chip: Chip,
-    shape: BatchShape,
-    num_parameters: int,
-    temp_bytes: int,
+    config: ConfigDict, mesh: MeshShape, chip: Chip, shape: BatchShape, num_parameters: int, temp_bytes: int
 ) -> Cost:
     """Returns the modelled times of one update.
 
-    Args:
-      config: the model, its dtypes and `remat_policy`.
-      mesh: the axes.
-      chip: the figures of a device.
-      shape: rows of one pass over all devices, and passes of an update.
-      num_parameters: parameters of the whole model.
-      temp_bytes: temporaries of a device, written and read once per pass.
+    `temp_bytes` are the temporaries of a device, written and read once per pass; `num_parameters` are of the whole
+    model.
     """
     axes, (micro_batch, micro_batches) = mesh.sizes, shape
     devices = math.prod(axes.values())
@@ -86,9 +76,8 @@ def cost(
     rows = micro_batch / mesh.batch_shards * config.max_target_length / axes["context"]
     stream = rows * config.base_emb_dim * value * config.base_num_decoder_layers / stages
     # Two sums over the tensor axis per layer and pass; keys and values are gathered over the context axis.
-    activations = (
-        micro_batches * stream * (passes + 1) * (4 * _ring(axes["tensor"]) + 2 * _ring(axes["context"]))
-    )
+    sums = 4 * _ring(axes["tensor"]) + 2 * _ring(axes["context"])
+    activations = micro_batches * stream * (passes + 1) * sums
     over = {"data": gradients, "fsdp": weights, "tensor": activations}
     dcn_bytes = sum(size * _ring(mesh.dcn[axis]) for axis, size in over.items())
     collectives = sum(over.values()) / (chip.ici_gb_s * 1e9) + dcn_bytes / (chip.dcn_gb_s * 1e9)

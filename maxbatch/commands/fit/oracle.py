@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -21,9 +22,9 @@ from maxbatch.data.store.token_store import cache_folder
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.compile.lowering import Programs
-from maxbatch.training.compile.memory import Memory, Parts, Verdict, all_parts, compile_for, known_parts
+from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.saved import program_keys, versions
-from maxbatch.training.compile.target import Target
+from maxbatch.training.compile.target import Target, device_facts
 from maxbatch.training.state import num_parameters
 
 _FORMAT = 2  # of a verdict on disk
@@ -33,11 +34,9 @@ _compiling = threading.Semaphore(CORES)  # one compilation keeps about one core 
 _tracing = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A question and its answer."""
+class Asked(NamedTuple):
+    """The answer to a question, from disk or from the compiler."""
 
-    shape: BatchShape
     verdict: Verdict
     cached: bool
 
@@ -45,34 +44,27 @@ class Asked:
 class CompilerOracle:
     """The compiler, asked whether the update of a config fits with batches of given shapes.
 
-    Args:
-      config: the run's config; its batch keys are ignored.
-      target: the devices.
-      mesh_shape: axis sizes of their mesh.
-      say: called with a line of text before each compilation.
-
-    Attributes:
-      asked: every question so far.
+    The batch keys of the config are ignored; `say` is called with a line of text before each compilation.
     """
 
     def __init__(
-        self, config: ConfigDict, target: Target, mesh_shape: MeshShape, say: Callable[[str], None]
+        self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]
     ) -> None:
-        self.config, self.target, self._mesh_shape, self._say = config, target, mesh_shape, say
-        self.asked: list[Asked] = []
+        self.config, self.target, self.mesh, self._say = config, target, mesh, say
+        self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config).parent / "fit"
         identity = {
             "format": _FORMAT,
             # The shape that is asked about says what the batch is.
             "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
             "versions": versions(target.devices[0].platform),
-            "target": [target.name, dict(target.facts), target.memory_bytes],
+            "target": [target.name, device_facts(target.devices), target.memory_bytes],
         }
         self._identity = json.dumps(identity, sort_keys=True)
 
     @cached_property
     def _programs(self) -> Programs:
-        return Programs(self.config, self.target.devices, self._mesh_shape)
+        return Programs(self.config, self.target.devices, self.mesh)
 
     @property
     def num_parameters(self) -> int:
@@ -80,24 +72,18 @@ class CompilerOracle:
         return num_parameters(self._programs.abstract.params)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
-        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores.
-
-        Raises:
-          TrainingError: the compiler fails for another reason than memory.
-        """
-        before = {asked.shape: asked for asked in self.asked}
-        new = [shape for shape in shapes if shape not in before]
+        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores."""
+        new = [shape for shape in shapes if shape not in self.asked]
         with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
-            self.asked += pool.map(self._find_out, new)
-        found = {asked.shape: asked.verdict for asked in self.asked}
-        return [found[shape] for shape in shapes]
+            self.asked.update(zip(new, pool.map(self._find_out, new), strict=True))
+        return [self.asked[shape].verdict for shape in shapes]
 
     def _find_out(self, shape: BatchShape) -> Asked:
         digest = hashlib.sha256(f"{self._identity}{list(shape)}".encode()).hexdigest()[:32]
         path = self._folder / f"{digest}.json"
         verdict = _read(path)
         if verdict is not None:
-            return Asked(shape, verdict, cached=True)
+            return Asked(verdict, cached=True)
         with _compiling:
             with _tracing:
                 lowered = self._programs.step(shape)
@@ -108,21 +94,23 @@ class CompilerOracle:
             verdict, _ = compile_for(lowered, self.target)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(dataclasses.asdict(verdict)))
-        return Asked(shape, verdict, cached=False)
+        return Asked(verdict, cached=False)
 
     def parts(self, shape: BatchShape, verdict: Verdict) -> Parts:
         """Returns the memory of one device by kind."""
-        batch = self._programs.placement.abstract_batch(shape)
-        return all_parts(known_parts(self._programs.abstract, batch), verdict)
+        known = self._known_parts(shape)
+        rest = (verdict.needed_bytes or 0) - sum(dataclasses.astuple(known))
+        return dataclasses.replace(known, activations=max(0, rest))
 
     def estimate(self) -> Line:
         """Returns an estimate of memory before any compilation: state, gradients, and activations per row."""
-        shape = BatchShape(self._programs.mesh.shape["data"] * self._programs.mesh.shape["fsdp"], 1)
-        known = known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
+        shards = self.mesh.batch_shards
+        known = self._known_parts(BatchShape(shards, 1))
         fixed = known.parameters + known.optimizer + known.gradients
-        return Line(
-            fixed, _activation_bytes(self.config, dict(self._programs.mesh.shape)) / shape.micro_batch
-        )
+        return Line(fixed, _activation_bytes(self.config, self.mesh.sizes) / shards)
+
+    def _known_parts(self, shape: BatchShape) -> Parts:
+        return known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
 
 
 def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:

@@ -1,6 +1,6 @@
 """The search for the largest size that fits, with few questions, because each one costs a compilation. No JAX.
 
-Sizes are numbered from 1; `rows_at(i)` is the micro-batch of size i and grows with i. The search ends when a size fits
+Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search ends when a size fits
 and the next one does not. The way there depends on what a question costs:
 
 - The compilers of CPUs and GPUs always work to the end. The search takes memory for a line in the rows, first an
@@ -15,21 +15,15 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxbatch.training.compile.memory import Verdict
 
 _LINES = 5  # rounds after which the search bisects, in case memory is not a line
 _DESCENTS = 24  # the same from above; what is left is then quartered from its upper end, for more refusals
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
-
-
-class Answer(Protocol):
-    """The compiler's verdict on a size."""
-
-    @property
-    def fits(self) -> bool: ...
-    @property
-    def needed_bytes(self) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,56 +39,32 @@ class Line:
 
     def through(self, points: list[tuple[int, int]], limit: float) -> Line:
         """Returns the line through the two (rows, bytes) nearest to the limit, or through one with the same offset."""
-        near = sorted(points, key=lambda point: abs(point[1] - limit))[:2]
-        if len(near) == 2 and near[0][0] != near[1][0]:
-            (rows, size), (other_rows, other_size) = near
-            slope = (size - other_size) / (rows - other_rows)
-            if slope > 0:
+        (rows, size), *others = sorted(points, key=lambda point: abs(point[1] - limit))[:2]
+        for other_rows, other_size in others:
+            if other_rows != rows and (slope := (size - other_size) / (rows - other_rows)) > 0:
                 return Line(size - slope * rows, slope)
-        rows, size = near[0]
         return Line(min(self.fixed, size), max(size - self.fixed, 1.0) / rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Questions:
-    """The way to ask the compiler.
-
-    Attributes:
-      ask: returns the verdicts on numbers of rows, found side by side.
-      at_once: sizes in one question: a guess and those after it, which are needed if it fits.
-      refusals_are_cheap: whether to come from above.
-    """
-
-    ask: Callable[[Sequence[int]], Sequence[Answer]]
-    at_once: int = 1
-    refusals_are_cheap: bool = False
 
 
 @dataclasses.dataclass
 class _Search:
-    """The state of a search.
+    """The state of a search."""
 
-    Attributes:
-      fails: the smallest size known not to fit, or one past the last size.
-      fits: the largest size known to fit, or 0.
-      refused: rows of `fails`, and the bytes that they need.
-    """
-
-    rows_at: Callable[[int], int]
+    rows: Sequence[int]
     limit: int
     line: Line
-    fails: int
-    fits: int = 0
+    fails: int  # the smallest size known not to fit, or one past the last size
+    fits: int = 0  # the largest size known to fit, or 0
     asked: int = 0
     stride: int = 1
-    refused: tuple[int, int | None] | None = None
+    refused: tuple[int, int | None] | None = None  # rows of `fails`, and the bytes that they need
     points: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def along_the_line(self) -> int:
         """Returns the next size to ask about if every question costs the same."""
         if self.asked >= _LINES and self.refused:
             return (self.fits + self.fails) // 2
-        guess = _last_within(self.rows_at, self.line.rows_within(self.limit), self.fails - 1)
+        guess = self._last_within(self.line.rows_within(self.limit))
         if self.refused:
             return max(guess, self.fits + 1)
         # Past the line, which was wrong before, the steps grow.
@@ -106,20 +76,24 @@ class _Search:
     def from_above(self) -> int:
         """Returns the next size to ask about if refusals are cheap."""
         if not self.refused:
-            rows = self.rows_at(self.fits) if self.fits else self.line.rows_within(self.limit)
-            guess = _last_within(self.rows_at, _ABOVE * rows, self.fails - 1)
+            rows = self.rows[self.fits - 1] if self.fits else self.line.rows_within(self.limit)
+            guess = self._last_within(_ABOVE * rows)
             return min(max(guess, self.fits + 1), self.fails - 1)
         rows, size = self.refused
         nearer_to_refusal = self.fails - max(1, (self.fails - self.fits) // 4)
         if self.asked >= _DESCENTS or size is None:
             return nearer_to_refusal
         # If memory is a line with an offset, the limit lies below this proportion.
-        guess = _last_within(self.rows_at, rows * self.limit / size, self.fails - 1)
+        guess = self._last_within(rows * self.limit / size)
         return guess if guess > self.fits else nearer_to_refusal
 
-    def learn(self, size: int, answer: Answer) -> None:
+    def _last_within(self, rows: float) -> int:
+        """Returns the last size that may fit and has at most `rows`; 0 if there is none."""
+        return bisect.bisect_right(self.rows, rows, hi=self.fails - 1)
+
+    def learn(self, size: int, answer: Verdict) -> None:
         """Records an answer."""
-        rows = self.rows_at(size)
+        rows = self.rows[size - 1]
         if not answer.fits and size < self.fails:
             self.fails, self.refused = size, (rows, answer.needed_bytes)
         elif answer.fits and size < self.fails:
@@ -130,28 +104,27 @@ class _Search:
 
 
 def largest_fitting(
-    rows_at: Callable[[int], int], count: int, limit: int, line: Line, questions: Questions
+    rows: Sequence[int],
+    limit: int,
+    line: Line,
+    ask: Callable[[Sequence[int]], Sequence[Verdict]],
+    at_once: int = 1,
+    refusals_are_cheap: bool = False,
 ) -> int:
-    """Returns the largest size that fits; 0 if not even the first does.
+    """Returns the largest size that fits a device of `limit` bytes; 0 if not even the first does.
 
     Args:
-      rows_at: rows of the micro-batch of a size.
-      count: number of sizes.
-      limit: bytes of a device.
       line: an estimate of memory.
-      questions: how the compiler is asked.
+      ask: returns the verdicts on numbers of rows, found side by side.
+      at_once: sizes in one question: a guess and those after it, which are needed if it fits.
+      refusals_are_cheap: whether to come from above.
     """
-    search = _Search(rows_at, limit, line, fails=count + 1)
+    search = _Search(rows, limit, line, fails=len(rows) + 1)
     while search.fails - search.fits > 1:
-        guess = search.from_above() if questions.refusals_are_cheap else search.along_the_line()
-        sizes = range(guess, min(guess + questions.at_once, search.fails))
+        guess = search.from_above() if refusals_are_cheap else search.along_the_line()
+        sizes = range(guess, min(guess + at_once, search.fails))
         search.asked += 1
-        answers = questions.ask([rows_at(size) for size in sizes])
+        answers = ask([rows[size - 1] for size in sizes])
         for size, answer in zip(sizes, answers, strict=True):
             search.learn(size, answer)
     return search.fits
-
-
-def _last_within(rows_at: Callable[[int], int], rows: float, most: int) -> int:
-    """Returns the last size, up to `most`, whose rows are at most `rows`; 0 if there is none."""
-    return bisect.bisect_right(range(1, most + 1), rows, key=rows_at)

@@ -15,11 +15,9 @@ from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.target import Target
 
 
-def record(
-    choices: Sequence[Choice], oracles: Sequence[CompilerOracle], target: Target, wants_batch: bool
-) -> dict[str, Any]:
+def record(choices: Sequence[Choice], oracles: Sequence[CompilerOracle], wants_batch: bool) -> dict[str, Any]:
     """Returns what `--json` prints: the best choice, why not one more, and every question."""
-    following = choices[0].next_verdict
+    following, target = choices[0].next_verdict, oracles[0].target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
         **choices[0].to_dict(),
@@ -30,15 +28,15 @@ def record(
         "asked": [
             {
                 "remat_policy": oracle.config.remat_policy,
-                "micro_batch_size_to_train_on": asked.shape.micro_batch,
-                "gradient_accumulation_steps": asked.shape.max_micro_batches,
+                "micro_batch_size_to_train_on": shape.micro_batch,
+                "gradient_accumulation_steps": shape.max_micro_batches,
                 "fits": asked.verdict.fits,
                 "hbm_bytes_needed": asked.verdict.needed_bytes,
                 "compile_s": round(asked.verdict.seconds, 2),
                 "cached": asked.cached,
             }
             for oracle in oracles
-            for asked in oracle.asked
+            for shape, asked in oracle.asked.items()
         ],
     }
     if wants_batch:
@@ -53,10 +51,8 @@ def show(choices: Sequence[Choice], target: Target, wants_batch: bool) -> None:
         f"per_device_batch_size={best.per_device_batch_size} is the largest that fits {target.name} "
         f"(remat_policy={best.remat_policy}):"
     )
-    print(
-        f"{gigabytes(best.verdict.needed_bytes)} of {gigabytes(best.verdict.available_bytes)} per device "
-        f"({target.memory_source})"
-    )
+    needed, available = gigabytes(best.verdict.needed_bytes), gigabytes(best.verdict.available_bytes)
+    print(f"{needed} of {available} per device ({target.memory_source})")
     if best.next_verdict is not None and not best.next_verdict.fits:
         print(f"the next larger micro-batch needs {gigabytes(best.next_verdict.needed_bytes)}")
     kinds = Table("memory per device", "bytes", "")
@@ -66,14 +62,12 @@ def show(choices: Sequence[Choice], target: Target, wants_batch: bool) -> None:
     console.print(kinds)
     if not wants_batch:
         return
-    batch = best.shape.micro_batch * best.shape.max_micro_batches
     table = Table(
         "remat", "per device", "micro-batch x steps", "needed", "compute", "memory", "network", "step at least",
-        title=f"ways to a global batch of {batch:,}, the best first",
+        title=f"ways to a global batch of {best.global_batch:,}, the best first",
     )  # fmt: skip
     for choice in choices:
-        costs = choice.cost
-        seconds = (costs.compute_s, costs.memory_s, costs.collectives_s, costs.step_s) if costs else ()
+        seconds = (*dataclasses.astuple(choice.cost), choice.cost.step_s) if choice.cost else ()
         table.add_row(
             choice.remat_policy,
             str(choice.per_device_batch_size),

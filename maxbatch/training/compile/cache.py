@@ -30,7 +30,7 @@ def use_persistent_cache(config: ConfigDict) -> None:
 class CompileCounter:
     """A count of the XLA compilations, persistent-cache hits included, of the thread that made the counter.
 
-    The thread that trains uses it as a context manager; compilations of other threads are off the critical path.
+    Compilations of other threads are off the critical path.
     """
 
     def __init__(self) -> None:

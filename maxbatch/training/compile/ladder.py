@@ -29,26 +29,21 @@ MakeExecutable = Callable[[str, Callable[[], Any]], Any]
 
 def compile_here(name: str, lower: Callable[[], Any]) -> Any:
     """Returns the program, compiled here; the default `MakeExecutable`."""
-    del name
     return lower().compile()
 
 
 def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
     """Returns the batch shapes to compile for the stages ahead, in the order in which they are needed.
 
-    Returns:
-      The shape that can run every stage, then those of long stages and of the last stage if they differ.
+    The first can run every stage; then come those of long stages and of the last stage if they differ.
     """
-    planned = [stage.micro_batch_size_to_train_on for stage in stages]
-    own = [
-        stage.micro_batch_size_to_train_on for stage in stages[:-1] if (stage.num_steps or 0) >= LONG_STAGE
-    ]
-    return [
-        BatchShape(
-            m, max(-(-s.global_batch_size // m) for s in stages if s.micro_batch_size_to_train_on % m == 0)
-        )
-        for m in dict.fromkeys((math.gcd(*planned), *own, planned[-1]))
-    ]
+    own = [s for s in stages if s is stages[-1] or (s.num_steps or 0) >= LONG_STAGE]
+    planned, of_own = ([s.micro_batch_size_to_train_on for s in some] for some in (stages, own))
+    shapes = []
+    for m in dict.fromkeys((math.gcd(*planned), *of_own)):
+        largest = max(s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % m == 0)
+        shapes.append(BatchShape(m, -(-largest // m)))
+    return shapes
 
 
 class StepLadder:
@@ -60,7 +55,6 @@ class StepLadder:
 
     Args:
       compile_step: compiles the step for one shape; called on this thread and on another.
-      stages: the stages that are still ahead.
       all_first: compile every step before the first update. For several hosts, which must choose alike: `shape_for` is
         then a function of the stage alone.
       shapes: the shapes to compile, the first of which can run every stage; None: `plan_shapes` of the stages.
@@ -81,11 +75,7 @@ class StepLadder:
         self._later = shapes[len(self._warm) :]
 
     def compile_first(self) -> list[tuple[BatchShape, Any]]:
-        """Compiles, on this thread, the steps that training begins with; the caller warms them up.
-
-        Returns:
-          Shapes and compiled steps: the one that can run every stage, or all of them.
-        """
+        """Returns the steps that training begins with, compiled on this thread; the caller warms them up."""
         for shape in self._warm:
             self._compile(shape)
         return list(self._ready.items())
@@ -101,12 +91,8 @@ class StepLadder:
     def shape_for(self, stage: Stage, opens_stage: bool) -> BatchShape:
         """Returns the shape for the next batch; called once for every update in turn.
 
-        Args:
-          stage: the stage of the update.
-          opens_stage: whether it is the stage's first update, or the run's.
-
-        Returns:
-          The shape of a step that is to run for the first time, else the coarsest shape that can run the stage.
+        It is that of a step that is to run for the first time, unless the update opens the stage (or the run), else the
+        coarsest shape that can run the stage.
         """
         if not opens_stage:
             ahead = {s.micro_batch_size_to_train_on for s in self._stages if s.threshold >= stage.threshold}
@@ -120,13 +106,11 @@ class StepLadder:
 
     def describe(self) -> str:
         """Returns a line for a person: the micro-batches that are compiled, and why."""
-        first, *own = self._warm + self._later
-        parts = [f"micro-batch {first.micro_batch}, which divides every stage's"]
-        for shape in own:
-            is_last = shape.micro_batch == self._stages[-1].micro_batch_size_to_train_on
-            why = "the last stage's" if is_last else f"planned for {LONG_STAGE} updates or more"
-            parts.append(f"{shape.micro_batch}, {why}")
-        return "compiled for " + "; ".join(parts)
+        first, *own = (shape.micro_batch for shape in self._warm + self._later)
+        why = dict.fromkeys(own, f"planned for {LONG_STAGE} updates or more")
+        why[self._stages[-1].micro_batch_size_to_train_on] = "the last stage's"
+        others = "".join(f"; {size}, {why[size]}" for size in own)
+        return f"compiled for micro-batch {first}, which divides every stage's{others}"
 
     def __getitem__(self, shape: BatchShape) -> Any:
         return self._ready[shape]

@@ -36,9 +36,7 @@ def step_name(shape: BatchShape) -> str:
 
 
 def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
-    """Returns the mesh shape of a run, once its devices can run the model.
-
-    Called before data are opened or anything is compiled.
+    """Returns the mesh shape of a run; called before data are opened or anything is compiled.
 
     Raises:
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
@@ -49,11 +47,9 @@ def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> Mes
 
 
 class Programs:
-    """The lowered programs of a run on given devices.
+    """The lowered programs of a run on given devices, here or not.
 
     Args:
-      config: the run's config.
-      devices: what they run on, here or not.
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
     """
@@ -76,23 +72,18 @@ class Programs:
         Raises:
           ConfigError: the micro-batch has more rows than the step can sum the fingerprint of.
         """
-        self._check_rows(shape)
+        most, devices = MAX_ROWS * self.mesh.shape["data"], self.mesh.size
+        if shape.micro_batch > most:
+            unit = math.lcm(MicrobatchUnit.from_config(self.config, self._shape).rows, devices)
+            raise ConfigError(
+                f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} "
+                f"rows ({devices} devices), and it must have at most {most:,}; "
+                f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
+            )
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(self.config, self.mesh, self.abstract, arrange)
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
         return train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
-
-    def _check_rows(self, shape: BatchShape) -> None:
-        most = MAX_ROWS * self.mesh.shape["data"]
-        if shape.micro_batch <= most:
-            return
-        devices = self.mesh.size
-        unit = math.lcm(MicrobatchUnit.from_config(self.config, self._shape).rows, devices)
-        raise ConfigError(
-            f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} rows "
-            f"({devices} devices), and it must have at most {most:,}; "
-            f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
-        )
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the first state, from the config's seed: each device makes its own shard."""

@@ -15,7 +15,7 @@ from maxbatch.system.errors import TrainingError
 from maxbatch.training.compile.target import Target
 from maxbatch.training.state import TrainState
 
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)B?"
 # The wordings of the compilers for TPUs and GPUs; the first that matches counts.
 _WANTED = (rf"Used {_SIZE} of {_SIZE} hbm", rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
@@ -23,22 +23,15 @@ _WANTED = (rf"Used {_SIZE} of {_SIZE} hbm", rf"\({_SIZE}\) exceeds available HBM
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes of one device that a compiled program takes.
+    """The bytes of one device that a compiled program takes."""
 
-    Attributes:
-      argument_bytes: state and batch.
-      output_bytes: results, of which `alias_bytes` lie in the memory of arguments.
-      temp_bytes: arrays that live only while the program runs.
-      code_bytes: the program itself.
-      peak_bytes: the most that is in use at once, without the code. Only the TPU compiler says it; it lets the parts
-        overlap, so their sum is larger.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
+    argument_bytes: int  # state and batch
+    output_bytes: int  # results
+    alias_bytes: int  # of the results, what lies in the memory of arguments
+    temp_bytes: int  # arrays that live only while the program runs
     code_bytes: int
+    # The most that is in use at once, without the code. Only the TPU compiler says it; it lets the parts overlap, so
+    # their sum is larger.
     peak_bytes: int | None = None
 
     @property
@@ -51,21 +44,13 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The compiler's verdict on a program.
+    """The compiler's verdict on a program."""
 
-    Attributes:
-      fits: whether it fits; true if the available bytes are unknown.
-      needed_bytes: what it takes of a device, or would take; None if the compiler does not say.
-      available_bytes: what a device has; None if unknown.
-      memory: the parts of a program that was compiled.
-      seconds: time that the compiler took.
-    """
-
-    fits: bool
-    needed_bytes: int | None
-    available_bytes: int | None
-    memory: Memory | None
-    seconds: float
+    fits: bool  # true if the available bytes are unknown
+    needed_bytes: int | None  # what it takes of a device, or would take; None if the compiler does not say
+    available_bytes: int | None  # what a device has; None if unknown
+    memory: Memory | None  # of a program that was compiled
+    seconds: float  # that the compiler took
 
 
 def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, Any]:
@@ -91,14 +76,10 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
     stats = compiled.memory_analysis()
     if stats is None:
         raise TrainingError(f"{target.name}: its compiler does not say what memory a program needs")
-    memory = Memory(
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.generated_code_size_in_bytes,
-        (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None,
-    )
+    kinds = ("argument", "output", "alias", "temp", "generated_code")
+    peak = (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None
+    arguments, output, alias, temp, code = (getattr(stats, f"{kind}_size_in_bytes") for kind in kinds)
+    memory = Memory(arguments, output, alias, temp, code, peak)
     # The TPU compiler compares by itself: what it compiles fits.
     limit = target.memory_bytes
     fits = is_tpu or limit is None or memory.needed_bytes <= limit
@@ -108,53 +89,33 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
 
 def wanted_bytes(message: str) -> tuple[int | None, int | None]:
     """Returns the bytes needed and available that a compiler's message names; None for what it does not name."""
-    for pattern in _WANTED:
-        found = re.search(pattern, message)
-        if found:
-            needed, needed_unit, available, available_unit = found.groups()
-            return _bytes(needed, needed_unit), _bytes(available, available_unit)
-    return None, None
-
-
-def _bytes(number: str, unit: str) -> int:
-    return round(float(number) * _UNITS[unit])
+    found = next(filter(None, (re.search(pattern, message) for pattern in _WANTED)), None)
+    if found is None:
+        return None, None
+    needed, available = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
+    return needed, available
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The bytes of one device by what they hold.
-
-    Gradients and activations are temporaries. Every update ends with one gradient of `weight_dtype` per parameter;
-    `activations` is the rest of the compiler's figure.
-    """
+    """The bytes of one device by what they hold; gradients and activations are temporaries."""
 
     parameters: int
     optimizer: int
     batch: int
-    gradients: int
-    activations: int
+    gradients: int  # every update ends with one of `weight_dtype` per parameter
+    activations: int  # and other temporaries: the rest of the compiler's figure
 
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     """Returns the parts that follow from shapes and shardings alone, with no activations."""
-    parameters = shard_bytes(abstract.params)
-    return Parts(parameters, shard_bytes(abstract.opt_state), shard_bytes(batch), parameters, 0)
+    parameters, optimizer = _shard_bytes(abstract.params), _shard_bytes(abstract.opt_state)
+    return Parts(parameters, optimizer, _shard_bytes(batch), gradients=parameters, activations=0)
 
 
-def all_parts(known: Parts, verdict: Verdict) -> Parts:
-    """Returns the parts of a program; the rest of what it needs counts as activations and other temporaries."""
-    if verdict.needed_bytes is None:
-        return known
-    rest = verdict.needed_bytes - sum(dataclasses.astuple(known))
-    return dataclasses.replace(known, activations=max(0, rest))
-
-
-def shard_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of abstract arrays with shardings."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+def _shard_bytes(tree: Any) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def gigabytes(num_bytes: int | None) -> str:

@@ -1,7 +1,9 @@
-"""Compiled programs on disk: `maxbatch compile` writes them, `train` with `compiled_dir` loads them.
+"""Compiled programs on disk: `maxbatch compile` writes them, `train` with `compiled_dir` loads them, without pickle.
 
-A folder holds `manifest.json` and one file per program, an executable in XLA's own format. Reading a folder runs
-nothing of it. The programs are machine code, which training then runs: use only folders that you wrote, or trust.
+A folder holds `manifest.json` and one file per program, an executable in XLA's own format. Everything else that a call
+needs (argument trees, shapes, shardings, donation) comes from lowering the program again, which takes seconds where
+compiling takes minutes. Reading a folder runs nothing of it. The programs are machine code, which training then runs:
+use only folders that you wrote, or trust.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 import maxbatch
@@ -24,7 +28,6 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.compile.executable import executable_bytes, load_executable
 from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
@@ -38,9 +41,8 @@ def program_keys(config: ConfigDict) -> dict[str, str]:
 
 def versions(platform: str) -> dict[str, str]:
     """Returns the versions that shape them: of the compilers, and of the code that is compiled."""
-    found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-    if platform == "tpu":
-        found["libtpu"] = importlib.metadata.version("libtpu")
+    packages = ["jax", "jaxlib", "flax", "optax"] + ["libtpu"] * (platform == "tpu")
+    found = {name: importlib.metadata.version(name) for name in packages}
     if platform == "cpu":
         found["cpu"] = _cpu_features()
     return {**found, "maxbatch": maxbatch.__version__, "source": _source_hash()}
@@ -66,27 +68,19 @@ def _cpu_features() -> str:
 
 
 def _hash(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()[:16]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
 def save_programs(
     folder: Path,
     config: ConfigDict,
-    devices: Mapping[str, object],
+    devices: Sequence[jax.Device],
     shapes: Sequence[BatchShape],
-    programs: Mapping[str, jax.stages.Compiled],
+    programs: Mapping[str, Any],
 ) -> int:
     """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
-    Args:
-      folder: where to write.
-      config: the run's config.
-      devices: facts of the devices (`device_facts`).
-      shapes: the batch shapes of the steps, in the order of `plan_shapes`.
-      programs: the compiled programs by name.
+    Shapes are those of the steps, in the order of `plan_shapes`; the programs were compiled for the devices.
 
     Returns:
       The bytes written.
@@ -94,12 +88,10 @@ def save_programs(
     Raises:
       ConfigError: the folder cannot be written.
     """
-    files = {name: executable_bytes(compiled) for name, compiled in programs.items()}
+    files = {name: compiled.runtime_executable().serialize() for name, compiled in programs.items()}
     manifest = {
         "format": FORMAT,
-        "versions": versions(str(devices["platform"])),
-        "devices": devices,
-        "config": program_keys(config),
+        **_identity(config, devices),
         "shapes": shapes,
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
@@ -114,6 +106,15 @@ def save_programs(
     return sum(map(len, files.values()))
 
 
+def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
+    """Returns what the programs of a run depend on, by part."""
+    return {
+        "versions": versions(devices[0].platform),
+        "devices": device_facts(devices),
+        "config": program_keys(config),
+    }
+
+
 class SavedPrograms:
     """The compiled programs in a folder, for this run on these devices.
 
@@ -126,13 +127,14 @@ class SavedPrograms:
 
     def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:
         self._folder, self._mesh = Path(folder).expanduser(), mesh
+        here = _identity(config, list(mesh.devices.flat))
         try:
             manifest = json.loads((self._folder / MANIFEST).read_text())
             found = manifest["format"]
             if found == FORMAT:
                 self.shapes = [BatchShape(*map(int, shape)) for shape in manifest["shapes"]]
                 self._sums: dict[str, str] = dict(manifest["programs"])
-                there = {part: dict(manifest[part]) for part in ("versions", "devices", "config")}
+                there = {part: dict(manifest[part]) for part in here}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"compiled_dir={folder}: holds no compiled programs ({MANIFEST}: {type(error).__name__}); "
@@ -143,12 +145,6 @@ class SavedPrograms:
                 f"compiled_dir={folder}: holds programs in format {shown(str(found))}, and this version of maxbatch "
                 f'reads format {FORMAT}; compile again, or works: compiled_dir=""'
             )
-        devices = tuple(mesh.devices.flat)
-        here: dict[str, Mapping[str, object]] = {
-            "versions": versions(devices[0].platform),
-            "devices": device_facts(devices),
-            "config": program_keys(config),
-        }
         differing = [
             f"{key}: {shown(str(there[part].get(key)))} there, {here[part].get(key)} here"
             for part in here
@@ -166,11 +162,7 @@ class SavedPrograms:
         return name in self._sums
 
     def load(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """Returns the program of that name on the devices; nothing is compiled.
-
-        Args:
-          name: of the program.
-          lower: lowers the program; the file holds the executable alone.
+        """Returns the program of that name on the devices; nothing is compiled, but the program is lowered.
 
         Raises:
           ConfigError: its file is missing, damaged, or not an executable for these devices.
@@ -183,9 +175,56 @@ class SavedPrograms:
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
         try:
-            return load_executable(content, lower(), self._mesh)
+            return _load(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(" ".join(str(error).split()))
             raise ConfigError(
                 f"{path}: is no executable for these devices ({reason}); compile again"
             ) from error
+
+
+def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """Returns the program of an executable; its shardings on the mesh are explicit, except for scalars."""
+    # JAX has no public way to call an executable that it did not compile. This is the end of its own
+    # `UnloadedMeshExecutable.from_hlo`, with the executable read where that function compiles it.
+    from jax._src.interpreters import pxla
+
+    lowering: Any = lowered._lowering
+    facts = lowering.compile_args
+    effects = {
+        name: facts[name] for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")
+    }
+    if any(effects.values()):
+        raise ValueError("a program with side effects cannot be loaded")
+    inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
+    layouts = [(None,) * len(avals) for avals in (inputs, outputs)]  # the default ones
+    executable = pxla.UnloadedMeshExecutable(
+        xla_executable=facts["backend"].deserialize_executable(content, lowering._device_list),
+        device_list=lowering._device_list,
+        input_avals=inputs,
+        input_shardings=_explicit(facts["in_shardings"], inputs, mesh),
+        output_avals=outputs,
+        output_shardings=_explicit(facts["out_shardings"], outputs, mesh),
+        name=lowering._name,
+        xla_in_layouts=layouts[0],
+        dispatch_in_layouts=layouts[0],
+        xla_out_layouts=layouts[1],
+        pgle_profiler=None,
+        **{
+            name: facts[name]
+            for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")
+        },
+        **effects,
+    )
+    return jax.stages.Compiled(
+        executable.load(), lowering.const_args, lowered.args_info, lowered.out_tree, no_kwargs=True
+    )
+
+
+def _explicit(shardings: Any, avals: Any, mesh: Mesh) -> list[jax.sharding.Sharding]:
+    """Returns the shardings with those of scalars, which may be left open, filled in."""
+    are_open = [not isinstance(sharding, jax.sharding.Sharding) for sharding in shardings]
+    if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
+        raise ValueError("an array of the program has no explicit sharding")
+    scalar = NamedSharding(mesh, P())
+    return [scalar if is_open else sharding for is_open, sharding in zip(are_open, shardings, strict=True)]

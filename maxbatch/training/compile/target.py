@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxbatch.system.chips import TPUS, Chip, chip_of
@@ -40,31 +40,18 @@ _CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The devices to compile for.
+    """The devices to compile for."""
 
-    Attributes:
-      name: their name for a person.
-      devices: all of them, over all slices.
-      chip: public figures of a device; None if they are not known.
-      memory_bytes: memory of one device for a program; None if unknown.
-      memory_source: the source of that number, for a person.
-    """
-
-    name: str
-    devices: tuple[jax.Device, ...]
-    chip: Chip | None
-    memory_bytes: int | None
-    memory_source: str
+    name: str  # for a person
+    devices: tuple[jax.Device, ...]  # over all slices
+    chip: Chip | None  # public figures of a device; None if they are not known
+    memory_bytes: int | None  # of one device, for a program; None if unknown
+    memory_source: str  # of that number, for a person
 
     @property
     def num_hosts(self) -> int:
         """The processes of a run on them."""
         return len({device.process_index for device in self.devices})
-
-    @property
-    def facts(self) -> Mapping[str, object]:
-        """The facts of the devices that compiled programs depend on."""
-        return device_facts(self.devices)
 
 
 def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
@@ -79,11 +66,7 @@ def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
 
 
 def find_target(topology: str | None, num_slices: int = 1) -> Target:
-    """Returns the devices to compile for.
-
-    Args:
-      topology: `VERSION:XxY[xZ]` in chips of one slice, such as `v5p:4x4x4`; None: this machine's devices.
-      num_slices: slices of that topology.
+    """Returns the slices of a topology (`VERSION:XxY[xZ]` in chips, such as `v5p:4x4x4`); None: this machine.
 
     Raises:
       ConfigError: there is no such topology, or it has too many slices; the message names the nearest that works.
@@ -101,15 +84,9 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
             f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} chips together; "
             f"works: --slices {_MOST_CHIPS // chips}"
         )
-    devices = _topology_devices(name, num_slices)
-    chip = TPUS[version]
-    return Target(
-        f"{name}, {num_slices} slices" if num_slices > 1 else name,
-        devices,
-        chip,
-        chip.hbm_bytes,
-        _BY_COMPILER,
-    )
+    devices, chip = _topology_devices(name, num_slices), TPUS[version]
+    shown_name = f"{name}, {num_slices} slices" if num_slices > 1 else name
+    return Target(shown_name, devices, chip, chip.hbm_bytes, _BY_COMPILER)
 
 
 def here() -> Target:
@@ -117,18 +94,17 @@ def here() -> Target:
     import jax
 
     devices = tuple(jax.devices())
-    first = devices[0]
-    stats = (first.memory_stats() or {}) if first.platform != "cpu" else {}
-    chip = chip_of(first.device_kind)
-    memory, source = stats.get("bytes_limit"), "what JAX may allocate of the device"
-    if first.platform == "cpu":
-        memory = host_memory() // len(devices)
+    kind, chip = devices[0].device_kind, chip_of(devices[0].device_kind)
+    memory: int | None
+    if devices[0].platform == "cpu":
+        kind, memory = "CPU", host_memory() // len(devices)
         source = "the host's memory, shared by its CPU devices, since a CPU has no memory of its own"
-    elif memory is None and chip is not None:
-        memory, source = chip.hbm_bytes, _BY_COMPILER
-    kind = "CPU" if first.platform == "cpu" else first.device_kind
-    name = f"this machine's {len(devices)} x {kind}"
-    return Target(name, devices, chip, memory, source)
+    else:
+        stats = devices[0].memory_stats() or {}
+        memory, source = stats.get("bytes_limit"), "what JAX may allocate of the device"
+        if memory is None and chip is not None:
+            memory, source = chip.hbm_bytes, _BY_COMPILER
+    return Target(f"this machine's {len(devices)} x {kind}", devices, chip, memory, source)
 
 
 def host_memory() -> int:
@@ -143,11 +119,7 @@ def host_memory() -> int:
 
 
 def checked_topology(topology: str) -> str:
-    """Returns a topology's name as libtpu takes it.
-
-    Raises:
-      ConfigError: there is none of that name; the message names the nearest.
-    """
+    """Returns a topology's name as libtpu takes it; raises ConfigError with the nearest name if there is none."""
     from maxbatch.config.values import nearest_name, shown
 
     version, _, layout = topology.strip().lower().partition(":")
@@ -180,8 +152,7 @@ def _nearest_layout(version: str, layout: str) -> str:
     if len(sizes) > axes:
         sizes = [*sizes[: axes - 1], math.prod(sizes[axes - 1 :])]
     sizes += [2] * (2 - len(sizes)) + [1] * (axes - max(2, len(sizes)))
-    even = [max(2, 2 * round(size / 2)) for size in sizes[:2]]
-    sizes = [*even, *sizes[2:]]
+    sizes[:2] = [max(2, 2 * round(size / 2)) for size in sizes[:2]]
     while math.prod(sizes) > _LARGEST:
         largest = sizes.index(max(sizes))
         sizes[largest] = max(2, sizes[largest] // 2 // 2 * 2)
@@ -201,12 +172,8 @@ def _topology_devices(name: str, num_slices: int) -> tuple[jax.Device, ...]:
     from jax.experimental import topologies
 
     try:
-        description = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=name,
-            num_slices=num_slices,
-            **_CHIP_CONFIG.get(name.split(":")[0], {}),
-        )
+        options = _CHIP_CONFIG.get(name.split(":")[0], {})
+        description = topologies.get_topology_desc(name, "tpu", num_slices=num_slices, **options)
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         message = " ".join(str(error).split())[:300]
         if "INVALID_ARGUMENT" in message:

@@ -15,12 +15,12 @@ from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands.fit.choices import Sizes
 from maxbatch.commands.fit.costs import cost
-from maxbatch.commands.fit.search import Line, Questions, largest_fitting
+from maxbatch.commands.fit.search import Line, largest_fitting
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile.memory import wanted_bytes
-from maxbatch.training.compile.target import Target, checked_topology, here
+from maxbatch.training.compile.target import Target, checked_topology, device_facts, here
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -60,9 +60,8 @@ def test_the_answer_fits_and_the_next_size_does_not(
     estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
     for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
         compiler = Compiler(1_000, 7, limit, bend, mute)
-        size = largest_fitting(
-            lambda i: 4 * i, count, limit, estimate, Questions(compiler, at_once, from_above)
-        )
+        rows = range(4, 4 * count + 1, 4)
+        size = largest_fitting(rows, limit, estimate, compiler, at_once, from_above)
         assert len(compiler.asked) == len(set(compiler.asked)) <= 90
         assert size == 0 or (4 * size in compiler.asked and compiler.says(4 * size).fits)
         if size != count:
@@ -74,7 +73,7 @@ def test_the_answer_fits_and_the_next_size_does_not(
 @pytest.mark.parametrize("count", [2**16, 2**40])
 def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int) -> None:
     compiler = Compiler(1_000, 7, 2_000)
-    assert largest_fitting(lambda i: i, count, 2_000, estimate, Questions(compiler)) == 142
+    assert largest_fitting(range(1, count + 1), 2_000, estimate, compiler) == 142
     assert len(compiler.asked) <= 4
 
 
@@ -83,7 +82,7 @@ def test_a_fair_estimate_needs_few_compilations(estimate: Line, count: int) -> N
 @pytest.mark.parametrize("estimate", [Line(900, 9), Line(300, 200), Line(0, 1)], ids=str)
 def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: int, estimate: Line) -> None:
     compiler = Compiler(fixed, per_row, 2_000)
-    largest_fitting(lambda i: i, 2**16, 2_000, estimate, Questions(compiler, refusals_are_cheap=True))
+    largest_fitting(range(1, 2**16 + 1), 2_000, estimate, compiler, refusals_are_cheap=True)
     begins_too_low = 4 * int(estimate.rows_within(2_000)) * per_row + fixed <= 2_000
     assert len(compiler.fitted) <= (8 if begins_too_low else 1)
 
@@ -91,9 +90,8 @@ def test_from_above_hardly_anything_that_fits_is_compiled(fixed: int, per_row: i
 def test_sizes_that_end_need_no_failure() -> None:
     for from_above in (False, True):
         compiler = Compiler(0, 1, 10**9)
-        size = largest_fitting(
-            lambda i: 2 ** (i - 1), 6, 10**9, Line(0, 1), Questions(compiler, 2, from_above)
-        )
+        rows = [2**i for i in range(6)]
+        size = largest_fitting(rows, 10**9, Line(0, 1), compiler, 2, from_above)
         assert size == 6
         assert compiler.asked == [32]
 
@@ -105,8 +103,8 @@ def sizes_of(*overrides: str, devices: int = 8) -> Sizes:
 
 def test_the_unit_is_one_sample_per_device_or_what_the_shards_allow() -> None:
     plain, tensor = sizes_of(), sizes_of("ici_tensor_parallelism=4")
-    assert [plain.per_device(plain.rows_at(i)) for i in (1, 2, 3)] == [1, 2, 3]
-    assert [tensor.per_device(tensor.rows_at(i)) for i in (1, 2, 4)] == [0.25, 0.5, 1]
+    assert [plain.per_device(plain.rows[i]) for i in (0, 1, 2)] == [1, 2, 3]
+    assert [tensor.per_device(tensor.rows[i]) for i in (0, 1, 3)] == [0.25, 0.5, 1]
 
 
 def test_every_size_is_a_batch_that_plans() -> None:
@@ -118,11 +116,11 @@ def test_every_size_is_a_batch_that_plans() -> None:
     )
     for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",)):
         sizes = sizes_of(*keys)
-        for size in range(1, min(sizes.count, 12) + 1):
-            p = sizes.per_device(sizes.rows_at(size))
+        for rows in sizes.rows[:12]:
+            p = sizes.per_device(rows)
             plan = BatchPlan.from_config(load_config(overrides=[*keys, f"per_device_batch_size={p}"]), 8)
-            assert plan.micro_batch_size_to_train_on == sizes.rows_at(size)
-            assert sizes.shape(sizes.rows_at(size)).max_micro_batches == plan.gradient_accumulation_steps
+            assert plan.micro_batch_size_to_train_on == rows
+            assert sizes.shape(rows).max_micro_batches == plan.gradient_accumulation_steps
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_where_nothing_fits_it_says_what_is_wanted(
 def test_it_says_that_a_cpu_has_the_host_s_memory() -> None:
     target = here()
     assert target.memory_bytes and "host" in target.memory_source
-    assert target.facts["devices"] == len(jax.devices())
+    assert device_facts(target.devices)["devices"] == len(jax.devices())
 
 
 def test_slices_are_those_of_a_topology() -> None:
