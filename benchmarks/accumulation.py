@@ -59,9 +59,7 @@ def measure(quick: bool) -> list[Measurement]:
         ("equal", count): repeated(count, count, CUTS[-1] // count) for count in CUTS
     }
     sides["update", 0] = repeated(CUTS[-1], 0, CUTS[-1])
-    whole = {
-        count: trainers[16] if count == 16 else trainer(smallest * CUTS[-1] // count, count) for count in CUTS
-    }
+    whole = {count: trainers[16] if count == 16 else trainer(smallest * CUTS[-1] // count, count) for count in CUTS}
     sides |= {("whole", count): partial(whole[count], rows[16], count) for count in CUTS[:-1]}
     for side in sides.values():
         side()
@@ -73,9 +71,7 @@ def measure(quick: bool) -> list[Measurement]:
         return [all_of_it - updates / count for all_of_it, updates in pairs]
 
     if min(without_updates(1)) <= 0 and not quick:
-        raise BenchmarkError(
-            "an update costs as much as a micro-batch: without it there is nothing to compare"
-        )
+        raise BenchmarkError("an update costs as much as a micro-batch: without it there is nothing to compare")
     results = []
     for count in CUTS[1:]:
         bar = BAR if count == 16 else None

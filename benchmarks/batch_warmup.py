@@ -79,9 +79,7 @@ def _small(folder: Path, size: _Size, seed: int) -> _Run:
 
 def _critical_batch(folder: Path, size: _Size) -> dict[str, Any]:
     log, run = folder / "log", folder / "small-0"
-    finish(
-        start("maxbatch", "critical-batch", str(run), *size.measuring, log=log, cache=folder / "cache"), log
-    )
+    finish(start("maxbatch", "critical-batch", str(run), *size.measuring, log=log, cache=folder / "cache"), log)
     print(log.read_text())
     return json.loads((run / "critical-batch" / "critical_batch.json").read_text())
 
@@ -93,9 +91,7 @@ def _scheduled(folder: Path, measured: dict[str, Any], seed: int) -> _Run:
 
 
 def _large(folder: Path, size: _Size, batch: int, seed: int) -> _Run:
-    return _trained(
-        folder, f"large-{seed}", str(folder / f"small-{seed}" / "config.yml"), f"global_batch_size={batch}"
-    )
+    return _trained(folder, f"large-{seed}", str(folder / f"small-{seed}" / "config.yml"), f"global_batch_size={batch}")
 
 
 def _seeds(seed: int) -> tuple[str, ...]:
@@ -111,10 +107,7 @@ def _trained(folder: Path, name: str, *arguments: str) -> _Run:
     if "eval_loss" not in records[-1]:
         raise BenchmarkError(f"{name} ended without an eval:\n{log.read_text()[-2000:]}")
     ended = _Run(
-        records[-1]["eval_loss"],
-        records[-1]["step"],
-        sum(record["step_time_s"] for record in records),
-        wall_s,
+        records[-1]["eval_loss"], records[-1]["step"], sum(record["step_time_s"] for record in records), wall_s
     )
     print(f"{name}: {ended}", flush=True)
     return ended
@@ -130,9 +123,7 @@ def _compared(arms: dict[str, list[_Run]], measured: dict[str, Any], measuring_s
         return [a - b for a, b in zip(losses[name], losses["small"], strict=True)]
 
     def share(name: str, figure: str) -> list[float]:
-        return [
-            getattr(a, figure) / getattr(b, figure) for a, b in zip(arms[name], arms["small"], strict=True)
-        ]
+        return [getattr(a, figure) / getattr(b, figure) for a, b in zip(arms[name], arms["small"], strict=True)]
 
     measurements = [
         Measurement(f"eval loss, {name}, {runs[0].updates:,} updates", statistics.mean(losses[name]), "nats",

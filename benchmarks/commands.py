@@ -37,9 +37,7 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
       BenchmarkError: it failed.
     """
     if code := process.wait():
-        raise BenchmarkError(
-            f"{process.args!r} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}"
-        )
+        raise BenchmarkError(f"{process.args!r} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -32,9 +32,7 @@ def measure(quick: bool) -> list[Measurement]:
     """Ratios of rows/s, feed over bare loops, for documents that are joined, packed by best fit, and mixed."""
     batches, documents = (4, 300) if quick else (100, 20_000)
     with tempfile.TemporaryDirectory(prefix="maxbatch-feed-") as folder:
-        web, code = (
-            _documents(Path(folder, name), documents, seed) for seed, name in enumerate(("web", "code"))
-        )
+        web, code = (_documents(Path(folder, name), documents, seed) for seed, name in enumerate(("web", "code")))
         datasets = {
             "concatenate": [f"dataset_path={web}"],
             "best_fit": [f"dataset_path={web}", "packing_strategy=best_fit"],
@@ -91,13 +89,7 @@ def _compare(name: str, overrides: list[str], batches: int, turns: int) -> list[
     tokens = samples * config.max_target_length
     return [
         *(
-            ratio(
-                f"{name}: feed / bare Grain loop {bare}",
-                seconds[bare],
-                seconds["feed"],
-                bar=BAR,
-                sense="at least",
-            )
+            ratio(f"{name}: feed / bare Grain loop {bare}", seconds[bare], seconds["feed"], bar=BAR, sense="at least")
             for bare in ("row by row", "in threads")
         ),
         *(

@@ -76,12 +76,7 @@ class HandwrittenStep:
     """
 
     def __init__(
-        self,
-        params: Params,
-        mesh: Mesh,
-        num_heads: int,
-        batch_shape: tuple[int, int, int],
-        learning_rate: np.float32,
+        self, params: Params, mesh: Mesh, num_heads: int, batch_shape: tuple[int, int, int], learning_rate: np.float32
     ) -> None:
         self._batch_shape, self._learning_rate = batch_shape, learning_rate
         specs = {
@@ -106,9 +101,7 @@ class HandwrittenStep:
         self._batch_sharding = (placed(_BATCH),) * 3
         zeros = jax.tree.map(np.zeros_like, params)
         self.state = jax.device_put((params, zeros, zeros, np.float32(0)), state_sharding)
-        batch = (jax.ShapeDtypeStruct(batch_shape, "int32"),) * 2 + (
-            jax.ShapeDtypeStruct(batch_shape, "float32"),
-        )
+        batch = (jax.ShapeDtypeStruct(batch_shape, "int32"),) * 2 + (jax.ShapeDtypeStruct(batch_shape, "float32"),)
         self._executable = (
             jax.jit(
                 partial(_update, gradients),
@@ -200,8 +193,7 @@ def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, num_
     for layer in params["layers"]:
         y_MxLxD = _normed(x_MxLxD, layer["attention_norm"])
         q, k, v = (
-            (y_MxLxD @ w).reshape(rows, length, num_heads, head_dim)
-            for w in jnp.split(layer["qkv_Dx3Hh"], 3, axis=1)
+            (y_MxLxD @ w).reshape(rows, length, num_heads, head_dim) for w in jnp.split(layer["qkv_Dx3Hh"], 3, axis=1)
         )
         logits_MxHxLxL = jnp.einsum("mqnh,mknh->mnqk", rotated(q), rotated(k)) * head_dim**-0.5
         attention_MxHxLxL = jax.nn.softmax(jnp.where(visible_Mx1xLxL, logits_MxHxLxL, -1e30))
@@ -242,6 +234,4 @@ def _fused_forward(x_TxD: Any, w_DxV: Any, targets_T: Any, weights_T: Any) -> An
     return loss, (grad_x.reshape(x_TxD.shape), grad_w)
 
 
-_fused_loss.defvjp(
-    _fused_forward, lambda kept, cotangent: (cotangent * kept[0], cotangent * kept[1], None, None)
-)
+_fused_loss.defvjp(_fused_forward, lambda kept, cotangent: (cotangent * kept[0], cotangent * kept[1], None, None))

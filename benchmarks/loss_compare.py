@@ -54,13 +54,9 @@ def main(argv: list[str] | None = None) -> int:
     table = Table("case", "updates", "fingerprints", "largest relative difference of a loss", "")
     agree = True
     for case in arguments.cases:
-        before, after = (
-            _metrics(checkout.resolve(), case) for checkout in (arguments.before, arguments.after)
-        )
+        before, after = (_metrics(checkout.resolve(), case) for checkout in (arguments.before, arguments.after))
         same_data = [r["data_fingerprint"] for r in before] == [r["data_fingerprint"] for r in after]
-        difference = max(
-            abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(after, before, strict=True)
-        )
+        difference = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(after, before, strict=True))
         passed = bool(before) and same_data and difference <= arguments.tolerance
         agree = agree and passed
         table.add_row(
@@ -75,11 +71,7 @@ def _metrics(checkout: Path, case: str) -> list[dict[str, Any]]:
     """Runs a case with the package of a checkout, in a folder and with caches of its own."""
     with tempfile.TemporaryDirectory(prefix="maxbatch-compare-") as folder:
         _write_documents(Path(folder, "documents.jsonl"))
-        variables = {
-            "PYTHONPATH": str(checkout),
-            "JAX_PLATFORMS": "cpu",
-            "XDG_CACHE_HOME": str(Path(folder, "cache")),
-        }
+        variables = {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(Path(folder, "cache"))}
         command, *overrides = CASES[case]
         subprocess.run(
             [sys.executable, "-m", "maxbatch", command, "run_dir=run", *overrides],

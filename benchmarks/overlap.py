@@ -53,9 +53,7 @@ def measure(quick: bool) -> list[Measurement]:
         ratio("update side by side / in turns", times["side by side"], times["in turns"], bar=BAR),
         *(
             Measurement(
-                f"share of an update in which both sides have work, {name}",
-                statistics.median(values),
-                samples=values,
+                f"share of an update in which both sides have work, {name}", statistics.median(values), samples=values
             )
             for name, values in both.items()
         ),

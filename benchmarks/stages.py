@@ -21,12 +21,7 @@ from benchmarks.measurement import Measurement
 
 BAR = 1.1
 RATE_BAR = 0.98
-_RUN = (
-    "max_target_length=128",
-    "generate_prompt=",
-    "eval_interval=-1",
-    "gradient_noise_scale=false",
-)
+_RUN = ("max_target_length=128", "generate_prompt=", "eval_interval=-1", "gradient_noise_scale=false")
 # Batches of 8 to 32 at 16 rows in one pass; 20 to 60 updates in a stage.
 _RAMPS = {
     "linear": (
@@ -69,9 +64,7 @@ def measure(quick: bool) -> list[Measurement]:
 
 def _train(folder: Path, number: int, ramp: tuple[str, ...]) -> list[dict[str, Any]]:
     run_dir, log = folder / f"ramp{number}", folder / f"ramp{number}.log"
-    finish(
-        start("maxbatch", "train", *_RUN, *ramp, f"run_dir={run_dir}", log=log, cache=folder / "cache"), log
-    )
+    finish(start("maxbatch", "train", *_RUN, *ramp, f"run_dir={run_dir}", log=log, cache=folder / "cache"), log)
     return metrics_of(run_dir)
 
 
@@ -87,9 +80,7 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
         medians.append([statistics.median(times[stage]) for stage in stages])
     rates = [_rate_of_ramp(list(batches.values()), of_run) for of_run in medians]
     # One line through the stages' medians over all runs: of each run alone it is steep with noise.
-    rate = _rate_of_ramp(
-        list(batches.values()), [statistics.median(stage) for stage in zip(*medians, strict=True)]
-    )
+    rate = _rate_of_ramp(list(batches.values()), [statistics.median(stage) for stage in zip(*medians, strict=True)])
     compiles = [float(records[-1]["compiles"] - records[1]["compiles"]) for records in runs]
     return [
         *(
@@ -108,9 +99,7 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
             bar=RATE_BAR,
             sense="at least",
         ),
-        Measurement(
-            f"{name}: compilations waited for after update 2", max(compiles), samples=compiles, bar=0
-        ),
+        Measurement(f"{name}: compilations waited for after update 2", max(compiles), samples=compiles, bar=0),
     ]
 
 

@@ -69,15 +69,10 @@ def measure(quick: bool) -> list[Measurement]:
     """Ratios of tokens/s, trainer over hand-written, at accumulation 1 and 4."""
     if quick:
         return _measure(1, QUICK_MODEL, turns=3, updates_per_turn=1)
-    return [
-        *_measure(1, MODEL, turns=9, updates_per_turn=3),
-        *_measure(4, MODEL, turns=9, updates_per_turn=1),
-    ]
+    return [*_measure(1, MODEL, turns=9, updates_per_turn=3), *_measure(4, MODEL, turns=9, updates_per_turn=1)]
 
 
-def _measure(
-    num_micro_batches: int, model: Sequence[str], turns: int, updates_per_turn: int
-) -> list[Measurement]:
+def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_per_turn: int) -> list[Measurement]:
     with tempfile.TemporaryDirectory() as run_dir:
         config = load_config(
             overrides=[
@@ -120,10 +115,7 @@ def _seconds_in_turns(
         LEARNING_RATE,
     )
     rows = rows_of_documents(num_micro_batches * shape.micro_batch, config)
-    sides = {
-        "hand-written": lambda: handwritten(rows),
-        "update": lambda: trainer(rows, num_micro_batches),
-    }
+    sides = {"hand-written": lambda: handwritten(rows), "update": lambda: trainer(rows, num_micro_batches)}
     _check_equal(*sides.values())
 
     in_turns = FeedInTurns(feed, sides, updates_per_turn)
@@ -132,9 +124,7 @@ def _seconds_in_turns(
     return in_turns.seconds
 
 
-def _check_equal(
-    handwritten: Callable[[], tuple[float, float]], trainer: Callable[[], tuple[float, float]]
-) -> None:
+def _check_equal(handwritten: Callable[[], tuple[float, float]], trainer: Callable[[], tuple[float, float]]) -> None:
     for update in range(1, 4):
         theirs, ours = handwritten(), trainer()
         if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(theirs, ours, strict=True)):

@@ -27,7 +27,7 @@ for _key in [key for key in os.environ if key.startswith("MAXBATCH_")]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Starts with the files that hold slow tests, so that the workers finish together; tests of a file stay together."""
+    """Runs the files that hold slow tests first, so that the workers finish together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

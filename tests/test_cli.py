@@ -59,9 +59,7 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["data\0"], r"'data\x00': must be UTF-8 text"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
@@ -132,11 +130,7 @@ def fake_train(monkeypatch: pytest.MonkeyPatch, outcome: object) -> list[object]
     ],
 )
 def test_exit_codes_say_how_training_ended(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    outcome: object,
-    argv: list[str],
-    code: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], outcome: object, argv: list[str], code: int
 ) -> None:
     fake_train(monkeypatch, outcome)
     assert main(["train", *argv]) == code

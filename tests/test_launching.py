@@ -64,9 +64,7 @@ def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures() -
     assert stopped["action"] == taken_away["action"] == "FailJob"
     assert stopped["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [75]}
     assert taken_away["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert (
-        job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
-    )  # a run starts again with all its hosts
+    assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"  # a run starts again with all its hosts
 
 
 def test_the_jobset_asks_for_the_chips_that_its_topology_has() -> None:
@@ -150,10 +148,7 @@ def test_tpu_workers_go_on_after_a_stop_and_end_with_the_run(
     gcloud = '#!/bin/bash\necho "$1 $2 $3 $4 $5 $6 $7|" >> "$CALLS"\nexec bash -c "${8#--command=}"\n'
     executable(tmp_path / "bin" / "gcloud", gcloud)
     # A login shell would put its own folders first.
-    executable(
-        tmp_path / "bin" / "bash",
-        '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n',
-    )
+    executable(tmp_path / "bin" / "bash", '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n')
     command = [str(LAUNCH / "tpu_vm.sh"), "my-tpu", "us-east5-a", "my run.yml", "generate_prompt=it's $5"]
     code, calls = stub(command, codes)
     assert code == ended

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from tests.data.store.test_formats import (
-    byte_strings,
-    example,
-    write_gzip,
-    write_jsonl,
-    write_parquet,
-    write_records,
-)
+from tests.data.store.test_formats import byte_strings, example, write_gzip, write_jsonl, write_parquet, write_records
 from tests.data.store.test_tokenizers import write_bpe
 from tests.helpers.command import maxbatch
 
@@ -61,9 +54,7 @@ def arguments(command: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_of_every_format_counts_its_documents(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_of_every_format_counts_its_documents(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments(EXAMPLES[name]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["documents"] == len(TEXTS)
 
@@ -97,7 +88,4 @@ def test_the_example_of_a_mixture_file_mixes(tmp_path: Path, capsys: pytest.Capt
     write_parquet(tmp_path / "code.parquet", TEXTS, "content")
     assert main(["data", "dataset_type=jsonl", "dataset_path=mix.yml", "--stats", "--json"]) == 0
     stats = json.loads(capsys.readouterr().out)
-    assert {name: figures["weight"] for name, figures in stats["sources"].items()} == {
-        "web": 0.7,
-        "code": 0.3,
-    }
+    assert {name: figures["weight"] for name, figures in stats["sources"].items()} == {"web": 0.7, "code": 0.3}

@@ -26,12 +26,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Adds the flags of `maxbatch data`."""
     add_config(parser)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--fingerprint", action="store_true", help="print the fingerprint of the samples instead"
-    )
-    what.add_argument(
-        "--stats", action="store_true", help="count one epoch instead; of a mixture, each source once"
-    )
+    what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")
+    what.add_argument("--stats", action="store_true", help="count one epoch instead; of a mixture, each source once")
     # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument("--first", metavar="S", help="first sample (default 0)")
     parser.add_argument("--count", metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
@@ -76,9 +72,7 @@ def _whole(flag: str, text: str | None, *, least: int, default: int) -> int:
     try:
         number = int(text)
     except ValueError as error:
-        raise ConfigError(
-            f"{flag} {shown(text)}: not a whole number; for example {flag} {default}"
-        ) from error
+        raise ConfigError(f"{flag} {shown(text)}: not a whole number; for example {flag} {default}") from error
     if number < least:
         raise ConfigError(f"{flag} {shown(text)}: must be at least {least}")
     return number

@@ -33,9 +33,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     ):
         where.add_argument(flag, type=local_path, metavar="FOLDER", help=what)
     # Read as text, so that a bad number gives a one-line error like any other bad value.
-    parser.add_argument(
-        "--workers", metavar="N", help="processes that tokenise, at most (default: the cores)"
-    )
+    parser.add_argument("--workers", metavar="N", help="processes that tokenise, at most (default: the cores)")
 
 
 def run(args: Namespace) -> int:

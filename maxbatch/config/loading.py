@@ -63,9 +63,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     return ConfigDict({name: setting.value for name, setting in resolve(path, overrides).items()}).lock()
 
 
-def resolve(
-    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
-) -> Mapping[str, Setting]:
+def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
     """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
     files = _chain(Path(path)) if path is not None else []
     above = [*files[-1:], _environment_layer(), _override_layer(overrides)]
@@ -158,9 +156,7 @@ def _environment_layer() -> _Layer:
             name = variable.removeprefix(_ENVIRONMENT)
             if name != name.upper() or name.lower() not in keys():
                 nearest = f"{_ENVIRONMENT}{nearest_key(name.lower()).upper()}"
-                raise ConfigError(
-                    f"environment variable {shown(variable)}: names no config key; nearest: {nearest}"
-                )
+                raise ConfigError(f"environment variable {shown(variable)}: names no config key; nearest: {nearest}")
             stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
     return _layer("environment", stated)
 

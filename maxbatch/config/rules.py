@@ -25,9 +25,7 @@ class Displaced(NamedTuple):
 
     name: str
     by: str
-    to_default: bool = (
-        False  # whether it has its default from then on; otherwise it says nothing (null, no ramp)
-    )
+    to_default: bool = False  # whether it has its default from then on; otherwise it says nothing (null, no ramp)
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:

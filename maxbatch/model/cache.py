@@ -56,8 +56,6 @@ class Cache(NamedTuple):
         def written(cache_NxBxKxLxh: jax.Array, new_BxTxKxh: jax.Array) -> jax.Array:
             if whole:
                 return cache_NxBxKxLxh.at[layer].set(new_BxTxKxh.swapaxes(1, 2))
-            return jax.lax.scatter(
-                cache_NxBxKxLxh, slots_BxTx2, new_BxTxKxh, _ROW_BY_ROW, unique_indices=True
-            )
+            return jax.lax.scatter(cache_NxBxKxLxh, slots_BxTx2, new_BxTxKxh, _ROW_BY_ROW, unique_indices=True)
 
         return Cache(written(self.keys_NxBxKxLxh, k_BxTxKxh), written(self.values_NxBxKxLxh, v_BxTxKxh))

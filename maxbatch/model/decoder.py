@@ -36,9 +36,7 @@ class LayerRunner(Protocol):
     def constrain(self) -> Constrain:
         """The constraint on activations inside of the layers."""
 
-    def __call__(
-        self, layers: Layers, stacked: nnx.State, x_MxLxD: jax.Array, segments_MxL: jax.Array, /
-    ) -> jax.Array:
+    def __call__(self, layers: Layers, stacked: nnx.State, x_MxLxD: jax.Array, segments_MxL: jax.Array, /) -> jax.Array:
         """Returns x after all layers; `layers` runs as many as are stacked."""
 
 

@@ -48,19 +48,12 @@ def token_losses(
     rows, length = targets_MxL.shape
     pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, constrain.platform)
     cut = partial(_cut, shards=batch_shards, pieces=pieces)
-    loss_sum = _loss_sum(
-        cut(x_MxLxD), w_DxV.astype(x_MxLxD.dtype), cut(targets_MxL), cut(weights_MxL), constrain
-    )
+    loss_sum = _loss_sum(cut(x_MxLxD), w_DxV.astype(x_MxLxD.dtype), cut(targets_MxL), cut(weights_MxL), constrain)
     return loss_sum, jnp.sum(weights_MxL)
 
 
 def loss_sums(
-    decoder: Decoder,
-    tokens_MxL: jax.Array,
-    segments_MxL: jax.Array,
-    weights_MxL: jax.Array,
-    *,
-    batch_shards: int = 1,
+    decoder: Decoder, tokens_MxL: jax.Array, segments_MxL: jax.Array, weights_MxL: jax.Array, *, batch_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
 
@@ -70,9 +63,7 @@ def loss_sums(
     # The last position predicts the first token, whose weight is 0.
     targets_and_weights = [jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL)]
     x_MxLxD, w_DxV = decoder.hidden(tokens_MxL, segments_MxL), decoder.output_projection()
-    return token_losses(
-        x_MxLxD, w_DxV, *targets_and_weights, batch_shards=batch_shards, constrain=decoder.constrain
-    )
+    return token_losses(x_MxLxD, w_DxV, *targets_and_weights, batch_shards=batch_shards, constrain=decoder.constrain)
 
 
 def token_logprobs(
@@ -103,8 +94,7 @@ def token_logprobs(
     _, found = jax.lax.scan(lambda _, xs: (None, piece(*xs)), None, (cut(x_MxLxD), cut(targets_MxL)))
     is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1) == 0
     logprobs_MxL, entropies_MxL = (
-        jnp.where(is_first_MxL, 0.0, jnp.roll(jnp.moveaxis(f, 0, 1).reshape(rows, length), 1, axis=1))
-        for f in found
+        jnp.where(is_first_MxL, 0.0, jnp.roll(jnp.moveaxis(f, 0, 1).reshape(rows, length), 1, axis=1)) for f in found
     )
     return logprobs_MxL, entropies_MxL
 
@@ -128,9 +118,7 @@ def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
     return jnp.moveaxis(cut, 2, 0).reshape(pieces, shards, -1, *rest)
 
 
-def _cross_entropy(
-    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _cross_entropy(x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the losses [T], exp(logits - max) [T, V] and its sums over V [T, 1], in float32."""
     logits_TxV = jnp.einsum("td,dv->tv", x_TxD, w_DxV, preferred_element_type=jnp.float32)
     peak_Tx1 = jnp.max(logits_TxV, axis=1, keepdims=True)
@@ -158,11 +146,7 @@ def _losses_and_gradients(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss_sum(
-    x_CxSxTxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_CxSxT: jax.Array,
-    weights_CxSxT: jax.Array,
-    constrain: Constrain,
+    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, constrain: Constrain
 ) -> jax.Array:
     # Gathered once, before the loop over the pieces.
     w_DxV = constrain(w_DxV, ("embed", "vocab"))
@@ -175,11 +159,7 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _forward(
-    x_CxSxTxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_CxSxT: jax.Array,
-    weights_CxSxT: jax.Array,
-    constrain: Constrain,
+    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, constrain: Constrain
 ) -> tuple[jax.Array, Residuals]:
     w_DxV = constrain(w_DxV, ("embed", "vocab"))
     losses_and_gradients = jax.vmap(_losses_and_gradients, in_axes=(0, None, 0, 0))
@@ -200,9 +180,7 @@ def _forward(
     return jnp.sum(losses_CxSxT * weights_CxSxT), (grad_x_CxSxTxD, grad_w_DxV, losses_CxSxT)
 
 
-def _backward(
-    _: Constrain, residuals: Residuals, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+def _backward(_: Constrain, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     grad_x, grad_w, grad_weights = (cotangent.astype(kept.dtype) * kept for kept in residuals)
     return grad_x, grad_w, None, grad_weights
 

@@ -85,9 +85,7 @@ def metric_against_key(
     return Figure(f"{metric} against {key}", data, layout)
 
 
-def heat_map(
-    keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]]
-) -> Figure:
+def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]]) -> Figure:
     """Draws the metric over two keys, a cell for each pair of values; trials that share a cell show the best."""
     across, up = keys
     columns = sorted({overrides[across] for overrides, _, _ in trials}, key=_sort_key)

@@ -32,10 +32,7 @@ def _figures(trials: Sequence[Mapping[str, Any]], metric: str, log_keys: Sequenc
     done = []
     for trial in trials:
         if trial["status"] == "done" and trial["value"] is not None:
-            lines = [
-                f"trial {trial['number']}",
-                *(f"{key}={text}" for key, text in trial["overrides"].items()),
-            ]
+            lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in trial["overrides"].items())]
             done.append((trial["overrides"], trial["value"], "<br>".join(lines)))
     keys = list(done[0][0]) if done else []
     figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys]

@@ -45,9 +45,7 @@ def join() -> None:
     given = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
     if given[_COUNT] or given[_INDEX]:
         num_processes, index = _checked(given)
-        jax.distributed.initialize(
-            given[_ADDRESS], num_processes, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S
-        )
+        jax.distributed.initialize(given[_ADDRESS], num_processes, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
     elif os.environ.get("SLURM_NTASKS") != "1":  # a single task keeps all devices of its node
         try:
             jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
@@ -78,9 +76,7 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
             f"works: {_INDEX}={max(0, num_processes - 1)}"
         )
     if ":" not in address:
-        raise ConfigError(
-            f"environment variable {_ADDRESS}={address}: must be HOST:PORT; works: {address}:8476"
-        )
+        raise ConfigError(f"environment variable {_ADDRESS}={address}: must be HOST:PORT; works: {address}:8476")
     return num_processes, index
 
 
@@ -104,15 +100,11 @@ def together(report: Callable[[BaseException], int]) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            watch.join(
-                6 * _POLL_S
-            )  # perhaps a consequence of another host's failure, whose report ends this process
+            watch.join(6 * _POLL_S)  # perhaps a consequence of another host's failure, whose report ends this process
         code = report(error)
         message = " ".join(str(error).split())[:2000] or type(error).__name__
         failure = {"host": jax.process_index(), "message": message, "code": code}
-        with contextlib.suppress(
-            jax.errors.JaxRuntimeError
-        ):  # another host failed first, or the first one ended
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
             _store().key_value_set(_FAILURE_KEY, json.dumps(failure))
         _leave(code)
     closed.set()

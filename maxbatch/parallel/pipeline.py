@@ -76,9 +76,7 @@ class Pipeline:
         """The ticks of one pass: M x R of work for each stage, and S - 1 to fill and drain."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
-    def __call__(
-        self, layers: Layers, stacked: PyTree, x_BxLxD: jax.Array, segments_BxL: jax.Array
-    ) -> jax.Array:
+    def __call__(self, layers: Layers, stacked: PyTree, x_BxLxD: jax.Array, segments_BxL: jax.Array) -> jax.Array:
         """Returns x after all layers, stacked in `stage_order`; B is divisible by batch_shards x M."""
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
@@ -123,9 +121,7 @@ class Pipeline:
                 return weight_RxN[0]
             return jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
 
-        def stage(
-            weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array
-        ) -> jax.Array:
+        def stage(weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array) -> jax.Array:
             return layers(x_bxLxD, segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN))
 
         stages = jax.vmap(stage, spmd_axis_name="pipeline")
@@ -172,9 +168,7 @@ class Pipeline:
             return received_RxN[jnp.asarray(place_RxS)[:, me]].reshape(own.shape)
 
         mesh, split = self.constrain.mesh, P("pipeline")
-        exchange_all = jax.shard_map(
-            exchange, mesh=mesh, in_specs=split, out_specs=split, axis_names={"pipeline"}
-        )
+        exchange_all = jax.shard_map(exchange, mesh=mesh, in_specs=split, out_specs=split, axis_names={"pipeline"})
         return jax.tree.map(exchange_all, stacked)
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:

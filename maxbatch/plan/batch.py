@@ -119,9 +119,7 @@ class BatchPlan:
         def meshes(tried: ConfigDict) -> RunMeshes:
             return RunMeshes.from_config(tried, num_devices, num_slices)
 
-        return accepted(
-            config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume)
-        )
+        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod
     def on_mesh(
@@ -138,22 +136,13 @@ class BatchPlan:
         def meshes(tried: ConfigDict) -> RunMeshes:
             if tried is config:
                 return RunMeshes(shape, shape, shape.num_devices)
-            return RunMeshes.from_config(
-                tried, shape.num_devices, shape.num_slices
-            )  # a refusal may try other axes
+            return RunMeshes.from_config(tried, shape.num_devices, shape.num_slices)  # a refusal may try other axes
 
-        return accepted(
-            config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume)
-        )
+        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod
     def _on(
-        cls,
-        config: ConfigDict,
-        meshes: RunMeshes,
-        num_hosts: int,
-        samples_per_epoch: int | None,
-        resume: Resume,
+        cls, config: ConfigDict, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
     ) -> BatchPlan:
         check_divides("num_hosts", num_hosts, meshes.num_devices)
         e = expansion_factor(config, num_hosts, resume)
@@ -163,11 +152,7 @@ class BatchPlan:
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
-        batch, micro, length = (
-            last.global_batch_size,
-            last.micro_batch_size_to_train_on,
-            config.max_target_length,
-        )
+        batch, micro, length = (last.global_batch_size, last.micro_batch_size_to_train_on, config.max_target_length)
         parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)

@@ -55,8 +55,7 @@ def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
     start, apart = stages[0].global_batch_size, stages[1].threshold
     rise = stages[1].global_batch_size - start
     regular = all(
-        stage.global_batch_size == start + i * rise and stage.threshold == i * apart
-        for i, stage in enumerate(stages)
+        stage.global_batch_size == start + i * rise and stage.threshold == i * apart for i, stage in enumerate(stages)
     )
     return (start, rise, stages[-1].threshold) if regular and rise > 0 else None
 

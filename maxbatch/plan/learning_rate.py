@@ -42,11 +42,7 @@ class LearningRate(NamedTuple):
     def at(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""
         peak: float = self.config.learning_rate
-        return (
-            peak
-            * self.manager.learning_rate_scales[self.manager.stage_at(samples_seen)]
-            * self._shape(samples_seen)
-        )
+        return peak * self.manager.learning_rate_scales[self.manager.stage_at(samples_seen)] * self._shape(samples_seen)
 
     def batch_ratio_at(self, samples_seen: int) -> float:
         """Returns the batch of the step that starts at samples_seen over the reference batch."""

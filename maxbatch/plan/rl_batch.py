@@ -93,10 +93,7 @@ def _check_other_keys(config: ConfigDict) -> None:
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
     if exact(config.expansion_factor_real_data) not in (1, -1):
-        key, rule = (
-            "expansion_factor_real_data",
-            "must be -1 beside batch_size, since every host reads the prompts",
-        )
+        key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
         raise Refusal(config, key, rule, {key: -1})
     if batch * group > MOST_SAMPLES:
         rule = f"x num_generations={group} must be at most {MOST_SAMPLES} pairs"

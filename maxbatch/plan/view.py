@@ -82,9 +82,7 @@ def equation(plan: BatchPlan) -> str:
     """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
     last = plan.stages[-1]
     if plan.rl:
-        product = (
-            f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
-        )
+        product = f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
         chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
         updates = f"{_counted(plan.rl.num_iterations, 'update')} per batch"
         return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"

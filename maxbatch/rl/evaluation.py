@@ -49,12 +49,7 @@ class PolicyEvaluator:
     """Samples responses to the held-out prompts, `num_pairs` at once, and scores them."""
 
     def __init__(
-        self,
-        config: ConfigDict,
-        prompts: Sequence[Prompt],
-        roller: Roller,
-        num_pairs: int,
-        rewards: Rewards,
+        self, config: ConfigDict, prompts: Sequence[Prompt], roller: Roller, num_pairs: int, rewards: Rewards
     ) -> None:
         self._config, self._prompts, self._roller = config, prompts, roller
         self._num_pairs, self._rewards = num_pairs, rewards
@@ -72,10 +67,7 @@ class PolicyEvaluator:
         transcripts = [
             Transcript(prompt.text, texts[i], is_greedy, bool(passes[i, 0]))
             for i, prompt in enumerate(self._prompts[:_MOST_TRANSCRIPTS])
-            for is_greedy, texts, passes in (
-                (True, greedy_texts, greedy_Px1),
-                (False, sampled_texts, sampled_PxG),
-            )
+            for is_greedy, texts, passes in ((True, greedy_texts, greedy_Px1), (False, sampled_texts, sampled_PxG))
         ]
         return Evaluation(figures, transcripts)
 

@@ -95,9 +95,7 @@ class Learner:
             self._sums, done = self._add(params, self._sums, pairs)
         return done
 
-    def step(
-        self, state: TrainState, learning_rate: float, batch_ratio: float
-    ) -> tuple[TrainState, StepMetrics]:
+    def step(self, state: TrainState, learning_rate: float, batch_ratio: float) -> tuple[TrainState, StepMetrics]:
         """Takes the update of all chunks that were added."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None

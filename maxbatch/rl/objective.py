@@ -74,9 +74,7 @@ def pair_losses(
     log_ratio_MxL = (logprobs_MxL - pairs.old_logprobs_MxL) * mask_MxL
     if config.loss_algo == "gspo-token":
         mean_Mx1 = jnp.sum(log_ratio_MxL, axis=1, keepdims=True) / jnp.maximum(lengths_Mx1, 1.0)
-        ratio_MxL = jnp.exp(
-            jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL)
-        )
+        ratio_MxL = jnp.exp(jax.lax.stop_gradient(mean_Mx1) + logprobs_MxL - jax.lax.stop_gradient(logprobs_MxL))
     else:
         ratio_MxL = jnp.exp(log_ratio_MxL)
     low = 1 - config.grpo_epsilon
@@ -111,9 +109,7 @@ def pair_losses(
 def policy_objective(config: ConfigDict) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
-    def sums(
-        decoder: Decoder, pairs: Pairs, batch_shards: int
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         logprobs_MxL, entropies_MxL = token_logprobs(
             decoder, pairs.tokens_MxL, pairs.segments_MxL, batch_shards=batch_shards
         )

@@ -137,9 +137,7 @@ class PolicyTraining:
             self._learner.refer_to(first_parameters(config, abstract))
         transcripts = Transcripts(session.folder, session.board, session.position.step)
         self._transcripts = session.stack.enter_context(closing(transcripts))
-        self._evaluator = open_evaluator(
-            config, self._source, session.plan, self._sampling_mesh, self._rewards
-        )
+        self._evaluator = open_evaluator(config, self._source, session.plan, self._sampling_mesh, self._rewards)
         self.evaluates = self._evaluator is not None
         if self.evaluates and session.position.step == 0:
             found = self.evaluate(state, 1)

@@ -34,9 +34,7 @@ class Metric(StrEnum):
     meaning: str  # one sentence
     lines: Lines
 
-    def __new__(
-        cls, name: str, kind: str = "", unit: str = "", meaning: str = "", lines: Lines = _EVERY
-    ) -> Self:
+    def __new__(cls, name: str, kind: str = "", unit: str = "", meaning: str = "", lines: Lines = _EVERY) -> Self:
         metric = str.__new__(cls, name)
         metric._value_ = name
         metric.kind, metric.unit, metric.meaning, metric.lines = kind, unit, meaning, lines

@@ -30,9 +30,7 @@ class CheckpointRecord(NamedTuple):
     """What the JSON of a checkpoint says."""
 
     position: Position
-    identity: dict[
-        str, dict[str, Any]
-    ]  # what a run must agree with to resume it, in parts: "data" and "model"
+    identity: dict[str, dict[str, Any]]  # what a run must agree with to resume it, in parts: "data" and "model"
     checksum: int  # of the arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
 
@@ -48,9 +46,7 @@ class CheckpointRecord(NamedTuple):
         Raises:
           AttributeError, KeyError, TypeError, ValueError: it is no such object, or a value is out of its range.
         """
-        step, samples_seen, skipped, in_a_row = (
-            _whole(saved["position"][name]) for name in Position._fields[:4]
-        )
+        step, samples_seen, skipped, in_a_row = (_whole(saved["position"][name]) for name in Position._fields[:4])
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
         position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass))
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
@@ -94,9 +90,7 @@ def read_record(run_dir: Path, step: int) -> CheckpointRecord:
     if own is None:
         recorded = samples_seen_at(run_dir, step)
         if recorded and record.position.samples_seen not in recorded:
-            raise DamagedError(
-                f"metrics.jsonl says samples_seen {recorded[0]}, it says {record.position.samples_seen}"
-            )
+            raise DamagedError(f"metrics.jsonl says samples_seen {recorded[0]}, it says {record.position.samples_seen}")
     return record
 
 

@@ -66,9 +66,7 @@ class Result(NamedTuple):
     trial: Trial
     status: str  # that of its outcome, or `unfinished`
     reason: str  # one line, "" for a trial that is done or unfinished
-    value: (
-        float | None
-    )  # the metric, so far for a pruned or unfinished trial; None of one that diverged or failed
+    value: float | None  # the metric, so far for a pruned or unfinished trial; None of one that diverged or failed
     steps: int  # updates that it recorded
 
 
@@ -109,9 +107,7 @@ class SweepFolder:
         """Returns the recorded trials, by number."""
 
         def read(path: Path) -> Trial | None:
-            return read_json(
-                path, _REMEDY, lambda t: Trial(t["number"], path.parent, t["overrides"], t["config"])
-            )
+            return read_json(path, _REMEDY, lambda t: Trial(t["number"], path.parent, t["overrides"], t["config"]))
 
         trials = filter(None, map(read, self.path.glob("trials/*/trial.json")))
         return sorted(trials, key=lambda trial: trial.number)

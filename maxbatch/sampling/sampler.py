@@ -95,13 +95,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        config: ConfigDict,
-        tokenizer: Tokenizer,
-        mesh: Mesh | None,
-        *,
-        prompt_length: int,
-        rescores: bool = True,
+        self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh | None, *, prompt_length: int, rescores: bool = True
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:

@@ -218,9 +218,7 @@ class _Worker:
             how = "closed its connection"
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(_POLL_S)  # the connection closes a moment before the process ends
-                how = "ended with " + (
-                    f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                )
+                how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
             self.end()
             raise WorkerEnded(f"the process {how}") from None
 

@@ -108,9 +108,7 @@ class Checkpoints:
         manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
         return self._stack.enter_context(contextlib.closing(manager))
 
-    def compile(
-        self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here
-    ) -> None:
+    def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
         if self._checksum is self._jitted_checksum:
             lower = partial(self._jitted_checksum.lower, abstract)

@@ -63,9 +63,7 @@ class Evaluator:
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[Any] | None = None
 
-    def compile(
-        self, abstract_params: nnx.State, background: Background, make: MakeExecutable = compile_here
-    ) -> None:
+    def compile(self, abstract_params: nnx.State, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling ahead of the first eval."""
         self._compiled = background.start(partial(make, self.name, partial(self.lower, abstract_params)))
 

@@ -108,22 +108,17 @@ class Accumulation:
         def loss_fn(
             params: nnx.State, layer_sums: nnx.State, layers: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            summing = (
-                SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
-            )
+            summing = SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
             graphdef, _ = abstract_model(config, constrain, summing or self._pipeline)
             decoder = nnx.merge(graphdef, nnx.merge_state(params, layers))
             loss, weight, others = objective.sums(decoder, rows, row_shards)
             return loss, (weight, others)
 
         self._partial_gradients = jax.vmap(
-            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
-            in_axes=(None, 0, None, 0),
-            spmd_axis_name="data",
+            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True), in_axes=(None, 0, None, 0), spmd_axis_name="data"
         )
         self._add_fingerprints = jax.vmap(
-            lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))),
-            spmd_axis_name="data",
+            lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
         )
 
     def staged(self, params: nnx.State) -> nnx.State:
@@ -169,9 +164,7 @@ class Accumulation:
         noise_parts_d = sums.noise_parts_d
         if measures_noise is not False:  # of the first micro-batch, whose gradients the sums are
             first = (accumulator.acc_grads, layers)
-            noise_parts_d = jax.lax.cond(
-                measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d
-            )
+            noise_parts_d = jax.lax.cond(measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d)
         return Sums(
             accumulator,
             layers,
@@ -192,7 +185,5 @@ class Accumulation:
 
 
 def _noise_parts(gradients: Any, weight_d: jax.Array) -> NoiseParts:
-    squares = [
-        jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)
-    ]
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)]
     return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))

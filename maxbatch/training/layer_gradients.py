@@ -83,9 +83,7 @@ def _tie_forward(parameters: PyTree, sums: PyTree, index: jax.Array) -> Any:
 def _tie_backward(index: jax.Array, gradients: tuple[PyTree, PyTree]) -> Any:
     def add(summed: jax.Array, gradient: jax.Array) -> jax.Array:
         before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(
-            summed, before + gradient.astype(summed.dtype), index, axis=0
-        )
+        return jax.lax.dynamic_update_index_in_dim(summed, before + gradient.astype(summed.dtype), index, axis=0)
 
     of_layer, sums = gradients
     return None, jax.tree.map(add, sums, of_layer), None

@@ -60,6 +60,4 @@ def _find_checkpoint(path: str | Path) -> Path:
     for step in committed_steps(folder):
         if (folder / "checkpoints" / str(step) / "params").is_dir():
             return folder / "checkpoints" / str(step)
-    raise ConfigError(
-        f"{folder}: no checkpoint here; give a run folder with checkpoints/, or one of checkpoints/STEP"
-    )
+    raise ConfigError(f"{folder}: no checkpoint here; give a run folder with checkpoints/, or one of checkpoints/STEP")

@@ -60,9 +60,7 @@ class Pretraining:
         self._mesh_shape = checked_mesh_shape(config, session.devices)
         self._expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.stream: Stream | None = (
-            open_stream(config) if self._loads else None
-        )  # None if another host loads
+        self.stream: Stream | None = open_stream(config) if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
 
@@ -157,9 +155,7 @@ class Pretraining:
             return None
         held_out = open_stream(config, split="eval") if self._loads else None
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
-        return (
-            Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size) if num_rows else None
-        )
+        return Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size) if num_rows else None
 
     def step(
         self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float

@@ -17,9 +17,7 @@ class RunProgress:
     A run starts after `first_step` updates of `total_steps`; `num_stages` is 1 without a ramp.
     """
 
-    def __init__(
-        self, console: Console, total_steps: int, first_step: int, num_stages: int, log_period: int
-    ) -> None:
+    def __init__(self, console: Console, total_steps: int, first_step: int, num_stages: int, log_period: int) -> None:
         self._console, self._total = console, total_steps
         self._num_stages, self._log_period = num_stages, log_period
         self._bar: Progress | None = None

@@ -122,11 +122,7 @@ class Recorder:
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
         skipped, before = bool(metrics.skipped), self.position
-        norm, weight, noise_parts = (
-            float(metrics.grad_norm),
-            float(metrics.weight),
-            map(float, metrics.noise_parts),
-        )
+        norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
         self.position = Position(
             **self._manager.state_at(update.planned.step),
             skipped_updates=before.skipped_updates + skipped,

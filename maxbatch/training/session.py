@@ -86,9 +86,7 @@ class Session(Generic[B]):
         for message in self.plan.warnings:
             warn(message)
         self.task.build()
-        restored = (
-            self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
-        )
+        restored = self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
@@ -200,9 +198,7 @@ class Session(Generic[B]):
             ends_batch = batch.planned.end_sample > first_sample
             is_last = step == self.total_steps
             saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
-            evaluates = (
-                ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
-            )
+            evaluates = ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
             pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
             if pauses or task.takes_turns:
                 recorder.catch_up(partial(task.evaluate, self.state, step) if evaluates else None)

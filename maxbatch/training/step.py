@@ -61,11 +61,7 @@ def make_train_step(
     accumulation = Accumulation(config, mesh)
 
     def train_step(
-        state: TrainState,
-        batch: Batch,
-        num_micro_batches: jax.Array,
-        learning_rate: jax.Array,
-        batch_ratio: jax.Array,
+        state: TrainState, batch: Batch, num_micro_batches: jax.Array, learning_rate: jax.Array, batch_ratio: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
         params = accumulation.staged(state.params)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]

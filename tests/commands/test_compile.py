@@ -145,9 +145,7 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
     assert Path("code-ran").exists(), "unpickled, it would have run"
 
 
-@pytest.mark.parametrize(
-    "manifest", [b"[]", b"\x80\x04N.", b'{"format": 2, "shapes": 7}', b'{"format": 2}', b"null"]
-)
+@pytest.mark.parametrize("manifest", [b"[]", b"\x80\x04N.", b'{"format": 2, "shapes": 7}', b'{"format": 2}', b"null"])
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(manifest)
     with pytest.raises(ConfigError, match="holds no compiled programs"):
@@ -184,9 +182,7 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
     assert not Path("out").exists()
 
 
-def test_json_has_the_largest_step_and_every_program(
-    compiled: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *TINY_RUN, "--output", "out", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert set(record["programs"]) == {path.stem for path in Path("out").glob("*.bin")}
@@ -194,9 +190,7 @@ def test_json_has_the_largest_step_and_every_program(
         assert isinstance(record[key], int)
 
 
-def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *TINY_RUN, "per_device_batch_size=9000"]) == 2
     refusal = capsys.readouterr().err.splitlines()[-1]
     assert "at most 65,536" in refusal and "works: per_device_batch_size=8192 " in refusal

@@ -28,9 +28,7 @@ def facts(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[st
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     write(tmp_path / "ground.yml", "log_period: 3\nadam_b2: 0.5\ngradient_accumulation_steps: 4\n")
-    return write(
-        tmp_path / "run.yml", "base_config: ground.yml\nadam_b2: 0.6\n\nglobal_batch_size: 64\nsteps: 5\n"
-    )
+    return write(tmp_path / "run.yml", "base_config: ground.yml\nadam_b2: 0.6\n\nglobal_batch_size: 64\nsteps: 5\n")
 
 
 def test_each_value_names_the_layer_that_it_comes_from(
@@ -82,9 +80,7 @@ def test_a_line_per_key_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = printed(capsys).splitlines()
     assert max(map(len, lines)) <= columns
-    assert [name for line in lines if (name := line.partition(":")[0]).isidentifier()] == [
-        k.name for k in ROWS
-    ]
+    assert [name for line in lines if (name := line.partition(":")[0]).isidentifier()] == [k.name for k in ROWS]
     assert re.search(r"(?m)^steps: 200 +base.yml +updates, >= 1 \| null", "\n".join(lines))
 
 

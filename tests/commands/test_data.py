@@ -96,9 +96,7 @@ def test_samples_as_json_are_one_object_a_line(config, capsys) -> None:
 def mixture(tmp_path: Path) -> ConfigDict:
     jsonl_config(tmp_path / "a.jsonl", TEXTS)
     jsonl_config(tmp_path / "b.jsonl", ["other"])
-    (tmp_path / "mix.yml").write_text(
-        "'[red]web': {path: a.jsonl, weight: 3}\nrest: {path: b.jsonl, weight: 1}\n"
-    )
+    (tmp_path / "mix.yml").write_text("'[red]web': {path: a.jsonl, weight: 3}\nrest: {path: b.jsonl, weight: 1}\n")
     return jsonl_config(tmp_path / "mix.yml")
 
 
@@ -158,9 +156,7 @@ def test_bad_numbers_are_refused_in_one_line(config, capsys, flags: list[str], m
 
 def shell(config: ConfigDict, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`maxbatch data` on the config's file in bash, with `pipefail`."""
-    line = (
-        f"{sys.executable} -m maxbatch data dataset_type=jsonl dataset_path={config.dataset_path} {command}"
-    )
+    line = f"{sys.executable} -m maxbatch data dataset_type=jsonl dataset_path={config.dataset_path} {command}"
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, env=os.environ | variables
     )

@@ -34,12 +34,7 @@ def trained_to_say(*bias: tuple[int, float]) -> nnx.State:
     decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
     attention, mlp = decoder.layers.attention, decoder.layers.mlp
     # The stream is one everywhere: what the layers would add to it is nothing.
-    for weight, value in (
-        (decoder.embedding, 1.0),
-        (attention.out, 0.0),
-        (mlp.down, 0.0),
-        (decoder.output, 0.0),
-    ):
+    for weight, value in ((decoder.embedding, 1.0), (attention.out, 0.0), (mlp.down, 0.0), (decoder.output, 0.0)):
         weight[...] = jnp.full_like(weight[...], value)
     for token, logit in bias:
         decoder.output[...] = decoder.output[...].at[0, token].set(logit)
@@ -75,9 +70,7 @@ def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(pro
     tokens = jnp.asarray([ids])
     x = decoder.hidden(tokens, jnp.ones_like(tokens))[0, -1]
     logits = x @ decoder.output_projection()
-    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode(
-        [*ids, int(jnp.argmax(logits[:256]))]
-    )
+    assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode([*ids, int(jnp.argmax(logits[:256]))])
 
 
 def test_top_k_draws_from_the_k_likeliest_alone() -> None:
@@ -180,9 +173,7 @@ def test_a_flag_out_of_range_is_refused_before_anything_is_read(flag: str, value
 def test_a_prompt_or_path_that_is_not_text_is_one_line(
     place: str, prompt: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["generate", *(("no/such/run", "--prompt", prompt) if place == "--prompt" else (prompt,))]) == 2
-    )
+    assert main(["generate", *(("no/such/run", "--prompt", prompt) if place == "--prompt" else (prompt,))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "must be UTF-8 text without NUL characters" in line
 

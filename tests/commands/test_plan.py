@@ -60,16 +60,12 @@ def test_epochs_come_from_the_flag_or_are_null(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("data", [["dataset_path=/not/here"], []])
-def test_a_dataset_that_is_not_here_is_no_obstacle(
-    capsys: pytest.CaptureFixture[str], data: list[str]
-) -> None:
+def test_a_dataset_that_is_not_here_is_no_obstacle(capsys: pytest.CaptureFixture[str], data: list[str]) -> None:
     plan = plan_json(capsys, "dataset_type=text", "steps=10", *data)
     assert (plan["total_samples"], plan["epochs"]) == (160, None)
 
 
-def test_a_path_that_nothing_reads_is_refused_as_training_refuses_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_path_that_nothing_reads_is_refused_as_training_refuses_it(capsys: pytest.CaptureFixture[str]) -> None:
     data = ("dataset_type=synthetic", "dataset_path=gs://x")
     message = error_line(capsys, *data)
     assert message == "dataset_path=gs://x: dataset_type=synthetic reads no path; works: dataset_path=''"
@@ -87,9 +83,7 @@ def test_without_devices_it_says_that_it_plans_for_one(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_that_ends_inside_its_ramp_is_planned_with_a_warning(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_that_ends_inside_its_ramp_is_planned_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *RAMP, "steps=3", "--devices", "1", "--json"]) == 0
     captured = capsys.readouterr()
     assert "warning: the run ends inside its ramp" in captured.err
@@ -123,14 +117,7 @@ def test_the_layout_draws_axolotls_example(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_layout_of_thousands_of_devices_shows_the_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [
-        "plan",
-        "gradient_accumulation_steps=100",
-        "--devices",
-        "10240",
-        "ici_tensor_parallelism=4",
-        "--layout",
-    ]
+    argv = ["plan", "gradient_accumulation_steps=100", "--devices", "10240", "ici_tensor_parallelism=4", "--layout"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "devices 0-3" in out and "devices 10236-10239" in out and "..." in out
@@ -185,14 +172,10 @@ def test_bad_input_is_one_line_on_standard_error_and_exit_code_2(
          "ici_tensor_parallelism=4 per_device_batch_size=0.25"),
     ],
 )  # fmt: skip
-def test_what_is_named_works_as_it_stands(
-    capsys: pytest.CaptureFixture[str], argv: list[str], works: str
-) -> None:
+def test_what_is_named_works_as_it_stands(capsys: pytest.CaptureFixture[str], argv: list[str], works: str) -> None:
     assert error_line(capsys, *argv).endswith(f"; works: {works}")
     named = shlex.split(works)
-    others = [
-        word for word in argv if word.partition("=")[0] not in {name.partition("=")[0] for name in named}
-    ]
+    others = [word for word in argv if word.partition("=")[0] not in {name.partition("=")[0] for name in named}]
     assert main(["plan", *others, *named, "--json"]) == 0
 
 
@@ -213,10 +196,7 @@ def test_numbers_of_any_size_are_answered_at_once(argv: list[str]) -> None:
 
 def test_a_long_value_is_not_repeated_whole(capsys: pytest.CaptureFixture[str]) -> None:
     schedule = " ".join(f"{i}:{i + 3}" for i in range(3000))
-    for argv in (
-        [f"batch_size_schedule={schedule}"],
-        [f"batch_size_schedule={schedule}", "global_batch_size=8"],
-    ):
+    for argv in ([f"batch_size_schedule={schedule}"], [f"batch_size_schedule={schedule}", "global_batch_size=8"]):
         line = error_line(capsys, *argv, "--devices", "4")
         assert len(line) < 700 and schedule[:60] in line and schedule[:90] not in line.partition("works")[0]
 
@@ -239,15 +219,7 @@ def run_python(code: str) -> str:
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--layout"], ["--words"]])
 def test_a_plan_for_ten_thousand_devices_never_loads_jax(flags: list[str]) -> None:
-    argv = [
-        "plan",
-        "model_name=llama3-405b",
-        "global_batch_size=20480",
-        "--devices",
-        "10240",
-        "--hosts",
-        "2560",
-    ]
+    argv = ["plan", "model_name=llama3-405b", "global_batch_size=20480", "--devices", "10240", "--hosts", "2560"]
     loaded = run_python(
         f"import sys; from maxbatch.cli import main; assert main({[*argv, *flags]!r}) == 0\n"
         f"print('\\nloaded', sorted({set(HEAVY)!r} & set(sys.modules)), 'rich' in sys.modules)"

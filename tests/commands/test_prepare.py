@@ -102,9 +102,7 @@ def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_ends_the_work_with_a_message(
-    data: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed_ends_the_work_with_a_message(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = WorkerPool.submit
 
     def killing(pool: WorkerPool, items: list[object]) -> list[Future[object]]:
@@ -118,9 +116,7 @@ def test_a_worker_that_is_killed_ends_the_work_with_a_message(
         return futures
 
     monkeypatch.setattr(WorkerPool, "submit", killing)
-    with pytest.raises(
-        TrainingError, match=r"a\.jsonl: cannot be tokenised: the process ended with signal SIGKILL"
-    ):
+    with pytest.raises(TrainingError, match=r"a\.jsonl: cannot be tokenised: the process ended with signal SIGKILL"):
         run(data, "--output", "out", "--workers", "2")
     assert not Path("out").exists()
 
@@ -159,9 +155,7 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
     wait_for(lambda: not any(map(alive, workers)), seconds=60)
 
 
-def test_the_same_command_again_reads_nothing(
-    data: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_command_again_reads_nothing(data: str, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     run(data, "--output", "out", "--workers", "1")
     monkeypatch.setattr(DocumentSource, "documents", lambda *_: pytest.fail("read again"))
     monkeypatch.setattr(builder, "_write_files", lambda *_: pytest.fail("built again"))
@@ -187,9 +181,7 @@ def test_a_source_that_changed_is_prepared_anew(data: str) -> None:
 def test_a_folder_with_other_things_is_refused_with_one_that_works(data: str, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home/thesis.tex").touch()
-    with pytest.raises(
-        ConfigError, match=f"--output {tmp_path}/home: .*; works: --output {tmp_path}/home/tokens"
-    ):
+    with pytest.raises(ConfigError, match=f"--output {tmp_path}/home: .*; works: --output {tmp_path}/home/tokens"):
         run(data, "--output", "home")
     assert os.listdir("home") == ["thesis.tex"]
     run(data, "--output", "home/tokens", "--workers", "1")
@@ -242,12 +234,8 @@ def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> N
         run("--verify", "out")
 
 
-def test_a_store_without_a_token_is_verified(
-    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts]
-    )
+def test_a_store_without_a_token_is_verified(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode_utf8_batch", lambda _, texts: [np.zeros(0, np.uint8) for _ in texts])
     run(data, "add_bos=false", "add_eos=false", "--output", "out", "--workers", "1")
     run("--verify", "out")
 
@@ -262,14 +250,10 @@ def test_a_damaged_manifest_is_one_line(data: str) -> None:
             prepared("out")
 
 
-def test_a_tokenizer_that_lacks_its_unk_token_is_one_line_also_from_workers(
-    data: str, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_lacks_its_unk_token_is_one_line_also_from_workers(data: str, tmp_path: Path) -> None:
     path = write_without_unk_token(tmp_path / "t")
     for workers in ("1", "2"):
-        with pytest.raises(
-            ConfigError, match=r"tokenizer_path=.*cannot encode every text: .*\[UNK\]"
-        ) as raised:
+        with pytest.raises(ConfigError, match=r"tokenizer_path=.*cannot encode every text: .*\[UNK\]") as raised:
             run(data, "tokenizer_type=huggingface", f"tokenizer_path={path}", "add_bos=false", "add_eos=false",
                 "--output", "out", "--workers", workers)  # fmt: skip
         assert "\n" not in str(raised.value)
@@ -286,9 +270,7 @@ def test_another_tokenizer_than_the_prepared_one_is_refused(data: str, tmp_path:
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
     run(data, *bpe, "--output", "out", "--workers", "1")
     assert prepared("out", *bpe).manifest["tokenizer"].startswith("huggingface:")
-    with pytest.raises(
-        ConfigError, match=r"tokenizer_type=byte, .*prepared with tokenizer 'huggingface:.*'byte'"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer_type=byte, .*prepared with tokenizer 'huggingface:.*'byte'"):
         prepared("out")
     run(data, "--output", "bytes", "--workers", "1")
     with pytest.raises(ConfigError, match="works: tokenizer_type=byte tokenizer_path=''"):
@@ -314,10 +296,7 @@ def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
     [
         (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is computed, not read"),
         (["dataset_type=tokens"], "dataset_type=tokens: is prepared already"),
-        (
-            ["dataset_path=a.jsonl,2;b.jsonl,1"],
-            "a mixture is prepared source by source.*works: dataset_path=a.jsonl",
-        ),
+        (["dataset_path=a.jsonl,2;b.jsonl,1"], "a mixture is prepared source by source.*works: dataset_path=a.jsonl"),
         (["--workers", "0"], "--workers 0: must be a whole number"),
         (["--workers", "two"], "--workers two: must be a whole number"),
     ],
@@ -328,9 +307,7 @@ def test_what_cannot_be_prepared_is_refused(data: str, overrides: list[str], pro
     assert not Path("out").exists()
 
 
-def test_the_next_command_is_what_was_typed_with_the_folder_instead(
-    data: str, tmp_path: Path, capsys: Output
-) -> None:
+def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, tmp_path: Path, capsys: Output) -> None:
     write_jsonl(tmp_path / "held.jsonl", [{"t": "held out"}])
     (tmp_path / "b.jsonl").write_text('{"t": "x"}\n')
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]

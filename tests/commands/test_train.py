@@ -27,21 +27,8 @@ RAMP = (
     "checkpoint_period=4",
 )
 # The same batches on half the devices: twice the rows on each.
-RAMP_ON_TWO = (
-    *RAMP,
-    "per_device_batch_size_start=4",
-    "per_device_batch_size_increment=4",
-    "per_device_batch_size=12",
-)
-SAME = (
-    "step",
-    "samples_seen",
-    "global_batch_size",
-    "stage",
-    "learning_rate",
-    "data_fingerprint",
-    "tokens_seen",
-)
+RAMP_ON_TWO = (*RAMP, "per_device_batch_size_start=4", "per_device_batch_size_increment=4", "per_device_batch_size=12")
+SAME = ("step", "samples_seen", "global_batch_size", "stage", "learning_rate", "data_fingerprint", "tokens_seen")
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +231,9 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], 
 
 
 def test_output_is_plain_lines_on_a_pipe(tmp_path: Path) -> None:
-    result = maxbatch(
-        "train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab"
-    )
+    result = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=4", "log_period=2", "generate_prompt=ab")
     lines = result.stdout.splitlines()
-    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == [
-        "step 1/4",
-        "step 2/4",
-        "step 4/4",
-    ]
+    assert [line.split(" | ")[0] for line in lines if line.startswith("step ")] == ["step 1/4", "step 2/4", "step 4/4"]
     assert "\x1b" not in result.stdout
     assert str(tmp_path) in result.stdout and "maxbatch generate" in result.stdout
     record = read_metrics(tmp_path)[0]

@@ -110,12 +110,8 @@ def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works
 
 
 def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(
-        tmp_path / "ground.yml", "log_period: 2\nbase_emb_dim: 2\nadam_b1: 0.2\nadam_b2: 0.2\ntext_field: a\n"
-    )
-    write(
-        tmp_path / "base" / "middle.yml", "base_config: ../ground.yml\nadam_b1: 0.3\nmodel_name: gpt2-124m\n"
-    )
+    write(tmp_path / "ground.yml", "log_period: 2\nbase_emb_dim: 2\nadam_b1: 0.2\nadam_b2: 0.2\ntext_field: a\n")
+    write(tmp_path / "base" / "middle.yml", "base_config: ../ground.yml\nadam_b1: 0.3\nmodel_name: gpt2-124m\n")
     run = write(tmp_path / "run.yml", "base_config: base/middle.yml\nadam_b2: 0.4\nhead_dim: 32\nsteps: 4\n")
     monkeypatch.setenv("MAXBATCH_STEPS", "5")
     monkeypatch.setenv("MAXBATCH_TEXT_FIELD", "env")
@@ -135,9 +131,7 @@ def test_the_packaged_base_yml_as_config_or_as_base_changes_nothing(tmp_path: Pa
     run = write(tmp_path / "run.yml", "base_config: base.yml\n")
     override = ["model_name=llama2-7b"]
     assert (
-        load_config(configs_dir() / "base.yml", override)
-        == load_config(run, override)
-        == load_config(None, override)
+        load_config(configs_dir() / "base.yml", override) == load_config(run, override) == load_config(None, override)
     )
 
 
@@ -189,14 +183,10 @@ def test_an_empty_file_states_nothing(tmp_path: Path) -> None:
 
 def test_a_chain_of_bases_that_returns_to_itself_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.yml", "base_config: b.yml\n")
-    assert "a.yml -> b.yml -> a.yml" in error_of(
-        write(tmp_path / "b.yml", "base_config: a.yml\n").with_name("a.yml")
-    )
+    assert "a.yml -> b.yml -> a.yml" in error_of(write(tmp_path / "b.yml", "base_config: a.yml\n").with_name("a.yml"))
 
 
-def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(overrides=("stepz=3",)) == "unknown key stepz; nearest: steps"
     assert error_of(overrides=("xyzzy=3",)).startswith("unknown key xyzzy; nearest: ")
     assert error_of(overrides=("=3",)) == "=3: an override is key=value; works: steps=100"

@@ -24,9 +24,7 @@ def test_every_key_that_names_a_place_is_a_path() -> None:
 def test_a_folder_of_a_store_is_refused_for_now_and_another_scheme_for_good(key: str) -> None:
     for scheme in ("gs", "s3"):
         message = error_of(overrides=(f"{key}={scheme}://bucket/x",))
-        assert message.startswith(
-            f"{key}={scheme}://bucket/x: must be a local path ({scheme}:// is not supported yet)"
-        )
+        assert message.startswith(f"{key}={scheme}://bucket/x: must be a local path ({scheme}:// is not supported yet)")
     for url in ("file:///x", "http://x/y", "hf://x", "gs2:/x"):
         message = error_of(overrides=(f"{key}={url}",))
         assert f"({url.partition(':')[0]}:// is not supported); works: {key}=" in message

@@ -26,20 +26,11 @@ def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
 def test_a_length_displaces_those_of_lower_layers(tmp_path: Path, length: str) -> None:
     run = write(tmp_path / "run.yml", "num_epochs: 3\n")
     config = load_config(run, [length])
-    stated = {
-        n: config[n]
-        for n in ("steps", "train_samples", "train_tokens", "num_epochs")
-        if config[n] is not None
-    }
+    stated = {n: config[n] for n in ("steps", "train_samples", "train_tokens", "num_epochs") if config[n] is not None}
     assert stated == {length.partition("=")[0]: 7}
 
 
-BATCH_KEYS = (
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "batch_size_schedule",
-    "enable_rampup_batch_size",
-)
+BATCH_KEYS = ("gradient_accumulation_steps", "global_batch_size", "batch_size_schedule", "enable_rampup_batch_size")
 
 
 @pytest.mark.parametrize(
@@ -99,10 +90,7 @@ def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...],
     ("overrides", "works"),
     [
         (("dataset_type=synthetic", "dataset_path=gs://x"), "dataset_path=''"),
-        (
-            ("dataset_type=arithmetic", "dataset_path=a", "eval_dataset_path=b"),
-            "dataset_path='' eval_dataset_path=''",
-        ),
+        (("dataset_type=arithmetic", "dataset_path=a", "eval_dataset_path=b"), "dataset_path='' eval_dataset_path=''"),
         (("dataset_path=gs://x/*.parquet",), "dataset_type=parquet"),
         (("eval_dataset_path=held/out.jsonl.gz",), "dataset_type=jsonl"),
         (("dataset_path=books",), "dataset_type=text"),

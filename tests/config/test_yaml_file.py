@@ -90,9 +90,7 @@ def test_a_file_of_more_than_a_megabyte_is_refused_and_not_parsed(tmp_path: Path
 
 @pytest.mark.parametrize("written", ['"a\\0b"', '"a\\ud800"'])
 @pytest.mark.parametrize("key", ["run_dir", "dataset_path", "text_field", "steps", "base_config"])
-def test_a_value_with_nul_or_half_of_a_surrogate_pair_is_one_line(
-    tmp_path: Path, key: str, written: str
-) -> None:
+def test_a_value_with_nul_or_half_of_a_surrogate_pair_is_one_line(tmp_path: Path, key: str, written: str) -> None:
     message = error_of(write(tmp_path / "run.yml", f"{key}: {written}\n"))
     assert message.isprintable() and ("UTF-8 text" in message or key == "base_config")
 
@@ -103,14 +101,6 @@ def test_a_message_repeats_little_of_a_long_path_or_value(tmp_path: Path) -> Non
         assert len(error_of(write(folder / "run.yml", text))) < 250
     assert len(error_of(folder / ("f" * 200))) < 150
     for value in ("x" * 5000, "[" + "x, " * 2000 + "]", "!" + "x" * 5000, "9" * 5000):
-        for key in (
-            "steps",
-            "run_dirs",
-            "dtype",
-            "learning_rate",
-            "train_tokens",
-            "batch_size_schedule",
-            "x" * 999,
-        ):
+        for key in ("steps", "run_dirs", "dtype", "learning_rate", "train_tokens", "batch_size_schedule", "x" * 999):
             text = f"enable_rampup_batch_size: true\n{key}: {value}\n"
             assert len(error_of(write(tmp_path / "run.yml", text))) < 400

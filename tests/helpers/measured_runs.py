@@ -21,8 +21,7 @@ def fake_run(
     (path / "config.yml").write_text(dump_config(config))
     fixed = {"global_batch_size": batch, "stage": 0, "loss": 1.0, "learning_rate": 1e-3}
     lines = [
-        {"step": k, "samples_seen": k * batch, "tokens_seen": 32 * k * batch, **fixed}
-        for k in range(1, updates + 1)
+        {"step": k, "samples_seen": k * batch, "tokens_seen": 32 * k * batch, **fixed} for k in range(1, updates + 1)
     ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(first, updates + 1, every):

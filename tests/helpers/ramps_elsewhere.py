@@ -27,9 +27,7 @@ def megatron_schedule(text: str, sequence_length: int) -> Callable[[int], int]:
     return lambda consumed: next(batch for first, batch in reversed(stages) if consumed >= first)
 
 
-def maxtext_batches(
-    start: int, rise: int, end: int, increments: int, samples: float, *, updates: int
-) -> list[int]:
+def maxtext_batches(start: int, rise: int, end: int, increments: int, samples: float, *, updates: int) -> list[int]:
     """The batches of MaxText's ramp without accumulation: each stage counts from its own first sample."""
     batches, batch, in_stage = [], start, 0
     for _ in range(updates):

@@ -18,8 +18,7 @@ def queries_keys_values(kv_heads: int = H, dtype: str = "float32") -> tuple[jax.
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(M, L, heads, HEAD_DIM) for heads in (H, kv_heads, kv_heads)]
     q, k, v = (
-        jax.random.normal(key, shape, jnp.float32).astype(dtype)
-        for key, shape in zip(keys, shapes, strict=True)
+        jax.random.normal(key, shape, jnp.float32).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
     )
     return q, k, v
 
@@ -49,14 +48,10 @@ def test_rope_keeps_lengths_and_leaves_position_zero() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
-def test_attention_agrees_with_the_formula_in_value_and_gradient(
-    kv_heads: int, dtype: str, tolerance: float
-) -> None:
+def test_attention_agrees_with_the_formula_in_value_and_gradient(kv_heads: int, dtype: str, tolerance: float) -> None:
     segments = jnp.asarray(np.repeat([[1, 2, 0, 0]], L // 4, axis=1).repeat(M, axis=0))
 
-    def value_and_output(
-        implementation: Callable[..., jax.Array], *qkv: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def value_and_output(implementation: Callable[..., jax.Array], *qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
         output = implementation(*qkv).astype(jnp.float32)
         return jnp.sum(jnp.sin(output)), output
 
@@ -78,9 +73,7 @@ def test_attention_agrees_with_the_formula_in_value_and_gradient(
     with jax.numpy_dtype_promotion("standard"):
         expected = gradient(reference, *qkv)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance
-        )
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance)
 
 
 def test_grouped_queries_equal_repeated_heads() -> None:

@@ -53,9 +53,7 @@ def loss_and_gradient_of(*overrides: str) -> tuple[jax.Array, nnx.State]:
     return loss_and_gradient(graphdef, params, some_rows(4))
 
 
-def assert_same(
-    got: tuple[jax.Array, nnx.State], expected: tuple[jax.Array, nnx.State], rtol: float = 1e-5
-) -> None:
+def assert_same(got: tuple[jax.Array, nnx.State], expected: tuple[jax.Array, nnx.State], rtol: float = 1e-5) -> None:
     np.testing.assert_allclose(got[0], expected[0], rtol=rtol)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=rtol * float(jnp.max(jnp.abs(b))))
@@ -82,12 +80,8 @@ def test_a_packed_document_is_blind_to_the_others_bit_for_bit(changed: slice) ->
 def test_a_document_means_the_same_wherever_it_lies_in_the_row() -> None:
     decoder, document = decoder_of(), tokens_of(1)[:, :10]
     rest = LENGTH - 10
-    first = hidden(decoder, jnp.pad(document, ((0, 0), (0, rest))), jnp.asarray([[1] * 10 + [0] * rest]))[
-        :, :10
-    ]
-    last = hidden(decoder, jnp.pad(document, ((0, 0), (rest, 0))), jnp.asarray([[1] * rest + [2] * 10]))[
-        :, rest:
-    ]
+    first = hidden(decoder, jnp.pad(document, ((0, 0), (0, rest))), jnp.asarray([[1] * 10 + [0] * rest]))[:, :10]
+    last = hidden(decoder, jnp.pad(document, ((0, 0), (rest, 0))), jnp.asarray([[1] * rest + [2] * 10]))[:, rest:]
     np.testing.assert_allclose(first, last, atol=1e-4)
 
 

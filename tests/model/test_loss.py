@@ -47,9 +47,7 @@ def fused(max_logits: int | None = None, **options: Any) -> Callable[..., jax.Ar
 def assert_close(got: Any, expected: Any, tolerance: float = 1e-6) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         scale = float(jnp.max(jnp.abs(b.astype(jnp.float32))))
-        np.testing.assert_allclose(
-            a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance * scale
-        )
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=tolerance, atol=tolerance * scale)
 
 
 CUTS = [
@@ -107,9 +105,7 @@ def shapes_in(jaxpr: Any) -> set[tuple[int, ...]]:
     shapes: set[tuple[int, ...]] = set()
     for equation in jaxpr.eqns:
         shapes |= {v.aval.shape for v in equation.outvars}
-        for inner in jax.tree.leaves(
-            equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
-        ):
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 shapes |= shapes_in(inner)
@@ -146,9 +142,7 @@ MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 1, 8)]
 
 @pytest.mark.parametrize("max_logits", [None, 2 * 4 * V])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
-    shape: tuple[int, int, int], max_logits: int | None
-) -> None:
+def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(shape: tuple[int, int, int], max_logits: int | None) -> None:
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None}
 

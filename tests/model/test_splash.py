@@ -44,9 +44,7 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
 ) -> None:
     """Packed, grouped, inside `jax.vmap(..., spmd_axis_name="data")` as the train step has it."""
     stated = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | axes
-    config = tiny_config(
-        f"max_target_length={L}", *(f"ici_{axis}_parallelism={n}" for axis, n in stated.items())
-    )
+    config = tiny_config(f"max_target_length={L}", *(f"ici_{axis}_parallelism={n}" for axis, n in stated.items()))
     constrain = activation_constraint(make_mesh(config), ("fsdp",))
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
@@ -104,11 +102,7 @@ def test_auto_takes_what_the_devices_of_the_mesh_can_run(
     [
         ("cpu", ("attention=splash", "max_target_length=256"), "TPU"),
         ("tpu", ("attention=splash", "max_target_length=200"), "max_target_length=200 divisible by 128"),
-        (
-            "tpu",
-            ("attention=splash", "max_target_length=256", "ici_context_parallelism=4"),
-            "128 x 4 context",
-        ),
+        ("tpu", ("attention=splash", "max_target_length=256", "ici_context_parallelism=4"), "128 x 4 context"),
         ("cpu", ("attention=cudnn", "dtype=bfloat16"), "GPU"),
         ("gpu", ("attention=cudnn",), "dtype=bfloat16"),
         ("gpu", ("attention=cudnn", "dtype=bfloat16", "head_dim=12"), "head_dim=12"),

@@ -9,9 +9,7 @@ import pytest
 from maxbatch.pages.plots import heat_map, loss_against_batch, metric_against_key
 from tests.helpers.reports import CURVES, TRIALS
 
-go = pytest.importorskip(
-    "plotly.graph_objects", reason="plotly is not installed (pip install 'maxbatch[report]')"
-)
+go = pytest.importorskip("plotly.graph_objects", reason="plotly is not installed (pip install 'maxbatch[report]')")
 
 
 @pytest.mark.parametrize(

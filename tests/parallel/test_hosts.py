@@ -77,9 +77,7 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
     code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=1", *more, *simulated))
     assert code == 0, output
     assert_same(run_dir, one_process)
-    assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, (
-        "nothing compiles after the first step"
-    )
+    assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, "nothing compiles after the first step"
 
 
 @pytest.mark.slow
@@ -112,9 +110,7 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     finish(one)
     assert recorded(run_dir) < 40
 
-    code, output = finish(
-        train(run_dir, *ramp, "per_device_batch_size=2", "expansion_factor_real_data=2", *four)
-    )
+    code, output = finish(train(run_dir, *ramp, "per_device_batch_size=2", "expansion_factor_real_data=2", *four))
     assert code == 0, output
     assert_same(run_dir, reference)
 
@@ -169,13 +165,7 @@ DATA = ("dataset_type=jsonl", "dataset_path=~/data.jsonl", "per_device_batch_siz
 def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict[str, str]) -> None:
     for host in (1, 3):
         (tmp_path / "homes" / str(host) / "data.jsonl").unlink()
-    expanded = (
-        "expansion_factor_real_data=2",
-        "eval_fraction=0.1",
-        "eval_interval=2",
-        "--simulate-hosts",
-        "4",
-    )
+    expanded = ("expansion_factor_real_data=2", "eval_fraction=0.1", "eval_interval=2", "--simulate-hosts", "4")
     code, output = finish(train(tmp_path / "run", *DATA, *expanded, **homes))
     assert code == 0, output
     readers = {line.split()[0] for line in (tmp_path / "homes" / "log").read_text().splitlines()}

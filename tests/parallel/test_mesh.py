@@ -43,9 +43,7 @@ def placements(*overrides: str) -> dict[str, tuple[tuple[int, ...], P, int]]:
     config = load_config(overrides=list(overrides))
     table = {}
     for path, leaf in jax.tree.leaves_with_path(abstract_state(config, make_mesh(config))):
-        names = [
-            str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path
-        ]
+        names = [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path]
         own = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         table[".".join(names).removesuffix(".value")] = (leaf.shape, leaf.sharding.spec, own)
     return table
@@ -65,23 +63,17 @@ def test_every_array_of_a_preset_is_split_over_all_devices(preset: str) -> None:
 def test_golden_placement_of_parameters_and_moments(preset: str) -> None:
     table = placements(f"model_name={preset}", *SHARDED)
     for part in ("params", "mu", "nu"):
-        found = {
-            name.split(f"{part}.", 1)[1]: spec for name, (_, spec, _) in table.items() if f"{part}." in name
-        }
+        found = {name.split(f"{part}.", 1)[1]: spec for name, (_, spec, _) in table.items() if f"{part}." in name}
         assert found == GOLDEN
 
 
 def test_golden_placement_of_activations() -> None:
     mesh = make_mesh(load_config(overrides=[*SHARDED, "base_num_kv_heads=1"]))
     spec = activation_constraint(mesh, ("fsdp",)).spec
-    assert spec((2, 4, 8, 16), ("stage", "batch", "length", "embed")) == P(
-        "pipeline", ("fsdp",), "context", None
-    )
+    assert spec((2, 4, 8, 16), ("stage", "batch", "length", "embed")) == P("pipeline", ("fsdp",), "context", None)
     heads = ("batch", "length", "heads", "head_dim")
     assert spec((4, 8, 4, 16), heads) == P(("fsdp",), "context", "tensor", None)
-    assert spec((4, 8, 1, 16), ("batch", "length", "kv_heads", "head_dim")) == P(
-        ("fsdp",), "context", None, None
-    )
+    assert spec((4, 8, 1, 16), ("batch", "length", "kv_heads", "head_dim")) == P(("fsdp",), "context", None, None)
     assert {axis for axis in ACTIVATION_RULES.values() if axis} == {"pipeline", "context", "tensor"}
 
 
@@ -138,12 +130,8 @@ def test_a_mesh_that_the_model_or_the_devices_do_not_fit_is_refused_with_one_tha
 
 
 def test_layers_that_the_stages_do_not_divide_are_refused_before_any_device_is_touched() -> None:
-    with pytest.raises(
-        ConfigError, match="must divide base_num_decoder_layers=126; works: ici_pipeline"
-    ) as refused:
-        BatchPlan.from_config(
-            load_config(overrides=["model_name=llama3-405b", "ici_pipeline_parallelism=8"]), 64
-        )
+    with pytest.raises(ConfigError, match="must divide base_num_decoder_layers=126; works: ici_pipeline") as refused:
+        BatchPlan.from_config(load_config(overrides=["model_name=llama3-405b", "ici_pipeline_parallelism=8"]), 64)
     works = str(refused.value).partition("works: ")[2]
     plan = BatchPlan.from_config(load_config(overrides=["model_name=llama3-405b", works]), 64)
     assert plan.num_pipeline_stages == 2

@@ -126,9 +126,7 @@ def test_each_stage_holds_its_layers_and_their_moments_and_no_others() -> None:
     for leaf in stacked:
         shards = {(s.index[0].start, s.index[0].stop) for s in leaf.addressable_shards}
         assert shards == {(0, 2), (2, 4), (4, 6), (6, 8)}
-        assert (
-            leaf.ndim == 2 or leaf.addressable_shards[0].data.size == leaf.size // 8
-        )  # fsdp splits matrices
+        assert leaf.ndim == 2 or leaf.addressable_shards[0].data.size == leaf.size // 8  # fsdp splits matrices
     embedding = state.params["embedding"][...]
     assert embedding.addressable_shards[0].data.size == embedding.size // 8
 
@@ -146,9 +144,7 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
         return nnx.merge(graphdef, params).hidden(tokens, tokens).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params, tokens)
-    forward = next(
-        e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == pipeline.num_ticks
-    )
+    forward = next(e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == pipeline.num_ticks)
     # What is carried has the stages in front, of which there are fewer than ticks.
     kept = [v.aval for v in forward.outvars if v.aval.shape[:1] == (pipeline.num_ticks,)]
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in kept]

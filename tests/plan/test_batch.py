@@ -221,9 +221,7 @@ def plan_as_told(error: ConfigError, stated: dict[str, str], num_devices: int, n
     plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60]
-)
+@pytest.mark.parametrize(("overrides", "num_devices", "num_hosts", "said"), REJECTIONS, ids=lambda x: str(x)[:60])
 def test_a_rejection_is_one_line_with_a_value_that_works(
     overrides: list[str], num_devices: int, num_hosts: int, said: str
 ) -> None:
@@ -240,9 +238,7 @@ def sizes(most: int) -> st.SearchStrategy[str]:
     return st.integers(1, most).map(str) | fractions | st.sampled_from(["0.1", "0.25", "1.5", "2.3", "7.5"])
 
 
-@given(
-    sizes(8), sizes(9), sizes(40), st.booleans(), st.sampled_from([1, 2, 4, 6, 12]), st.sampled_from([1, 2])
-)
+@given(sizes(8), sizes(9), sizes(40), st.booleans(), st.sampled_from([1, 2, 4, 6, 12]), st.sampled_from([1, 2]))
 def test_what_is_named_in_place_of_a_ramp_works(
     start: str, increment: str, target: str, falls: bool, num_devices: int, tensor: int
 ) -> None:

@@ -135,9 +135,7 @@ def test_maxtext_computes_the_same_numbers_by_truncation(planned: tuple[BatchPla
 
 
 @given(plans())
-def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(
-    planned: tuple[BatchPlan, int],
-) -> None:
+def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(planned: tuple[BatchPlan, int]) -> None:
     plan, devices = planned
     words = spoken(plan)["maxbatch"]
     mesh = [f"ici_{axis}_parallelism={plan.mesh.sizes[axis]}" for axis in ("tensor", "pipeline")]
@@ -161,9 +159,7 @@ def test_there_are_examples_and_they_cover_layout_fraction_ramp_and_pipeline() -
 
 
 @pytest.mark.parametrize(("command", "shown"), EXAMPLES, ids=[command for command, _ in EXAMPLES])
-def test_the_examples_of_the_page_are_real_output(
-    capsys: pytest.CaptureFixture[str], command: str, shown: str
-) -> None:
+def test_the_examples_of_the_page_are_real_output(capsys: pytest.CaptureFixture[str], command: str, shown: str) -> None:
     assert main(shlex.split(command)) == 0
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     lines = [line.removeprefix("    ") for line in shown.rstrip().splitlines()]

@@ -33,21 +33,13 @@ def test_cosine_is_optaxs(warmup: float, final: float) -> None:
 
 def test_wsd_is_a_warmup_a_plateau_and_a_linear_decay() -> None:
     rate = rate_of("steps=60", "learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0.2")
-    pieces = [
-        optax.linear_schedule(0, 3e-3, 6),
-        optax.constant_schedule(3e-3),
-        optax.linear_schedule(3e-3, 3e-4, 12),
-    ]
+    pieces = [optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3), optax.linear_schedule(3e-3, 3e-4, 12)]
     assert_same(rate, optax.join_schedules(pieces, [6, 48]), 60)
 
 
 def test_constant_is_a_warmup_and_a_plateau() -> None:
     rate = rate_of("steps=60", "learning_rate_schedule=constant")
-    assert_same(
-        rate,
-        optax.join_schedules([optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3)], [6]),
-        60,
-    )
+    assert_same(rate, optax.join_schedules([optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3)], [6]), 60)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
@@ -58,11 +50,7 @@ def test_the_rate_at_a_position_does_not_depend_on_the_ramp(schedule: str) -> No
 
 
 def test_the_scale_multiplies_stage_by_stage() -> None:
-    overrides = (
-        "enable_rampup_batch_size=true",
-        "learning_rate_schedule=constant",
-        "warmup_steps_fraction=0",
-    )
+    overrides = ("enable_rampup_batch_size=true", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
     rate = rate_of(*overrides, "learning_rate_scaling=sqrt")
     assert [rate.at(s) for s in (0, 200, 500, 10**6)] == pytest.approx(
         [3e-3 * math.sqrt(b / 16) for b in (4, 8, 16, 16)]
@@ -90,9 +78,7 @@ def test_degenerate_fractions_are_no_division_by_zero() -> None:
 
 
 def test_an_unknown_length_is_an_error_only_where_the_rate_needs_it() -> None:
-    with pytest.raises(
-        ConfigError, match="num_epochs=2: learning_rate_schedule=cosine needs the run's length"
-    ):
+    with pytest.raises(ConfigError, match="num_epochs=2: learning_rate_schedule=cosine needs the run's length"):
         rate_of("num_epochs=2")
     constant = ("num_epochs=2", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
     assert rate_of(*constant).at(10**9) == 3e-3

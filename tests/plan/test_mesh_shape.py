@@ -16,9 +16,7 @@ KEYS = [f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in AXES]
 
 
 def shape(num_devices: int, num_slices: int = 1, **sizes: int) -> MeshShape:
-    return MeshShape.from_config(
-        load_config(overrides=[f"{k}={v}" for k, v in sizes.items()]), num_devices, num_slices
-    )
+    return MeshShape.from_config(load_config(overrides=[f"{k}={v}" for k, v in sizes.items()]), num_devices, num_slices)
 
 
 def test_by_default_all_devices_split_parameters_and_batch() -> None:
@@ -30,12 +28,7 @@ def test_by_default_all_devices_split_parameters_and_batch() -> None:
 
 def test_minus_one_is_the_rest_and_slices_multiply_the_axes() -> None:
     mesh = shape(
-        64,
-        2,
-        dcn_data_parallelism=-1,
-        ici_tensor_parallelism=4,
-        ici_pipeline_parallelism=2,
-        ici_data_parallelism=2,
+        64, 2, dcn_data_parallelism=-1, ici_tensor_parallelism=4, ici_pipeline_parallelism=2, ici_data_parallelism=2
     )
     assert mesh.ici == {"data": 2, "fsdp": 2, "tensor": 4, "context": 1, "pipeline": 2}
     assert mesh.dcn["data"] == 2 and mesh.sizes["data"] == 4

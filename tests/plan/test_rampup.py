@@ -68,10 +68,7 @@ def schedules(draw: st.DrawFn) -> Statement:
     overrides = (f"batch_size_schedule={schedule}", f"per_device_batch_size={draw(st.integers(1, 9))}")
     scale = Fraction(1, 16) if in_tokens else Fraction(1)
     return Statement(
-        (*overrides, "max_target_length=16"),
-        num_devices,
-        tuple(t * scale for t in thresholds),
-        tuple(batches),
+        (*overrides, "max_target_length=16"), num_devices, tuple(t * scale for t in thresholds), tuple(batches)
     )
 
 
@@ -89,9 +86,7 @@ lengths = st.one_of(
 )
 
 
-def walk(
-    said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0
-) -> Iterator[tuple[int, int, int]]:
+def walk(said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0) -> Iterator[tuple[int, int, int]]:
     """Yield (step, samples_seen, rows) of every update that is left, one by one."""
     key, value = length
     while (step < value) if key == "steps" else (seen < value):
@@ -101,16 +96,12 @@ def walk(
         step, seen = step + 1, seen + rows
 
 
-def at_anchor(
-    config: ConfigDict, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any
-) -> RampupBatchManager:
+def at_anchor(config: ConfigDict, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any) -> RampupBatchManager:
     state = {"step": anchor[0], "samples_seen": anchor[1]}
     return RampupBatchManager.from_state(config, state, num_devices, **keywords)
 
 
-def manager_of(
-    said: Statement, length: tuple[str, int], anchor: tuple[int, int] = (0, 0)
-) -> RampupBatchManager:
+def manager_of(said: Statement, length: tuple[str, int], anchor: tuple[int, int] = (0, 0)) -> RampupBatchManager:
     config = load_config(overrides=[*said.overrides, f"{length[0]}={length[1]}"])
     return at_anchor(config, anchor, said.num_devices)
 
@@ -147,9 +138,7 @@ def test_the_planned_steps_are_the_walk(said: Statement, length: tuple[str, int]
 
 
 @given(statements, lengths)
-def test_stages_begin_at_the_first_step_at_or_after_their_threshold(
-    said: Statement, length: tuple[str, int]
-) -> None:
+def test_stages_begin_at_the_first_step_at_or_after_their_threshold(said: Statement, length: tuple[str, int]) -> None:
     manager = manager_of(said, length)
     endless = walk(said, ("steps", 10**9))
     step, seen, _ = next(endless)
@@ -160,9 +149,7 @@ def test_stages_begin_at_the_first_step_at_or_after_their_threshold(
 
 
 @given(statements, lengths, st.integers(0, 80))
-def test_a_resume_where_the_plan_led_changes_nothing(
-    said: Statement, length: tuple[str, int], step: int
-) -> None:
+def test_a_resume_where_the_plan_led_changes_nothing(said: Statement, length: tuple[str, int], step: int) -> None:
     manager = manager_of(said, length)
     assert manager.total_steps is not None
     state = json.loads(json.dumps(manager.state_at(min(step, manager.total_steps))))
@@ -237,12 +224,7 @@ def test_the_rate_scale_follows_the_batch(scaling: str, power: float, reference:
 # --- the cut ------------------------------------------------------------------------------------------------
 
 
-@given(
-    st.integers(1, 400),
-    st.fractions(Fraction(1, 4), 40),
-    st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from([1, 2]),
-)
+@given(st.integers(1, 400), st.fractions(Fraction(1, 4), 40), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
 def test_the_micro_batch_is_the_largest_that_fits_and_divides(
     units: int, cap: Fraction, num_devices: int, tensor: int
 ) -> None:
@@ -250,21 +232,12 @@ def test_the_micro_batch_is_the_largest_that_fits_and_divides(
     shards = num_devices // tensor
     batch = units * shards
     assume(cap * num_devices >= shards)
-    overrides = [
-        f"global_batch_size={batch}",
-        f"per_device_batch_size={cap}",
-        f"ici_tensor_parallelism={tensor}",
-    ]
+    overrides = [f"global_batch_size={batch}", f"per_device_batch_size={cap}", f"ici_tensor_parallelism={tensor}"]
     stage = RampupBatchManager.from_config(load_config(overrides=overrides), num_devices).stages[0]
     fitting = [m for m in range(shards, batch + 1, shards) if batch % m == 0 and m <= cap * num_devices]
     assert stage.micro_batch_size_to_train_on == max(fitting)
     assert stage.gradient_accumulation_steps * max(fitting) == stage.global_batch_size == batch
-    assert Fraction(str(stage.per_device_batch_size)) * num_devices == max(fitting) or num_devices not in (
-        1,
-        2,
-        4,
-        8,
-    )
+    assert Fraction(str(stage.per_device_batch_size)) * num_devices == max(fitting) or num_devices not in (1, 2, 4, 8)
 
 
 def test_stages_behind_a_resume_need_not_fit_and_those_ahead_must() -> None:
@@ -306,9 +279,7 @@ def test_a_ramp_of_rows_per_device_resumes_on_other_devices() -> None:
 def test_a_length_in_data_is_met_exactly(
     length: str, samples_per_epoch: int | None, total: tuple[int | None, int | None]
 ) -> None:
-    manager = RampupBatchManager.from_config(
-        load_config(overrides=[length]), samples_per_epoch=samples_per_epoch
-    )
+    manager = RampupBatchManager.from_config(load_config(overrides=[length]), samples_per_epoch=samples_per_epoch)
     assert (manager.total_steps, manager.total_samples) == total
     stage = manager.stages[0]
     assert (stage.num_steps, stage.num_samples) == total
@@ -363,12 +334,7 @@ def test_many_stages_and_trillions_of_samples_take_no_time() -> None:
 
 
 def test_a_batch_that_leaves_adam_no_beta_is_refused_with_a_reference_that_does() -> None:
-    sde = [
-        "adam_scaling=sde",
-        "learning_rate_scaling=sqrt",
-        "adam_b1=0.9",
-        "batch_size_schedule=0:64 1000:640",
-    ]
+    sde = ["adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.9", "batch_size_schedule=0:64 1000:640"]
     with pytest.raises(ConfigError, match=r"adam_b1=0.9.*works: reference_batch_size=65$") as caught:
         RampupBatchManager.from_config(load_config(overrides=[*sde, "reference_batch_size=64"]))
     works = str(caught.value).partition("works: ")[2]

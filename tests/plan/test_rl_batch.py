@@ -125,9 +125,6 @@ def test_keys_of_pairs_that_would_do_nothing_are_refused(
 def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RL, *BATCH, "--layout"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "32 pairs per update = 8 prompts x 4 responses" in out
-        and "S1 to S4 are the pairs of stream[s]" in out
-    )
+    assert "32 pairs per update = 8 prompts x 4 responses" in out and "S1 to S4 are the pairs of stream[s]" in out
     assert main(["plan", RL, *BATCH, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 32

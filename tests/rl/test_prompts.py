@@ -19,19 +19,13 @@ from maxbatch.rl.prompts import Prompts, PromptSource
 from tests.helpers.corpus import write_jsonl
 
 RECORDS: list[dict[str, Any]] = [
-    {"question": f"what is {number}?", "answer": number, "hints": [{"text": f"h{number}"}]}
-    for number in range(10)
+    {"question": f"what is {number}?", "answer": number, "hints": [{"text": f"h{number}"}]} for number in range(10)
 ]
 
 
 def config(path: Path | str, *overrides: str, kind: str = "jsonl") -> ConfigDict:
     return load_config(
-        overrides=[
-            f"dataset_type={kind}",
-            f"dataset_path={path}",
-            "prompt_template=Q: {question}\nA:",
-            *overrides,
-        ]
+        overrides=[f"dataset_type={kind}", f"dataset_path={path}", "prompt_template=Q: {question}\nA:", *overrides]
     )
 
 
@@ -185,9 +179,7 @@ def test_a_template_that_cannot_be_filled_is_one_line(path: Path, template: str,
 
 
 def test_templates_reach_into_fields_and_write_braces(path: Path) -> None:
-    prompts = PromptSource(
-        config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")
-    ).train()
+    prompts = PromptSource(config(path, "prompt_template={{{hints[0][text]}}}", "enable_data_shuffling=false")).train()
     assert texts(prompts, 2, 1) == ["{h2}"]
 
 
@@ -225,10 +217,7 @@ def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
         (["dataset_type=arithmetic", "dataset_path=a.jsonl"], "dataset_type=arithmetic reads no path"),
         (["dataset_type=jsonl"], "dataset_path='': the dataset needs a file"),
         (["dataset_type=jsonl", "dataset_path=a.jsonl,0.5;b.jsonl,0.5"], "prompts are no mixture"),
-        (
-            ["dataset_type=arithmetic", "eval_fraction=0.00001"],
-            "holds out none of 10000 prompts; works: eval_fr",
-        ),
+        (["dataset_type=arithmetic", "eval_fraction=0.00001"], "holds out none of 10000 prompts; works: eval_fr"),
         (["dataset_type=arithmetic", "vocab_size=100"], "vocab_size=100: .* works: vocab_size=259"),
     ],
 )

@@ -121,9 +121,7 @@ def test_functions_of_one_name_are_called_by_their_whole_term() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_what_goes_wrong_fails_one_response_and_no_other(
-    functions: Path, tmp_path: Path, workers: int
-) -> None:
+def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_path: Path, workers: int) -> None:
     failing = ["raises", "leaves", "dies", "crashes", "nan", "huge", "text", "none"]
     responses = ["a"]
     for number, response in enumerate([*failing, "sleeps"]):
@@ -135,9 +133,7 @@ def test_what_goes_wrong_fails_one_response_and_no_other(
         pending = [scorer.submit(questions(responses, log)) for _ in range(2)]
         for scores in (each.result() for each in pending):
             assert scores.rewards.tolist() == expected
-            assert scores.by_name["prompt_length"].tolist() == [
-                -1 if reward < 0 else 1 for reward in expected
-            ]
+            assert scores.by_name["prompt_length"].tolist() == [-1 if reward < 0 else 1 for reward in expected]
             assert (scores.num_failed, scores.num_timed_out) == (len(failing), 1)
             assert scores.problem == "obeys raised ValueError: two lines"
     # Nothing is lost and nothing is asked twice.
@@ -158,9 +154,7 @@ def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
     assert len(set(scores.rewards.tolist())) == 1
 
 
-def test_what_a_function_prints_goes_to_standard_error(
-    functions: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_function_prints_goes_to_standard_error(functions: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert score("functions:obeys", ["prints"] * 3).rewards.tolist() == [6] * 3
     out, err = capfd.readouterr()
     assert out == ""
@@ -204,10 +198,7 @@ def test_a_batch_of_512_takes_no_time() -> None:
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (
-            "obeys",
-            "'obeys' is not module:function or FILE.py:function; works: reward=maxbatch.rl.arithmetic:",
-        ),
+        ("obeys", "'obeys' is not module:function or FILE.py:function; works: reward=maxbatch.rl.arithmetic:"),
         ("functions:obeys;", "'' is not module:function"),
         ("functions:obeys,heavy", "the weight 'heavy' is no finite number; works: functions:obeys,1"),
         ("functions:obeys,inf", "the weight 'inf' is no finite number"),

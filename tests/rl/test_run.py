@@ -44,9 +44,7 @@ def test_chunks_and_devices_give_the_same_responses_and_losses(
     assert_same(records, reference)
 
 
-def test_two_meshes_side_by_side_give_the_same_updates(
-    reference: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "micro_batch_size=8")
     records = train(tmp_path / "run", *apart, devices=4)
     assert_same(records, reference)
@@ -62,9 +60,7 @@ def test_chunks_of_sampling_and_of_training_need_not_be_the_same(
     assert_same(records, reference)
 
 
-def test_several_slices_are_planned_as_the_mesh_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_slices(monkeypatch, 4)
     records = train(tmp_path / "run", *TWO_SLICES, "steps=1", devices=8)
     assert records[0]["samples_seen"] == 8
@@ -83,9 +79,7 @@ def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_noth
     parts = train(tmp_path / "parts", *keys, "steps=6")
     assert [record["samples_seen"] for record in whole] == [0, 8, 8, 16, 16, 24]
     assert whole[0]["data_fingerprint"] == whole[1]["data_fingerprint"] != whole[2]["data_fingerprint"]
-    assert whole[0]["kl"] < 1e-6 < whole[-1]["kl"], (
-        "measured from the first parameters, also after the resume"
-    )
+    assert whole[0]["kl"] < 1e-6 < whole[-1]["kl"], "measured from the first parameters, also after the resume"
     assert_same(parts, whole)
 
 
@@ -129,18 +123,14 @@ def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> N
 
 def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:
     keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1")
-    found = {
-        chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)
-    }
+    found = {chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)}
     for name in ("eval_greedy_pass_at_1", "first_eval_pass_at_1", "eval_pass_at_2"):
         assert found[-1][name] == pytest.approx(found[GROUP][name], abs=1e-9)
     texts = [(tmp_path / f"run{chunk}" / "transcripts.jsonl").read_text() for chunk in found]
     assert texts[0] == texts[1]
 
 
-def test_a_warm_start_that_has_no_documents_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warm_start_that_has_no_documents_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     keys = ["dataset_type=jsonl", f"dataset_path={tmp_path / 'p.jsonl'}", f"run_dir={tmp_path / 'run'}"]
     assert main(["rl", *keys, "warm_start_steps=5", "eval_fraction=0"]) == 2
@@ -155,11 +145,7 @@ def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
     (record,) = train(tmp_path / "two", *keys)
     assert record["reward"] == pytest.approx(2 * record["reward/digits"] + record["reward/is_long"], rel=1e-5)
     (record,) = train(tmp_path / "failing", f"reward={tmp_path}/bad.py:bad", "steps=1")
-    assert (
-        record["rewards_failed"] == 8 * GROUP
-        and record["reward"] == 0
-        and record["groups_without_signal"] == 1
-    )
+    assert record["rewards_failed"] == 8 * GROUP and record["reward"] == 0 and record["groups_without_signal"] == 1
 
 
 def test_a_config_without_prompts_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

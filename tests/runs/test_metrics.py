@@ -87,10 +87,7 @@ HOLES: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[int]]] = {
     "garbled": (lambda lines: [*lines[:2], b'{"step": 3, "los\n', *lines[3:]], [3]),
     "of another type": (lambda lines: [*lines[:2], b"[3]\n", b"null\n", b"3\n", *lines[3:]], [3]),
     "nested too deep": (lambda lines: [*lines[:2], b"[" * 100_000 + b"\n", *lines[3:]], [3]),
-    "not UTF-8": (
-        lambda lines: [*lines[:2], b'\xff{"step": 3}\n', b'{"step": 3, "\x80": 1}\n', *lines[3:]],
-        [3],
-    ),
+    "not UTF-8": (lambda lines: [*lines[:2], b'\xff{"step": 3}\n', b'{"step": 3, "\x80": 1}\n', *lines[3:]], [3]),
     "with a text for a number": (lambda lines: [*lines[:2], changed(3, samples_seen="24"), *lines[3:]], [3]),
     "with a true step": (lambda lines: [b'{"step": true}\n', *lines[1:]], [1]),
     "ahead of the position": (lambda lines: [*lines[:2], changed(3, samples_seen=9999), *lines[3:]], [3]),

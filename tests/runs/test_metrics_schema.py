@@ -42,12 +42,7 @@ def test_every_record_of_training_matches_the_schema(tmp_path: Path) -> None:
     train(load_config(overrides=[*TINY_RUN, *keys]), jax.devices()[:1])
     first, last = read_metrics(tmp_path / "run")
     assert faults(first, "train") == faults(last, "train") == []
-    some = {
-        Metric.SAMPLES_BY_SOURCE,
-        Metric.EVAL_LOSS,
-        Metric.GRADIENT_NOISE_SCALE,
-        Metric.CRITICAL_BATCH_ESTIMATE,
-    }
+    some = {Metric.SAMPLES_BY_SOURCE, Metric.EVAL_LOSS, Metric.GRADIENT_NOISE_SCALE, Metric.CRITICAL_BATCH_ESTIMATE}
     assert some <= last.keys()
 
 
@@ -85,6 +80,4 @@ def metrics_table() -> str:
 
 def test_the_docs_show_the_schema() -> None:
     page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert metrics_table() in page.read_text(encoding="utf-8"), (
-        "docs/metrics.md: paste what metrics_table() returns"
-    )
+    assert metrics_table() in page.read_text(encoding="utf-8"), "docs/metrics.md: paste what metrics_table() returns"

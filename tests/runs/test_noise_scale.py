@@ -47,9 +47,7 @@ def exact_noise_scale() -> float:
         (("ici_data_parallelism=2",), 4, BatchShape(16, 2)),  # both
     ],
 )
-def test_it_is_that_of_per_example_gradients(
-    overrides: tuple[str, ...], num_devices: int, shape: BatchShape
-) -> None:
+def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_devices: int, shape: BatchShape) -> None:
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(config, mesh)
@@ -63,10 +61,7 @@ def test_it_is_that_of_per_example_gradients(
         scalars = (np.int32(shape.max_micro_batches), np.float32(0), np.float32(1))
         state, metrics = step(state, batch, *scalars)  # at rate 0 the parameters stay
         measured = measured.after(
-            float(metrics.grad_norm),
-            float(metrics.weight),
-            32,
-            *(float(figure) for figure in metrics.parts),
+            float(metrics.grad_norm), float(metrics.weight), 32, *(float(figure) for figure in metrics.parts)
         )
     assert measured.samples == pytest.approx(exact_noise_scale(), rel=0.1)
 
@@ -91,9 +86,7 @@ def test_the_estimate_is_exact_where_the_moments_are(num_measured: int) -> None:
         (1.0, 10.0, 4, float("inf"), 10.0, 25.0),
     ],
 )
-def test_an_update_that_says_nothing_changes_nothing(
-    update: tuple[float, float, int, float, float, float],
-) -> None:
+def test_an_update_that_says_nothing_changes_nothing(update: tuple[float, float, int, float, float, float]) -> None:
     before = NoiseScale(2.0, 1.0, 0.5)
     assert before.after(*update) == before
     assert NoiseScale().after(*update).samples is None

@@ -21,10 +21,7 @@ from maxbatch.runs.position import (
 )  # fmt: skip
 
 RECORD = CheckpointRecord(
-    Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)),
-    {"data": {"seed": 0}, "model": {"vocab": 3}},
-    7,
-    (2, 1),
+    Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)), {"data": {"seed": 0}, "model": {"vocab": 3}}, 7, (2, 1)
 )
 
 
@@ -72,14 +69,7 @@ def test_a_checksum_that_holds_is_believed_whatever_the_metrics_say(tmp_path: Pa
 
 
 def write_metrics(run_dir: Path, *samples_seen: int) -> None:
-    line = {
-        "step": 4,
-        "tokens_seen": 1,
-        "global_batch_size": 10,
-        "stage": 0,
-        "loss": 1.0,
-        "learning_rate": 1.0,
-    }
+    line = {"step": 4, "tokens_seen": 1, "global_batch_size": 10, "stage": 0, "loss": 1.0, "learning_rate": 1.0}
     lines = [json.dumps(line | {"samples_seen": seen}) + "\n" for seen in samples_seen]
     (run_dir / "metrics.jsonl").write_text("garbled\n" + "".join(lines))
 
@@ -141,9 +131,7 @@ def test_json_that_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], N
         read_record(tmp_path, 4)
 
 
-@pytest.mark.parametrize(
-    "error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")]
-)
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
 def test_a_file_that_the_system_refuses_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:

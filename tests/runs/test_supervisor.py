@@ -32,9 +32,7 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
     def start(arguments: list[str], log: BinaryIO, keep_open: list[int]) -> subprocess.Popen[bytes]:
         assert arguments[0] == "train"
         command = [sys.executable, "-c", arguments[1], *arguments[1:]]
-        processes.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open)
-        )
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open))
         return processes[-1]
 
     monkeypatch.setattr(supervisor, "start_child", start)
@@ -132,15 +130,11 @@ def test_a_stop_request_reaches_every_child_and_starts_nothing_new(tmp_path: Pat
     runs = Scripts(tmp_path, {"a": SLEEP, "b": "import sys, time; time.sleep(60)", "c": "pass"})
     runs.stop = Stopping()
     assert not train(runs)
-    assert {name: end.status for name, end in runs.ends.items()} == {"a": None, "b": None}, (
-        "b died of the signal"
-    )
+    assert {name: end.status for name, end in runs.ends.items()} == {"a": None, "b": None}, "b died of the signal"
     assert [name for name, _ in runs.left] == ["c"]
 
 
-def test_children_end_with_an_exception(
-    tmp_path: Path, scripts_for_children: list[subprocess.Popen[bytes]]
-) -> None:
+def test_children_end_with_an_exception(tmp_path: Path, scripts_for_children: list[subprocess.Popen[bytes]]) -> None:
     class Failing(Scripts):
         def ended(self, run: ChildRun[str], end: ChildEnd) -> None:
             super().ended(run, end)

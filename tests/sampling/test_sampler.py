@@ -113,12 +113,7 @@ MESHES = {
     "4 devices, tensor": (4, ("ici_tensor_parallelism=4",)),
     "8 devices, tensor x fsdp x pipeline": (
         8,
-        (
-            "ici_tensor_parallelism=2",
-            "ici_pipeline_parallelism=2",
-            "num_pipeline_microbatches=2",
-            "scan_layers=true",
-        ),
+        ("ici_tensor_parallelism=2", "ici_pipeline_parallelism=2", "num_pipeline_microbatches=2", "scan_layers=true"),
     ),
 }
 
@@ -158,9 +153,7 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
 
 def test_a_row_has_the_same_response_in_any_batch() -> None:
     config, params = model()
-    parts = [
-        respond(config, params, *prompts(rows), tokenizer=Endless()) for rows in ([3], [5, 0, 4, 2], [1])
-    ]
+    parts = [respond(config, params, *prompts(rows), tokenizer=Endless()) for rows in ([3], [5, 0, 4, 2], [1])]
     for field, whole in on_one_device()._asdict().items():
         joined = np.concatenate([getattr(part, field) for part in parts])[[2, 5, 4, 0, 3, 1]]
         np.testing.assert_allclose(joined, whole, atol=1e-5)
@@ -176,9 +169,7 @@ def test_draws_depend_on_the_seed_and_on_each_of_the_three_ids() -> None:
     config, params = model()
     tokens, lengths, _ = prompts([1] * B)
     ids = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [2**32 - 1, 0, 0], [0, 0, 0]], np.uint32)
-    first, other = (
-        respond(config, params, tokens, lengths, ids, seed=seed).tokens_BxL.tolist() for seed in (0, 1)
-    )
+    first, other = (respond(config, params, tokens, lengths, ids, seed=seed).tokens_BxL.tolist() for seed in (0, 1))
     assert first[0] == first[5]
     assert len({tuple(row) for row in first + other}) == 10
 
@@ -217,9 +208,7 @@ def test_a_full_row_has_no_response() -> None:
     config, params = model()
     full = np.full((2, LENGTH), 65, np.int32)
     ids = np.zeros((2, 3), np.uint32)
-    responses = respond(
-        config, params, full, np.array([LENGTH, LENGTH - 1], np.int32), ids, prompt_length=LENGTH
-    )
+    responses = respond(config, params, full, np.array([LENGTH, LENGTH - 1], np.int32), ids, prompt_length=LENGTH)
     np.testing.assert_array_equal(responses.lengths_B, [LENGTH, LENGTH])
     assert responses.logprobs_BxL[1, -1] < 0 and not responses.logprobs_BxL[:, :-1].any()
 
@@ -256,9 +245,7 @@ def reference_cut(logits: np.ndarray, top_k: int, nucleus_p: float) -> set[int]:
     return kept
 
 
-@pytest.mark.parametrize(
-    ("top_k", "nucleus_p"), [(1, 1.0), (5, 1.0), (40, 0.3), (40, 0.9), (7, 0.8), (40, 1e-6)]
-)
+@pytest.mark.parametrize(("top_k", "nucleus_p"), [(1, 1.0), (5, 1.0), (40, 0.3), (40, 0.9), (7, 0.8), (40, 1e-6)])
 def test_top_k_and_nucleus_keep_what_their_definitions_say(top_k: int, nucleus_p: float) -> None:
     logits = np.random.default_rng(1).normal(0, 2, (3, 40)).astype(np.float32)
     logits[1, ::3] = -np.inf  # ids that are never drawn

@@ -134,9 +134,7 @@ def test_a_worker_that_ended_is_set_up_anew(setup: Callable[..., Any], tmp_path:
     ("how", "raised", "said"),
     [("raises", ValueError, "two\nlines"), ("dies", WorkerEnded, "the process ended with exit code 3")],
 )
-def test_a_setup_that_fails_is_told(
-    setup: Callable[..., Any], how: str, raised: type[Exception], said: str
-) -> None:
+def test_a_setup_that_fails_is_told(setup: Callable[..., Any], how: str, raised: type[Exception], said: str) -> None:
     with WorkerPool(functools.partial(setup, how=how), 2) as pool:
         with pytest.raises(raised, match=said):
             pool.wait_for_setup()
@@ -189,9 +187,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("work", ["at once", "a", "sleeps", "spins"])
-def test_workers_end_with_a_parent_that_is_killed(
-    setup: Callable[..., Any], tmp_path: Path, work: str
-) -> None:
+def test_workers_end_with_a_parent_that_is_killed(setup: Callable[..., Any], tmp_path: Path, work: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with subprocess.Popen(
         [sys.executable, "script.py", work], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -123,17 +123,8 @@ def flip_the_samples(step: Path) -> None:
 
 def other_samples_than_the_metrics(step: Path) -> None:
     """As a version wrote it whose JSON had no checksum."""
-    change_the_position(
-        step, lambda saved: (saved.pop("json_checksum"), saved["position"].update(samples_seen=50))
-    )
-    line = {
-        "step": 3,
-        "samples_seen": 30,
-        "tokens_seen": 960,
-        "global_batch_size": 10,
-        "stage": 0,
-        "loss": 1.0,
-    }
+    change_the_position(step, lambda saved: (saved.pop("json_checksum"), saved["position"].update(samples_seen=50)))
+    line = {"step": 3, "samples_seen": 30, "tokens_seen": 960, "global_batch_size": 10, "stage": 0, "loss": 1.0}
     (step.parent.parent / "metrics.jsonl").write_text(json.dumps(line | {"learning_rate": 0.1}) + "\n")
 
 
@@ -168,9 +159,7 @@ def lose_everything(step: Path) -> None:
         lose_everything,
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
-    saved: Saved, damage: Callable[[Path], None]
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved: Saved, damage: Callable[[Path], None]) -> None:
     damage(saved.folder / "checkpoints" / "3")
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
@@ -215,17 +204,12 @@ def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
 def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Saved) -> None:
     other = tiny_config("opt_type=adafactor", "adam_b1=0")
     abstract = abstract_state(other, make_mesh(other, jax.devices()[:1]))
-    with (
-        saved.open() as checkpoints,
-        pytest.raises(ConfigError, match="no checkpoint has the arrays of this"),
-    ):
+    with saved.open() as checkpoints, pytest.raises(ConfigError, match="no checkpoint has the arrays of this"):
         checkpoints.restore(abstract)
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"]
-)
+@pytest.mark.parametrize("name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"])
 def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, name: str) -> None:
     saved.folder = tmp_path / name / "run"
     saved.folder.mkdir(parents=True)
@@ -285,10 +269,7 @@ def test_a_full_disk_says_so(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> N
         raise ValueError("RESOURCE_EXHAUSTED: Failed writing [os_error_code='28']")
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", refuse)
-    with (
-        saved.open() as checkpoints,
-        pytest.raises(TrainingError, match="checkpoints: no space left on the disk"),
-    ):
+    with saved.open() as checkpoints, pytest.raises(TrainingError, match="checkpoints: no space left on the disk"):
         checkpoints.save(saved.state, Position(4, 40))
 
 

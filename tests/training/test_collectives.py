@@ -73,9 +73,7 @@ def test_a_pipeline_sends_parts_to_neighbours_and_gradients_over_the_data_axis_o
         ("replica_groups={}, x", {"data", "fsdp", "tensor"}),
     ],
 )  # fmt: skip
-def test_the_axes_of_a_collective_are_read_from_every_way_of_writing_its_groups(
-    line: str, axes: set[str]
-) -> None:
+def test_the_axes_of_a_collective_are_read_from_every_way_of_writing_its_groups(line: str, axes: set[str]) -> None:
     text = f"ENTRY main (p: f32[2]) -> f32[2] {{\n  %a = f32[2,3]{{1,0}} all-reduce(%p), {line}\n}}\n"
     (found,) = collectives(text, {"data": 2, "fsdp": 2, "tensor": 2}, trips=1)
     assert (found.num_bytes, found.axes, found.times) == (24, axes, 1)

@@ -13,12 +13,7 @@ from tests.helpers.tiny import read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow
 
-RUN = (
-    "learning_rate_schedule=constant",
-    "warmup_steps_fraction=0",
-    "checkpoint_period=1000",
-    "packing=false",
-)
+RUN = ("learning_rate_schedule=constant", "warmup_steps_fraction=0", "checkpoint_period=1000", "packing=false")
 BATCHES = {
     "constant": "global_batch_size=24",
     "ramp": "batch_size_schedule=0:8 32:16 96:24",
@@ -33,16 +28,8 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "four devices, data": (4, "1", ("ici_data_parallelism=4",)),
     "eight devices, data and fsdp": (8, "1", ("ici_data_parallelism=2",)),
     "four devices, context and tensor": (4, "2", ("ici_context_parallelism=2", "ici_tensor_parallelism=2")),
-    "eight devices, pipeline, data and fsdp": (
-        8,
-        "1",
-        ("ici_pipeline_parallelism=2", "ici_data_parallelism=2"),
-    ),
-    "eight devices, data, fsdp and tensor": (
-        8,
-        "0.5",
-        ("ici_data_parallelism=2", "ici_tensor_parallelism=2"),
-    ),
+    "eight devices, pipeline, data and fsdp": (8, "1", ("ici_pipeline_parallelism=2", "ici_data_parallelism=2")),
+    "eight devices, data, fsdp and tensor": (8, "0.5", ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
 }
 
 
@@ -62,15 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
 
 
 def assert_same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
-    same = (
-        "step",
-        "samples_seen",
-        "tokens_seen",
-        "global_batch_size",
-        "stage",
-        "data_fingerprint",
-        "learning_rate",
-    )
+    same = ("step", "samples_seen", "tokens_seen", "global_batch_size", "stage", "data_fingerprint", "learning_rate")
     assert [[m[key] for key in same] for m in metrics] == [[m[key] for key in same] for m in reference]
     for key in ("loss", "grad_norm"):
         assert [m[key] for m in metrics] == pytest.approx([m[key] for m in reference], rel=2e-4)
@@ -88,17 +67,9 @@ def test_all_layouts_of_one_batch_are_one_run(
     ("batch", "stops", "layouts"),
     [
         ("constant", (5,), ("four devices, fsdp", "two devices")),
-        (
-            "ramp",
-            (3, 7),
-            ("eight devices, data and fsdp", "one device, a row at a time", "four devices, data"),
-        ),
+        ("ramp", (3, 7), ("eight devices, data and fsdp", "one device, a row at a time", "four devices, data")),
         ("up and down", (2,), ("two devices", "eight devices, data and fsdp")),
-        (
-            "ramp",
-            (2, 5),
-            ("eight devices, pipeline, data and fsdp", "two devices", "four devices, context and tensor"),
-        ),
+        ("ramp", (2, 5), ("eight devices, pipeline, data and fsdp", "two devices", "four devices, context and tensor")),
     ],
 )
 def test_a_resume_onto_another_layout_is_not_noticed(
@@ -120,9 +91,7 @@ def test_a_resume_with_another_batch_goes_on_in_the_same_stream(
     run(tmp_path, "one device, one pass", "global_batch_size=24", "steps=6")
     metrics = run(tmp_path, "two devices", "global_batch_size=8", "steps=24")
     assert [m["samples_seen"] for m in metrics[6:]] == list(range(6 * 24 + 8, 12 * 24 + 1, 8))
-    thirds = [
-        sum(int(m["data_fingerprint"], 16) for m in metrics[i : i + 3]) % 2**64 for i in range(6, 24, 3)
-    ]
+    thirds = [sum(int(m["data_fingerprint"], 16) for m in metrics[i : i + 3]) % 2**64 for i in range(6, 24, 3)]
     assert thirds == [int(m["data_fingerprint"], 16) for m in reference["constant"][6:]]
 
 

@@ -22,9 +22,7 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
         "scan_layers=true", f"remat_policy={remat_policy}", "base_num_decoder_layers=3", "dtype=float32"
     )
     params = nnx.state(Decoder(config, rngs=nnx.Rngs(0)), nnx.Param)
-    tokens_MxL = jnp.asarray(
-        np.random.default_rng(0).integers(1, 200, (2, config.max_target_length)), jnp.int32
-    )
+    tokens_MxL = jnp.asarray(np.random.default_rng(0).integers(1, 200, (2, config.max_target_length)), jnp.int32)
     rows = (tokens_MxL, jnp.ones_like(tokens_MxL), jnp.ones(tokens_MxL.shape, jnp.float32))
 
     def loss(params: nnx.State, sums: nnx.State | None) -> jax.Array:

@@ -95,8 +95,7 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
     parameters = parameters_of(config_of(opt_type))
     gradients = [random_like(parameters, 1)]
     with_decay, without = (
-        after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients)
-        for decay in (0.5, 0.0)
+        after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients) for decay in (0.5, 0.0)
     )
 
     def check(path: Any, a: jax.Array, b: jax.Array, before: jax.Array) -> None:
@@ -114,16 +113,13 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
-    jax.tree.map(
-        lambda a, b, p: np.testing.assert_allclose(b - p, 2 * (a - p), atol=1e-6), one, two, parameters
-    )
+    jax.tree.map(lambda a, b, p: np.testing.assert_allclose(b - p, 2 * (a - p), atol=1e-6), one, two, parameters)
     assert jax.tree.structure(state_one) == jax.tree.structure(start)
     assert [x.shape for x in jax.tree.leaves(state_one)] == [x.shape for x in jax.tree.leaves(start)]
 
 
 @pytest.mark.parametrize(
-    ("opt_type", "least", "most"),
-    [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)],
+    ("opt_type", "least", "most"), [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)]
 )
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
     config = config_of(opt_type)
@@ -140,9 +136,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
     moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
     updates = nnx.to_pure_dict(jax.tree.map(lambda a, b: a - b, moved, parameters))
     layers = updates["layers"]
-    matrices = {
-        name: layers["attention"][name].reshape(NUM_LAYERS, 128, -1) for name in ("query", "key", "value")
-    }
+    matrices = {name: layers["attention"][name].reshape(NUM_LAYERS, 128, -1) for name in ("query", "key", "value")}
     matrices |= {"out": layers["attention"]["out"].reshape(NUM_LAYERS, -1, 128), **layers["mlp"]}
     for name, update in matrices.items():
         values = np.linalg.svd(update, compute_uv=False)
@@ -167,9 +161,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition 4)."""
-    scaled = config_of(
-        "adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99"
-    )
+    scaled = config_of("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
     plain = config_of("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
     parameters = parameters_of(plain)
     gradient = random_like(parameters, 1)

@@ -13,15 +13,7 @@ from maxbatch.training.progress import RunProgress
 
 def record(step: int, **more: Any) -> dict[str, Any]:
     base = {"loss": 2.5, "global_batch_size": 16, "stage": 1, "learning_rate": 1e-3}
-    return {
-        "step": step,
-        **base,
-        "tokens_per_second": 12345.6,
-        "grad_norm": 1.0,
-        "mfu": None,
-        "skipped": False,
-        **more,
-    }
+    return {"step": step, **base, "tokens_per_second": 12345.6, "grad_norm": 1.0, "mfu": None, "skipped": False, **more}
 
 
 def lines(records: list[dict[str, Any]], num_stages: int = 1) -> list[str]:
@@ -40,9 +32,7 @@ def test_a_pipe_gets_the_first_the_last_and_every_tenth_update() -> None:
 
 
 def test_eval_and_skips_are_shown_whenever_they_happen() -> None:
-    shown = lines(
-        [record(3, eval_loss=2.25), record(4, skipped=True, loss=float("nan"), grad_norm=float("nan"))]
-    )
+    shown = lines([record(3, eval_loss=2.25), record(4, skipped=True, loss=float("nan"), grad_norm=float("nan"))])
     assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith("skipped: a gradient is not finite")
 
 

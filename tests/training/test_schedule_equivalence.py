@@ -45,9 +45,7 @@ def _() -> None:
     assert "`learning_rate_scaling=linear`, `reference_batch_size`" in check.rows["linear-scaling"][-1]
     shape = ("steps=90", "learning_rate=0.1")
     tuned = rate_here(*shape, "global_batch_size=256")
-    scaled = rate_here(
-        *shape, "global_batch_size=2048", "learning_rate_scaling=linear", "reference_batch_size=256"
-    )
+    scaled = rate_here(*shape, "global_batch_size=2048", "learning_rate_scaling=linear", "reference_batch_size=256")
     for step in range(90):
         assert scaled.at(step * 2048) == pytest.approx(8 * tuned.at(step * 256), rel=1e-12)
 
@@ -159,8 +157,7 @@ def _() -> None:
 def _() -> None:
     there, ours = maxtext_ramp(first=2, rise=3, increments=4, samples=1_200)
     begins, begins_here = (
-        {batch: sum(batches[: batches.index(batch)]) for batch in sorted(set(batches))}
-        for batches in (there, ours)
+        {batch: sum(batches[: batches.index(batch)]) for batch in sorted(set(batches))} for batches in (there, ours)
     )
     assert begins != begins_here and all(begins[batch] >= begins_here[batch] for batch in begins)
     schedule = " ".join(f"{sample}:{batch}" for batch, sample in begins.items())
@@ -171,11 +168,7 @@ def _() -> None:
 @check("maxtext-fraction")
 def _() -> None:
     devices, p, steps = 32, 0.25, 2
-    keys = (
-        f"per_device_batch_size={p}",
-        f"gradient_accumulation_steps={steps}",
-        "ici_tensor_parallelism=4",
-    )
+    keys = (f"per_device_batch_size={p}", f"gradient_accumulation_steps={steps}", "ici_tensor_parallelism=4")
     loaded, trained_on = devices * steps, int(devices * p) * steps  # MaxText's, before and after its cut
     plan = BatchPlan.from_config(load_config(overrides=keys), devices)
     assert plan.global_batch_size_to_train_on == plan.global_batch_size_to_load == trained_on

@@ -70,9 +70,7 @@ def test_a_batch_that_the_devices_cannot_hold_is_refused_before_anything_is_writ
     assert not (tmp_path / "config.yml").exists() and not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_several_slices_are_planned_as_the_mesh_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_slices(monkeypatch, 4)
     train(tiny_config(*TWO_SLICES, "steps=1", f"run_dir={tmp_path}"), jax.devices())
     assert read_metrics(tmp_path)[0]["global_batch_size"] == 16 * 8
@@ -104,9 +102,7 @@ def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
     ends = [batch * updates_per_batch for batch in range(num_batches + 1)]
     due = [step for last, step in itertools.pairwise(ends) if is_due(period, last, step)]
     reached = range(period, ends[-1] + 1, period)
-    assert due == sorted(
-        {-(-multiple // updates_per_batch) * updates_per_batch for multiple in reached} & set(ends)
-    )
+    assert due == sorted({-(-multiple // updates_per_batch) * updates_per_batch for multiple in reached} & set(ends))
     if updates_per_batch == 1:
         assert due == [step for step in ends[1:] if step % period == 0]
 
@@ -120,15 +116,8 @@ def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_can_go_on(
-    tmp_path: Path,
-) -> None:
-    run = (
-        "checkpoint_period=1",
-        "learning_rate_schedule=constant",
-        "warmup_steps_fraction=0",
-        f"run_dir={tmp_path}",
-    )
+def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_can_go_on(tmp_path: Path) -> None:
+    run = ("checkpoint_period=1", "learning_rate_schedule=constant", "warmup_steps_fraction=0", f"run_dir={tmp_path}")
     train(tiny_config(*run, "steps=1"), ONE)
     with pytest.raises(DivergedError, match="3 updates in a row had a new state that is not finite"):
         train(tiny_config(*run, "steps=9", "learning_rate=1e300", "max_consecutive_skips=3"), ONE)

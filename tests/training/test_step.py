@@ -90,9 +90,7 @@ def test_the_update_does_not_depend_on_devices_or_on_the_cut(
     num_devices: int, micro_batch: int, max_micro_batches: int, overrides: tuple[str, ...]
 ) -> None:
     batches = [some_rows(ROWS, seed) for seed in range(3)]
-    assert_same_run(
-        run_steps(batches, micro_batch, max_micro_batches, num_devices, overrides), one_device_one_pass()
-    )
+    assert_same_run(run_steps(batches, micro_batch, max_micro_batches, num_devices, overrides), one_device_one_pass())
 
 
 def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -> None:
@@ -229,9 +227,7 @@ def test_gradients_cross_the_data_axis_once_per_update() -> None:
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S))
     called = [re.search(r" while\(.*body=%([\w.-]+)", text).group(1)]
     for name in called:
-        called += [
-            n for n in re.findall(r"%([\w.-]+)", computations[name]) if n in computations and n not in called
-        ]
+        called += [n for n in re.findall(r"%([\w.-]+)", computations[name]) if n in computations and n not in called]
     assert sum("dot(" in computations[name] for name in called), "the loop computes the gradients"
     assert not [name for name in called if COLLECTIVE.search(computations[name])]
     assert COLLECTIVE.search(text)
@@ -249,9 +245,7 @@ def test_strict_types() -> None:
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         config, mesh, abstract, _ = _program(1, ())
         batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS), ROWS, BatchShape(4, 4))
-        make_train_step(config, mesh, abstract).lower(
-            abstract, batch, jnp.int32(4), jnp.float32(0), jnp.float32(1)
-        )
+        make_train_step(config, mesh, abstract).lower(abstract, batch, jnp.int32(4), jnp.float32(0), jnp.float32(1))
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "lion", "adafactor", "muon", "sgd"])

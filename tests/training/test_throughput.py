@@ -20,9 +20,7 @@ def test_rates_follow_from_real_rows_and_seconds() -> None:
     config = tiny_config()
     rates = ThroughputMeter(config, devices("cpu"))(num_rows=10, seconds=0.5)
     assert rates.tokens_per_second == 10 * LENGTH / 0.5
-    assert rates.tflops_per_device == pytest.approx(
-        rates.tokens_per_second * model_flops_per_token(config) / 4 / 1e12
-    )
+    assert rates.tflops_per_device == pytest.approx(rates.tokens_per_second * model_flops_per_token(config) / 4 / 1e12)
     assert rates.mfu is None, "a CPU's peak is unknown"
 
 

@@ -82,12 +82,7 @@ def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     mesh = make_mesh(config, jax.devices()[:W])
     abstract = abstract_state(config, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return (
-        mesh,
-        make_train_step(config, mesh, abstract),
-        shardings,
-        jax.device_get(init_state(config, abstract)),
-    )
+    return (mesh, make_train_step(config, mesh, abstract), shardings, jax.device_get(init_state(config, abstract)))
 
 
 def update(rows: Rows, rate: float, overrides: tuple[str, ...] = SGD) -> TrainState:
@@ -117,9 +112,7 @@ def start() -> Vector:
 def is_matrix() -> Vector:
     """1 for entries of matrices, 0 for those of norm scales."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters())
-    return np.concatenate(
-        [np.full(leaf.size, "scale" not in jax.tree_util.keystr(path)) for path, leaf in leaves]
-    )
+    return np.concatenate([np.full(leaf.size, "scale" not in jax.tree_util.keystr(path)) for path, leaf in leaves])
 
 
 # --- there: plain JAX on two rows at a time, and loops
@@ -133,9 +126,7 @@ def _gradient(params: Any, rows: Rows, reduction: str) -> Any:
         decoder = nnx.merge(graphdef, params)
         logits = decoder.hidden(rows["tokens"], rows["segments"]) @ decoder.output_projection()
         weights = rows["weights"][:, 1:]
-        losses = weights * optax.softmax_cross_entropy_with_integer_labels(
-            logits[:, :-1], rows["tokens"][:, 1:]
-        )
+        losses = weights * optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
         if reduction == "sum":
             return losses.sum()
         if reduction == "mean":

@@ -115,9 +115,7 @@ class Branches:
         try:
             shutil.copytree(source, linking, copy_function=_link_or_copy)
         except OSError as error:
-            raise ConfigError(
-                f"{source}: cannot be forked ({error}); name others with --checkpoints"
-            ) from None
+            raise ConfigError(f"{source}: cannot be forked ({error}); name others with --checkpoints") from None
         (folder / "checkpoints").mkdir()
         linking.rename(folder / "checkpoints" / str(step))
 

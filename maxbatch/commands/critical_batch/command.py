@@ -34,9 +34,7 @@ TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=local_path, metavar="RUN", help="the folder of a run that kept several checkpoints"
-    )
+    parser.add_argument("run", type=local_path, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
         "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
         type=_flag(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
@@ -58,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
         type=_flag(Scalar("", "real", Bounds(0)).read, "a number from 0 on", str(TOLERANCE)),
     )  # fmt: skip
-    parser.add_argument(
-        "--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices"
-    )
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
         with BranchProgress(console, branches) as progress:
             Supervisor(BranchRuns(branches, lock, flags, progress), 1, progress.say).train(stop)
         if left := branches.left():
-            console.print(
-                f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on."
-            )
+            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on.")
             return EXIT_STOPPED
         _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console)
     return 0
@@ -119,9 +113,7 @@ def _conclude(found: Measurement, folder: Path, console: Console) -> None:
     path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
     write_json(path, found.to_json())
     console.print(found.table())
-    console.print(
-        f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise"
-    )
+    console.print(f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise")
     for result in found.forks:
         console.print(str(result))
     page = Page(f"maxbatch critical-batch: {found.run.path.name}")
@@ -132,9 +124,7 @@ def _conclude(found: Measurement, folder: Path, console: Console) -> None:
         console.print(f"no batch above {stages[0][1]:,} is within the tolerance at every later checkpoint")
     if all(result.critical.is_at_least for result in found.forks):
         further = joined((*plan.factors, 2 * plan.factors[-1]))
-        console.print(
-            f"the largest batch tried is within the tolerance everywhere; further: --factors {further}"
-        )
+        console.print(f"the largest batch tried is within the tolerance everywhere; further: --factors {further}")
     if len(plan.forks) == 1:
         console.print("one checkpoint does not show how the critical batch size changes; train with "
                       "max_num_checkpoints_to_keep=null")  # fmt: skip

@@ -87,14 +87,10 @@ class MeasuredRun:
         """Returns the fork at a checkpoint, with batch and rate of the next update, or of the last one."""
         index = next((i for i, record in enumerate(self.records) if record[Metric.STEP] == step), None)
         if index is None:
-            raise ConfigError(
-                f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of it"
-            )
+            raise ConfigError(f"{self.path}: metrics.jsonl holds no update {step}, but there is a checkpoint of it")
         at = self.records[min(index + 1, len(self.records) - 1)]
         near = self.records[max(0, index - 1) : index + 2]  # a run's last update may be a partial one
-        batches = [
-            record[Metric.GLOBAL_BATCH_SIZE] for record in near if record[Metric.STAGE] == at[Metric.STAGE]
-        ]
+        batches = [record[Metric.GLOBAL_BATCH_SIZE] for record in near if record[Metric.STAGE] == at[Metric.STAGE]]
         saved = self.checkpoints[step]
         return Fork(step, saved.position.samples_seen, max(batches), at[Metric.LEARNING_RATE], saved.checksum)
 

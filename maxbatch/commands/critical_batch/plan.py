@@ -136,9 +136,7 @@ def _wanted(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
 
 def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
     if not run.checkpoints:
-        raise ConfigError(
-            f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true"
-        )
+        raise ConfigError(f"{run.path}: has no checkpoints to fork from; train with enable_checkpointing=true")
     for step in steps or ():
         if step not in run.checkpoints:
             nearest = min(run.checkpoints, key=lambda there: abs(there - step))

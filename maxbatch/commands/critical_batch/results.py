@@ -108,9 +108,7 @@ class Measurement:
             if ends is not None and base is not None:
                 difference, error = smoothed(ends) - smoothed(base), standard_error(ends, base)
             folder = str(self.branches.folder(branch))
-            results.append(
-                BranchResult(batch, rate, branch.updates, losses[batch], difference, error, folder)
-            )
+            results.append(BranchResult(batch, rate, branch.updates, losses[batch], difference, error, folder))
         return ForkResult(fork, results, critical_batch(losses, fork.batch_size, self.tolerance))
 
     @property

@@ -29,9 +29,7 @@ _POLICIES = ("none", "minimal", "full")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch fit`."""
     add_target_arguments(parser)
-    parser.add_argument(
-        "--write", type=local_path, metavar="FILE", help="put the choice into this config file"
-    )
+    parser.add_argument("--write", type=local_path, metavar="FILE", help="put the choice into this config file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,9 +72,7 @@ def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
     return changed.lock()
 
 
-def _nothing_fits(
-    as_json: bool, oracles: Sequence[CompilerOracle], target: Target, smallest: object
-) -> TrainingError:
+def _nothing_fits(as_json: bool, oracles: Sequence[CompilerOracle], target: Target, smallest: object) -> TrainingError:
     from maxbatch.training.compile.memory import gigabytes
 
     last = oracles[-1]

@@ -47,9 +47,7 @@ class CompilerOracle:
     The batch keys of the config are ignored; `say` is called with a line of text before each compilation.
     """
 
-    def __init__(
-        self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config).parent / "fit"

@@ -68,9 +68,7 @@ def config_differences(runs: Sequence[ReportedRun]) -> str:
     if len(configs) == 1:
         title, configs = "where it differs from base.yml", [("base.yml", load_config()), *configs]
     texts = {
-        name: [key.write(config[name]) for _, config in configs]
-        for name, key in keys().items()
-        if name != "run_dir"
+        name: [key.write(config[name]) for _, config in configs] for name, key in keys().items() if name != "run_dir"
     }
     rows = [[name, *values] for name, values in texts.items() if len(set(values)) > 1]
     found = table(["key", *(name for name, _ in configs)], rows) if rows else paragraph("No key differs.")

@@ -29,9 +29,7 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
             place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
             raise ConfigError(re.sub(place, f"{sweep.path}, base", str(error))) from None
     if sweep.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
-        raise ConfigError(
-            f"{sweep.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss"
-        )
+        raise ConfigError(f"{sweep.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss")
     return {name: key.write(config[name]) for name, key in keys().items() if name != "run_dir"}
 
 

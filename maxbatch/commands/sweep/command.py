@@ -71,9 +71,7 @@ def run(args: argparse.Namespace) -> int:
 class TrialRuns:
     """The trials of a sweep for the supervisor, each told to the user (`say`) in a line at its start and its end."""
 
-    def __init__(
-        self, folder: SweepFolder, study: SweepStudy, metric: str, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, say: Callable[[str], None]) -> None:
         self._folder, self._study, self._metric, self._say = folder, study, metric, say
 
     def next(self) -> ChildRun[Trial] | None:

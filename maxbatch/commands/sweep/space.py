@@ -77,9 +77,7 @@ class Range:
             raise ConfigError(f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]")
         ends = [key.read(text) for text in (low, high)]
         if None in ends:
-            raise ConfigError(
-                f"{key.name}: low and high must be numbers; works: a list of values with null in it"
-            )
+            raise ConfigError(f"{key.name}: low and high must be numbers; works: a list of values with null in it")
         bottom, top = (exact(end) for end in ends if not isinstance(end, str | None))
         width = None if step is None else _step(step)
         number = "a whole number" if _is_whole(key) else "a number"
@@ -114,9 +112,7 @@ class Range:
         number: type[int] | type[float] = int if _is_whole(self.key) else float
         suggest = trial.suggest_int if number is int else trial.suggest_float
         step = {} if self.step is None else {"step": number(self.step)}
-        return self._text(
-            suggest(self.key.name, number(self.low), number(self.high), log=self.is_log, **step)
-        )
+        return self._text(suggest(self.key.name, number(self.low), number(self.high), log=self.is_log, **step))
 
     def to_json(self) -> dict[str, Any]:
         """Returns what a sweep's records say about the key."""

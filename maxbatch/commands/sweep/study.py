@@ -28,9 +28,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
 
 MOST_COMBINATIONS = 100_000
-_LOST_S = (
-    60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
-)
+_LOST_S = 60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
 Overrides = dict[str, str]

@@ -62,9 +62,7 @@ class SweepFile:
                 rule = rule if key in keys() else "unknown key"
                 nearest = nearest_name(key, _KEYS, least_like=0)
                 raise ConfigError(f"{where}: {shown(key)}: {rule}; nearest: {nearest}")
-        values: dict[str, Any] = {
-            setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS
-        }
+        values: dict[str, Any] = {setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS}
         _check_sampler(path, nodes, values)
         return cls(**values | {
             "path": path,
@@ -149,9 +147,7 @@ def _parameter(path: Path, key: Key, node: yaml.Node) -> Parameter:
         return _range(path, key, node)
     if isinstance(node, yaml.ScalarNode):
         value = shown(node.value)
-        raise ConfigError(
-            f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]"
-        )
+        raise ConfigError(f"{key.name}={value}: must be a list of values or {{low, high, log}}; works: [{value}]")
     if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
         raise ConfigError(f"{key.name}: must be a list of single values; works: [{key.default}]")
     return Choices.read(key, [(item.value, item.style is None) for item in node.value])

@@ -41,9 +41,7 @@ class HostOrder:
     def __init__(self, placement: Placement, series: Sequence[BatchSeries]) -> None:
         self._series = series
         # Per series: this host's rows of a batch, and the place of the first of them in this order.
-        self._rows = [
-            placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)] for one in series
-        ]
+        self._rows = [placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)] for one in series]
         sizes = [p.num_batches * len(rows) for p, rows in zip(series, self._rows, strict=True)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._size = sum(sizes)
@@ -145,10 +143,7 @@ class Feed:
             step, end = max(stage.first_step, self._first_step), stage.first_step + (stage.num_steps or 0)
             while step < end:
                 position = manager.position_after(step)
-                num_rows, last_rows = (
-                    manager.rows_at(position),
-                    manager.rows_at(manager.position_after(end - 1)),
-                )
+                num_rows, last_rows = (manager.rows_at(position), manager.rows_at(manager.position_after(end - 1)))
                 num_batches = end - step - (last_rows < num_rows)
                 series.append(BatchSeries(position, num_rows, num_batches, self._shape_for(stage, True)))
                 step += num_batches

@@ -85,12 +85,7 @@ def build_store(
 
 
 def _write_files(
-    folder: Path,
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    config: ConfigDict,
-    workers: int,
-    progress: Progress,
+    folder: Path, source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict, workers: int, progress: Progress
 ) -> dict[str, Any]:
     layout = TokenLayout.of(tokenizer, config)
     tokeniser = Tokeniser(source, tokenizer, layout)

@@ -56,9 +56,7 @@ class DocumentSource:
     skip_bad_records: bool  # leave out records that cannot be read
 
     @classmethod
-    def from_config(
-        cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False
-    ) -> DocumentSource:
+    def from_config(cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
         A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, documents are
@@ -153,9 +151,7 @@ class DocumentSource:
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:
     if dataset_type not in FOLDER_FILES:
-        raise ConfigError(
-            f"dataset_type={dataset_type}: is not a file format for documents; works: dataset_type=jsonl"
-        )
+        raise ConfigError(f"dataset_type={dataset_type}: is not a file format for documents; works: dataset_type=jsonl")
     return list_files(key, value, *FOLDER_FILES[dataset_type])
 
 
@@ -170,9 +166,7 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     )
     files = tuple(file for file in found if file.size)
     if not files:
-        raise ConfigError(
-            f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type"
-        )
+        raise ConfigError(f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type")
     return files
 
 

@@ -42,9 +42,7 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
     paths = [path.strip() for path in value.split(";")]
     if not all(paths):
         works = ";".join(filter(None, paths))
-        raise ConfigError(
-            f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}"
-        )
+        raise ConfigError(f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}")
     listings = [_list_path(f"{key}={shown(repr(path))}", path, wanted, kind) for path in paths]
     files, missing = zip(*listings, strict=True)
     return Listing(tuple(itertools.chain(*files)), tuple(itertools.chain(*missing)))

@@ -76,7 +76,5 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
         prepared = bool(manifest[key.removeprefix("add_")])
         if config[key] != prepared:
             stated, works = (str(value).lower() for value in (config[key], prepared))
-            raise ConfigError(
-                f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}"
-            )
+            raise ConfigError(f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}")
     return store

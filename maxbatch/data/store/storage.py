@@ -38,9 +38,7 @@ class SourceFile(NamedTuple):
     path: str  # absolute, or a URL
     name: str  # its path below the dataset
     size: int  # bytes
-    stamp: (
-        int | str
-    )  # changes with the content: mtime in ns, or what a store gives as the version of the object
+    stamp: int | str  # changes with the content: mtime in ns, or what a store gives as the version of the object
 
 
 def is_remote(path: str) -> bool:

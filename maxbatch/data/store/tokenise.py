@@ -80,9 +80,7 @@ class Tokenised:
     source_bytes: int  # bytes of the files that were read, about
     lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
     digests: bytes = b""  # hashes of the documents, one after the other
-    held_out: list[int] = field(
-        default_factory=list
-    )  # numbers, in the job, of what the dataset itself holds out
+    held_out: list[int] = field(default_factory=list)  # numbers, in the job, of what the dataset itself holds out
     skipped: int = 0  # records left out
     text_bytes: int = 0  # of all documents
 

@@ -155,9 +155,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         try:
             encodings = library.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
-            raise self.error(
-                f"cannot encode every text: {error}; its unk_token must be in its vocabulary"
-            ) from error
+            raise self.error(f"cannot encode every text: {error}; its unk_token must be in its vocabulary") from error
         return (encoding.ids for encoding in encodings)
 
     def _special(self, name: str) -> int | None:

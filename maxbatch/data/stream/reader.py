@@ -28,9 +28,7 @@ class Order(Protocol):
 
     def __len__(self) -> int: ...  # `ENDLESS` if there is no last sample
 
-    def indices(
-        self, first: int, stop: int
-    ) -> np.ndarray: ...  # int64: of the samples at places first to stop - 1
+    def indices(self, first: int, stop: int) -> np.ndarray: ...  # int64: of the samples at places first to stop - 1
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,7 @@ class SyntheticRows:
     skipped_records = 0
 
     def __init__(
-        self,
-        samples: int,
-        row_length: int,
-        seed: int,
-        token_range: int,
-        split: HeldOutFraction,
-        held_out: bool,
+        self, samples: int, row_length: int, seed: int, token_range: int, split: HeldOutFraction, held_out: bool
     ):
         """Describes one split of `samples` rows; tokens are below `token_range`, and ASCII if that is at least 128."""
         self.row_length = row_length

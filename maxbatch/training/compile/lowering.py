@@ -54,9 +54,7 @@ class Programs:
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
     """
 
-    def __init__(
-        self, config: ConfigDict, devices: Sequence[jax.Device], shape: MeshShape, expansion: int = 1
-    ) -> None:
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], shape: MeshShape, expansion: int = 1) -> None:
         self.config, self._shape = config, shape
         self.mesh: Mesh = lay_out(shape, devices)
         self.placement = Placement(batch_sharding(self.mesh), config.max_target_length, expansion)

@@ -108,11 +108,7 @@ def save_programs(
 
 def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
     """Returns what the programs of a run depend on, by part."""
-    return {
-        "versions": versions(devices[0].platform),
-        "devices": device_facts(devices),
-        "config": program_keys(config),
-    }
+    return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": program_keys(config)}
 
 
 class SavedPrograms:
@@ -178,9 +174,7 @@ class SavedPrograms:
             return _load(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(" ".join(str(error).split()))
-            raise ConfigError(
-                f"{path}: is no executable for these devices ({reason}); compile again"
-            ) from error
+            raise ConfigError(f"{path}: is no executable for these devices ({reason}); compile again") from error
 
 
 def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
@@ -191,9 +185,7 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
 
     lowering: Any = lowered._lowering
     facts = lowering.compile_args
-    effects = {
-        name: facts[name] for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")
-    }
+    effects = {name: facts[name] for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")}
     if any(effects.values()):
         raise ValueError("a program with side effects cannot be loaded")
     inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
@@ -210,10 +202,7 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
         dispatch_in_layouts=layouts[0],
         xla_out_layouts=layouts[1],
         pgle_profiler=None,
-        **{
-            name: facts[name]
-            for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")
-        },
+        **{name: facts[name] for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")},
         **effects,
     )
     return jax.stages.Compiled(

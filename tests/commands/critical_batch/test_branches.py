@@ -9,9 +9,7 @@ from rich.console import Console
 
 from maxbatch import ConfigError
 from maxbatch.commands.critical_batch.branches import Branches, locked
-from maxbatch.commands.critical_batch.critical_size import (
-    smoothed,
-)
+from maxbatch.commands.critical_batch.critical_size import smoothed
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import check_plan, make_plan
 from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
@@ -85,9 +83,5 @@ def test_two_commands_on_one_run_do_not_mix(tmp_path, monkeypatch):
     from maxbatch.commands.critical_batch import branches
 
     monkeypatch.setattr(branches, "_LOCK_S", 0)
-    with (
-        branches.locked(tmp_path),
-        pytest.raises(ConfigError, match="another command"),
-        branches.locked(tmp_path),
-    ):
+    with branches.locked(tmp_path), pytest.raises(ConfigError, match="another command"), branches.locked(tmp_path):
         pass

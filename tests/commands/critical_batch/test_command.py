@@ -109,9 +109,7 @@ def test_the_base_branch_repeats_the_run_and_others_scale_its_rate(measured):
     own = {record["step"]: record for record in read_metrics(path)}
     for (step, batch), records in branch_records(path).items():
         for record in records:
-            assert record["learning_rate"] == pytest.approx(
-                own[step + 1]["learning_rate"] * math.sqrt(batch / 4)
-            )
+            assert record["learning_rate"] == pytest.approx(own[step + 1]["learning_rate"] * math.sqrt(batch / 4))
             if batch == 4:
                 assert record["loss"] == pytest.approx(own[record["step"]]["loss"], rel=2e-4)
 
@@ -131,9 +129,7 @@ def test_the_table_the_json_and_the_plot_say_the_same(measured):
             assert f"{branch['loss']:.4f}" in result.stdout
             assert str(branch["loss"]) in (folder / "critical_batch.html").read_text()
     assert maxbatch("report", path).returncode == 0
-    assert found["checkpoints"][0]["in_words"] in (path / "report.html").read_text(), (
-        "the report shows it too"
-    )
+    assert found["checkpoints"][0]["in_words"] in (path / "report.html").read_text(), "the report shows it too"
     assert "further: --factors 1,2,4" in result.stdout
     assert f"next: {found['command']}" in result.stdout and "\x1b" not in result.stdout
 
@@ -175,9 +171,7 @@ def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_di
     uninterrupted = branch_records(measured[0])
     for key, records in branch_records(path).items():
         assert [r["step"] for r in records] == [r["step"] for r in uninterrupted[key]]
-        assert [r["loss"] for r in records] == pytest.approx(
-            [r["loss"] for r in uninterrupted[key]], rel=2e-4
-        )
+        assert [r["loss"] for r in records] == pytest.approx([r["loss"] for r in uninterrupted[key]], rel=2e-4)
     again = maxbatch(*command)
     assert again.returncode == 0 and "(0 to train)" in again.stdout
     assert digest(first) == before

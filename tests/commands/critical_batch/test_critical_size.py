@@ -49,12 +49,7 @@ def test_a_bound_is_called_a_bound():
 def test_losses_are_compared_over_the_same_samples_weighted_by_tokens():
     def records(batch: int) -> list[dict]:
         return [
-            {
-                "samples_seen": s + batch,
-                "loss": s / 100,
-                "loss_weight": 10.0 * batch,
-                "global_batch_size": batch,
-            }
+            {"samples_seen": s + batch, "loss": s / 100, "loss_weight": 10.0 * batch, "global_batch_size": batch}
             for s in range(0, 64, batch)
         ]
 

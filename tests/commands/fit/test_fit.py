@@ -54,9 +54,7 @@ class Compiler:
 @pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("limit", [1_000, 1_006, 1_007, 5_000, 100_000])
 @pytest.mark.parametrize("count", [9, 2**16, 2**40])
-def test_the_answer_fits_and_the_next_size_does_not(
-    from_above: bool, at_once: int, limit: int, count: int
-) -> None:
+def test_the_answer_fits_and_the_next_size_does_not(from_above: bool, at_once: int, limit: int, count: int) -> None:
     estimates = (Line(0, 1), Line(500, 3), Line(2000, 700), Line(10**6, 1))
     for estimate, bend, mute in itertools.product(estimates, (0, 2), (False, True)):
         compiler = Compiler(1_000, 7, limit, bend, mute)
@@ -198,9 +196,7 @@ def test_its_answer_fits_by_kind_and_is_kept(
     assert again["per_device_batch_size"] == answer["per_device_batch_size"]
 
 
-def test_a_wanted_batch_is_reached_by_every_policy(
-    small_memory: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yml").write_text("steps: 7  # few\nper_device_batch_size: 2   # to be fitted\n")
     answer = fit(capsys, "global_batch_size=64", "--write", "run.yml")
     assert {way["remat_policy"] for way in answer["alternatives"]} == {"none", "minimal", "full"}

@@ -22,9 +22,7 @@ pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxb
 
 
 def page_data(path: Path) -> dict[str, Any]:
-    found = re.search(
-        r'<script id="page-data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL
-    )
+    found = re.search(r'<script id="page-data" type="application/json">(.*?)</script>', path.read_text(), re.DOTALL)
     assert found
     return json.loads(found[1])
 
@@ -126,9 +124,7 @@ def test_a_run_has_one_colour_everywhere_and_no_two_share_one() -> None:
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
     data, text = page_data(Path("page.html")), Path("page.html").read_text()
     assert [run["colour"] for run in data["runs"]] == [colour(0), colour(1)]
-    assert all(
-        text.count(f"background:{colour(i)}") == 2 for i in (0, 1)
-    )  # in the table, and beside the buttons
+    assert all(text.count(f"background:{colour(i)}") == 2 for i in (0, 1))  # in the table, and beside the buttons
 
 
 def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> None:
@@ -139,9 +135,7 @@ def test_the_plan_is_the_batch_plans_own_for_the_devices_that_the_run_had() -> N
     text = Path("page.html").read_text()
     assert "16 samples per update = 4 per device x 2 devices x 2 accumulation steps" in text
     assert "Planned for 1 device" not in text
-    assert re.search(
-        r"1</td><td>TPU v4</td>.*>4<.*fsdp 4</td>.*3</td><td>TPU v5p</td>.*>2<.*>2<.*data 2</td>", text
-    )
+    assert re.search(r"1</td><td>TPU v4</td>.*>4<.*fsdp 4</td>.*3</td><td>TPU v5p</td>.*>2<.*>2<.*data 2</td>", text)
 
 
 def test_where_the_devices_are_unknown_the_page_says_that_it_planned_for_one() -> None:
@@ -163,10 +157,7 @@ def test_configs_are_compared_by_what_differs() -> None:
     write_run(Path("b"), 2, "learning_rate=2e-3")
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
     table = Path("page.html").read_text().split("where the runs differ")[1].split("</table>")[0]
-    assert (
-        re.sub("<.*?>", " ", table).split()[-3:] == ["learning_rate", "0.001", "0.002"]
-        and "run_dir" not in table
-    )
+    assert re.sub("<.*?>", " ", table).split()[-3:] == ["learning_rate", "0.001", "0.002"] and "run_dir" not in table
 
 
 def test_names_from_outside_cannot_become_markup() -> None:

@@ -11,10 +11,7 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
 from maxbatch.pages.page import AXES, Page
-from maxbatch.pages.plots import (
-    heat_map,
-    loss_against_batch,
-)
+from maxbatch.pages.plots import heat_map, loss_against_batch
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
@@ -49,9 +46,7 @@ def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> Non
     )  # fmt: skip
     make_sweep()
     page = make_page([Path("a"), Path("sw")])
-    page.figures(
-        [loss_against_batch(CURVES), heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS)]
-    )
+    page.figures([loss_against_batch(CURVES), heat_map(("global_batch_size", "learning_rate"), "loss", TRIALS)])
     page.write(Path("page.html"))
     for dark in (False, True):
         script = LINES_OF_PLOTS + "return [lines, getComputedStyle(document.body).backgroundColor]"
@@ -99,9 +94,7 @@ def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() ->
     assert answer["seen"]["samples"] == [record["samples_seen"] for record in records]
     assert answer["seen"]["time"] == [0.25 * step for step in range(1, 13)]
     assert all(zoom == [1, 2] for zoom in answer["zoomed"])
-    assert not any(
-        "cloud" in str(title).lower() or "upload" in str(title).lower() for title in answer["buttons"]
-    )
+    assert not any("cloud" in str(title).lower() or "upload" in str(title).lower() for title in answer["buttons"])
 
 
 def test_the_browser_test_would_see_an_error() -> None:
@@ -131,14 +124,7 @@ def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
     lines, console = ask(Path("run/report.html").resolve(), LINES_OF_PLOTS + "return lines")
     assert console == []
     drawn = {line["column"]: line for line in lines}
-    for column in (
-        "loss",
-        "global_batch_size",
-        "learning_rate",
-        "tokens_per_second",
-        "step_time_s",
-        "grad_norm",
-    ):
+    for column in ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm"):
         assert drawn[column]["x"] == list(range(1, len(records) + 1))
         assert drawn[column]["y"] == [record[column] for record in records]
     assert sorted(set(drawn["global_batch_size"]["y"][:-1])) == [6, 12, 18]

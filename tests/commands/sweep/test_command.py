@@ -76,10 +76,7 @@ def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice(
     assert len(table) == 12 and values == sorted(values)
     best = folder.results("loss")[0]
     assert best.value == pytest.approx(values[0], abs=1e-4)
-    assert (
-        f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} "
-        in result.stdout
-    )
+    assert f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} " in result.stdout
 
     shown, console = ask(Path("sw/sweep.html").resolve(), "return document.getElementById('plot0').data")
     assert console == []

@@ -25,9 +25,7 @@ ON_EVALS = {"sampler": "optuna", "metric": "eval_loss", "base": BASE | {"eval_in
 
 
 def optuna_trials(trials: int, sweep_dir: str = "sw", **settings: Any) -> Any:
-    name = write_sweep(
-        **({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings)
-    )
+    name = write_sweep(**({"parameters": RANGES, "sweep_dir": sweep_dir, "trials": trials} | ON_EVALS | settings))
     sweep = SweepFile.read(name)
     return SweepStudy(sweep, SweepFolder(sweep.sweep_dir))
 
@@ -124,9 +122,7 @@ def test_several_machines_share_one_storage_and_its_number_of_trials() -> None:
     assert len(SweepFolder(Path("one")).trials()) == 3 and len(SweepFolder(Path("other")).trials()) == 2
 
 
-def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = f"sqlite:///{Path('shared.db').resolve()}"
     one, other = (optuna_trials(1, sweep_dir, storage=storage) for sweep_dir in ("one", "other"))
     ask_late, claims = one._study.ask, []
@@ -242,12 +238,7 @@ def test_a_random_sweep_may_have_more_trials() -> None:
 @pytest.mark.parametrize(
     ("parameters", "base", "settings", "difference"),
     [
-        (
-            {"learning_rate": ["1e-3"]},
-            {},
-            {},
-            r"learning_rate=0\.003 \(trial 1\), which parameters no longer hold",
-        ),
+        ({"learning_rate": ["1e-3"]}, {}, {}, r"learning_rate=0\.003 \(trial 1\), which parameters no longer hold"),
         (RATES, {"steps": 5}, {}, r"steps=4, not 5 \(trial 0\)"),
         ({"adam_b1": ["0.9"]}, {}, {}, r"no longer hold"),
         (RATES, {}, {"sampler": "random", "trials": 2}, "sampler: grid, not random"),

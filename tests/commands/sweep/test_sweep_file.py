@@ -37,9 +37,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
         ("a: [", "is no valid YAML"),
     ],
 )
-def test_a_bad_sweep_file_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_a_bad_sweep_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
     Path("sweep.yml").write_text(f"parameters: {{learning_rate: [1e-3]}}\n{text}\n")
     assert main(["sweep", "sweep.yml"]) == 2
     captured = capsys.readouterr()

@@ -37,9 +37,7 @@ def test_rows_lie_in_order_and_the_rest_is_padding(num_rows: int) -> None:
 @pytest.mark.parametrize("micro_batch", [8, 16, 24])
 @pytest.mark.parametrize("expansion", [2, 4])
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(
-    micro_batch: int, expansion: int, tensor: int
-) -> None:
+def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(micro_batch: int, expansion: int, tensor: int) -> None:
     loads = [is_loading(device // 2, expansion) for device in range(8)]  # four hosts of two devices
     placement = placement_of(expansion, loads, f"ici_tensor_parallelism={tensor}")
     shape = BatchShape(micro_batch, 2)
@@ -64,9 +62,7 @@ def test_a_loading_host_stages_e_shares_and_any_other_placeholders_of_its_own(ex
     tokens = placement.abstract_batch(shape := BatchShape(24, 2)).tokens_AxMxL
     assert [part.sharding.shard_shape(part.shape) for part in tokens] == [(2, 3, LENGTH)] * expansion
     staged = placement.stage(some_rows(48), 48, shape).tokens_AxMxL
-    rows_of_device = np.array(
-        [[shard.data.any(axis=(0, 2)).sum() for shard in x.addressable_shards] for x in staged]
-    )
+    rows_of_device = np.array([[shard.data.any(axis=(0, 2)).sum() for shard in x.addressable_shards] for x in staged])
     assert rows_of_device.sum(axis=0).tolist() == [3 * expansion * loads for loads in placement._device_loads]
     placeholders = placement.padding(shape).tokens_AxMxL
     assert all(part is placeholders[0] for part in placeholders), "one array stands for all"

@@ -56,9 +56,7 @@ def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path: Path) -> Non
 
 
 def test_jsonl_lines_are_documents_and_blank_lines_are_nothing(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"id": 3, "text": "tw\\u00f6\\n"}'
-    )
+    path = write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n\n  \n{"id": 3, "text": "tw\\u00f6\\n"}')
     assert texts(source("jsonl", path)) == ["one", "twö\n"]
 
 
@@ -131,9 +129,7 @@ def test_a_path_that_leads_nowhere_is_named(tmp_path: Path, kind: str, path: str
 @pytest.mark.parametrize("path", ["fifo", "/dev/zero", "/dev/null", "fif[o]"])
 def test_what_is_no_regular_file_is_one_line(kind: str, path: str) -> None:
     os.mkfifo("fifo")
-    with pytest.raises(
-        ConfigError, match=r"dataset_path='.*': (not a regular file|the glob matches no file)"
-    ):
+    with pytest.raises(ConfigError, match=r"dataset_path='.*': (not a regular file|the glob matches no file)"):
         source(kind, path)
 
 

@@ -95,9 +95,7 @@ def test_every_format_gives_the_texts_in_order(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_pieces_give_what_the_whole_file_gives(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_give_what_the_whole_file_gives(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, file_name, write = WRITERS[name]
     values = [f"{number} " + "x" * (number * 7 % 50) for number in range(300)]
     path = write(tmp_path / file_name, values)
@@ -142,22 +140,16 @@ def test_row_groups_are_read_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: p
     assert texts(documents) == TEXTS * 10
 
 
-@pytest.mark.parametrize(
-    "kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())]
-)
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_a_column_of_text_of_any_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
-    column = (
-        pa.array(TEXTS).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(TEXTS).cast(kind)
-    )
+    column = pa.array(TEXTS).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(TEXTS).cast(kind)
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     assert texts(source("parquet", tmp_path / "a.parquet")) == TEXTS
 
 
 def test_a_missing_column_names_one_that_works(tmp_path: Path) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["it"]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        ConfigError, match=r"text_field='text'.*columns: 'id', 'body'; works: text_field='body'"
-    ):
+    with pytest.raises(ConfigError, match=r"text_field='text'.*columns: 'id', 'body'; works: text_field='body'"):
         texts(source("parquet", tmp_path / "a.parquet"))
     assert texts(source("parquet", tmp_path / "a.parquet", "text_field=body")) == ["it"]
     with pytest.raises(ConfigError, match="text_field='id': the column is of type int64"):
@@ -180,9 +172,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
 
 
 def test_examples_are_read_without_tensorflow(tmp_path: Path) -> None:
-    records = [
-        example({"label": INTEGERS, "text": byte_strings(value.encode()), "score": FLOATS}) for value in TEXTS
-    ]
+    records = [example({"label": INTEGERS, "text": byte_strings(value.encode()), "score": FLOATS}) for value in TEXTS]
     path = write_records(tmp_path / "a.array_record", records)
     assert texts(source("arrayrecord", path, "record_format=example")) == TEXTS
     assert "tensorflow" not in sys.modules
@@ -330,6 +320,4 @@ def test_a_scheme_that_cannot_be_read_says_what_it_needs(
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=problem) as raised:
         source("jsonl", path)
-    assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(
-        raised.value
-    )
+    assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(raised.value)

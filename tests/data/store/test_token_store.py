@@ -96,9 +96,7 @@ def test_a_changed_file_is_a_new_entry_also_where_its_size_stays(config: ConfigD
 @pytest.mark.parametrize(
     "setting", [{"add_bos": False}, {"add_eos": False}, {"text_field": "b"}, {"skip_bad_records": True}]
 )
-def test_settings_that_shape_the_tokens_are_another_entry(
-    config: ConfigDict, setting: dict[str, object]
-) -> None:
+def test_settings_that_shape_the_tokens_are_another_entry(config: ConfigDict, setting: dict[str, object]) -> None:
     opened(config)
     assert found(changed(config, **setting)) is None
 
@@ -111,9 +109,7 @@ def test_settings_that_shape_rows_only_share_the_entry(config: ConfigDict) -> No
 
 def test_the_content_hash_knows_texts_and_order_but_not_places(config: ConfigDict, tmp_path: Path) -> None:
     def content(texts: list[str]) -> str:
-        return opened(jsonl_config(tmp_path / "other.jsonl", texts, f"data_cache_dir={tmp_path}/c")).manifest[
-            "content"
-        ]
+        return opened(jsonl_config(tmp_path / "other.jsonl", texts, f"data_cache_dir={tmp_path}/c")).manifest["content"]
 
     original = opened(config).manifest["content"]
     assert content(TEXTS) == original
@@ -146,17 +142,7 @@ def test_a_damaged_entry_is_noticed_and_built_again(config: ConfigDict, damage: 
     assert [path.name for path in first.folder.parent.iterdir()] == [first.folder.name], "no litter"
 
 
-MANIFESTS_OF_ANOTHER_KIND = [
-    "[]",
-    '"version"',
-    "3",
-    "null",
-    "{",
-    '{"version": 2}',
-    "[" * 100_000,
-    "1" * 5000,
-    "\xff",
-]
+MANIFESTS_OF_ANOTHER_KIND = ["[]", '"version"', "3", "null", "{", '{"version": 2}', "[" * 100_000, "1" * 5000, "\xff"]
 
 
 @pytest.mark.parametrize("text", MANIFESTS_OF_ANOTHER_KIND)
@@ -170,30 +156,14 @@ def test_a_manifest_of_another_kind_is_built_again(config: ConfigDict, text: str
 def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: ConfigDict) -> None:
     first = opened(config)
     path = first.folder / "manifest.json"
-    wrong = [
-        None,
-        True,
-        -1,
-        1.5,
-        1e400,
-        10**30,
-        "3",
-        [],
-        [1, 300_000],
-        ["1"],
-        [10**30],
-        {},
-        {"tokens.bin": "1"},
-    ]
+    wrong = [None, True, -1, 1.5, 1e400, 10**30, "3", [], [1, 300_000], ["1"], [10**30], {}, {"tokens.bin": "1"}]
     is_refused = {}
     for name, right in first.manifest.items():
         for value in wrong:
             if type(value) is not type(right) or isinstance(value, int | list | dict):
                 path.write_text(json.dumps({**first.manifest, name: value}))
                 # Some are right for a list, as no document that is held out.
-                is_refused[name, str(value)] = found(config) is None or (
-                    value == [] and isinstance(right, list)
-                )
+                is_refused[name, str(value)] = found(config) is None or (value == [] and isinstance(right, list))
         path.write_text(json.dumps({key: value for key, value in first.manifest.items() if key != name}))
         is_refused[name, "missing"] = (found(config) is None) != (name == "vocab_size")
     assert [case for case, refused in is_refused.items() if not refused] == []
@@ -286,9 +256,7 @@ def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatc
         opened(config)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DocumentSource.from_config(config)
     monkeypatch.setattr(DocumentSource, "from_config", lambda *_: source)
     with open(config.dataset_path, "a") as file:
@@ -302,14 +270,10 @@ def test_the_cache_lies_where_the_user_said(
 ) -> None:
     assert opened(config).folder.parent == tmp_path / "cache" / "tokens"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert (
-        opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "xdg" / "maxbatch" / "tokens"
-    )
+    assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "xdg" / "maxbatch" / "tokens"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert (
-        opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "home/.cache/maxbatch/tokens"
-    )
+    assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "home/.cache/maxbatch/tokens"
 
 
 def test_an_entry_that_is_there_needs_no_writing(config: ConfigDict) -> None:

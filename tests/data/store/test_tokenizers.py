@@ -108,9 +108,7 @@ def write_sentencepiece(path: Path, **options: Any) -> Path:
 
 
 def tokenizer_of(kind: str, path: Path | str, *overrides: str) -> Tokenizer:
-    return make_tokenizer(
-        load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides])
-    )
+    return make_tokenizer(load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides]))
 
 
 def test_a_hugging_face_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
@@ -144,9 +142,7 @@ def test_special_tokens_are_found_by_their_usual_names_or_as_the_config_beside_s
 
 
 @pytest.mark.parametrize("key", ["add_bos", "add_eos"])
-def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_works(
-    tmp_path: Path, key: str
-) -> None:
+def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_works(tmp_path: Path, key: str) -> None:
     others = {"add_bos": "add_eos", "add_eos": "add_bos"}
     path = write_bpe(tmp_path)
     overrides = ["tokenizer_type=huggingface", f"tokenizer_path={path}", f"{others[key]}=false"]
@@ -192,10 +188,9 @@ def test_a_sentencepiece_model_round_trips(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])
 def test_a_tokenizer_travels_to_another_process_as_its_path(tmp_path: Path, kind: str) -> None:
-    path = {
-        "huggingface": write_bpe,
-        "sentencepiece": lambda folder: write_sentencepiece(folder / "a.model"),
-    }[kind](tmp_path)
+    path = {"huggingface": write_bpe, "sentencepiece": lambda folder: write_sentencepiece(folder / "a.model")}[kind](
+        tmp_path
+    )
     tokenizer = tokenizer_of(kind, path)
     ids = tokenizer.encode("fox")
     packed = pickle.dumps(tokenizer)
@@ -220,9 +215,7 @@ def test_a_path_without_a_tokenizer_is_refused(tmp_path: Path, kind: str) -> Non
 def test_an_unk_token_outside_of_the_vocabulary_is_one_line_once_it_is_needed(tmp_path: Path) -> None:
     tokenizer = tokenizer_of("huggingface", write_without_unk_token(tmp_path))
     assert tokenizer.encode("a b").tolist() == [0, 1]
-    with pytest.raises(
-        ConfigError, match=r"tokenizer_path=.*\[UNK\].*unk_token must be in its vocabulary"
-    ) as raised:
+    with pytest.raises(ConfigError, match=r"tokenizer_path=.*\[UNK\].*unk_token must be in its vocabulary") as raised:
         tokenizer.encode("a c")
     assert "\n" not in str(raised.value)
 
@@ -244,8 +237,7 @@ def test_a_tokenizer_that_is_no_file_is_one_line(tmp_path: Path, kind: str, path
     os.mkfifo("folder/tokenizer.json")
     os.mkfifo("folder/a.model")
     with pytest.raises(
-        ConfigError,
-        match=r"tokenizer_path='.*': (no such file|must be a folder with a file|must be UTF-8 text)",
+        ConfigError, match=r"tokenizer_path='.*': (no such file|must be a folder with a file|must be UTF-8 text)"
     ):
         tokenizer_of(kind, path)
 
@@ -257,9 +249,7 @@ def test_a_text_with_half_of_a_surrogate_pair_is_one_line(tmp_path: Path, kind: 
         tokenizer_of(kind, path).encode("a\udcff")
 
 
-@pytest.mark.parametrize(
-    ("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")]
-)
+@pytest.mark.parametrize(("kind", "package"), [("huggingface", "tokenizers"), ("sentencepiece", "sentencepiece")])
 def test_a_library_that_is_not_installed_names_the_extra_and_only_when_it_is_needed(
     tmp_path: Path, kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,12 +103,7 @@ def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(tmp_path: P
     (tmp_path / "below").mkdir()
     sources = {
         "web": {"path": "../web.jsonl", "weight": 0.1},
-        "code": {
-            "path": "x.parquet;y/*.parquet",
-            "weight": 0.2,
-            "dataset_type": "parquet",
-            "text_field": "c",
-        },
+        "code": {"path": "x.parquet;y/*.parquet", "weight": 0.2, "dataset_type": "parquet", "text_field": "c"},
         "all": {"path": "/data/z", "weight": 7, "dataset_type": "arrayrecord", "record_format": "example"},
         "remote": {"path": "gs://bucket/z", "weight": 1},
         "python": {"weight": 1, "dataset_type": "python_stdlib"},
@@ -276,9 +271,7 @@ def test_a_source_is_shuffled_by_its_content_not_by_its_neighbours_name_or_path(
         (moved / f"{name}.jsonl").write_bytes((tmp_path / f"{name}.jsonl").read_bytes())
     first = opened(mixture_file(tmp_path, FILE))
     there = opened(mixture_file(moved, FILE))
-    other = opened(
-        mixture_file(tmp_path, FILE.replace("books:", "novels:").replace("0.6", "0.5"), "other.yml")
-    )
+    other = opened(mixture_file(tmp_path, FILE.replace("books:", "novels:").replace("0.6", "0.5"), "other.yml"))
     assert order(first, "web") == order(there, "web") == order(other, "web")
     assert order(first, "books") == order(other, "novels")
     assert first.identity == there.identity
@@ -329,9 +322,7 @@ def test_any_way_of_asking_gives_the_same_samples(packing: str) -> None:
         assert same(reader.take(260), block)
     mixed = np.random.default_rng(0).permutation(260)
     assert same(stream.batch(start + mixed), {name: array[mixed] for name, array in block.items()})
-    assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(
-        block, (0, LENGTH)
-    )
+    assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(block, (0, LENGTH))
 
 
 @pytest.mark.slow

@@ -45,18 +45,7 @@ def test_every_window_of_1000_has_each_source_within_one_of_its_share(weights, b
 
 
 @pytest.mark.parametrize(
-    "shares",
-    [
-        [1, 1],
-        [1, 2],
-        [7, 3],
-        [1, 1, 1],
-        [9999, 1],
-        [1, 3, 5, 7, 11, 13],
-        [6, 6, 6, 981],
-        [1] * 17,
-        [1] * 1700,
-    ],
+    "shares", [[1, 1], [1, 2], [7, 3], [1, 1, 1], [9999, 1], [1, 3, 5, 7, 11, 13], [6, 6, 6, 981], [1] * 17, [1] * 1700]
 )
 def test_every_window_holds_over_a_whole_period(shares: list[int]) -> None:
     weights = weights_of(shares)
@@ -70,9 +59,7 @@ def test_shares_are_exact_in_the_long_run(shares: list[int]) -> None:
     weights = weights_of(shares)
     period = WINDOW * WeightedOrder(weights)._steps
     for turns in (1, 7, 10**9):
-        assert WeightedOrder(weights).counts(turns * period) == [
-            turns * period * weight for weight in weights
-        ]
+        assert WeightedOrder(weights).counts(turns * period) == [turns * period * weight for weight in weights]
 
 
 @given(weights=WEIGHTS, position=st.integers(0, 4000))

@@ -23,11 +23,7 @@ def rows_of(plan_type, lengths: list[int], row_length: int, documents: list[int]
 
 def test_packed_documents_are_one_sequence_cut_every_row_length() -> None:
     _, rows, _ = rows_of(ConcatenatePlan, [3, 1, 6], 4)
-    assert rows["tokens"].tolist() == [
-        [1000, 1001, 1002, 1003],
-        [1004, 1005, 1006, 1007],
-        [1008, 1009, PAD, PAD],
-    ]
+    assert rows["tokens"].tolist() == [[1000, 1001, 1002, 1003], [1004, 1005, 1006, 1007], [1008, 1009, PAD, PAD]]
     assert rows["segments"].tolist() == [[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 0, 0]]
     assert rows["weights"].tolist() == [[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0]]
 
@@ -49,9 +45,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 @pytest.mark.parametrize("plan_type", PLANS)
 @given(lengths=LENGTHS, row_length=st.integers(2, 20), data=st.data())
-def test_every_token_of_every_document_appears_once_and_in_order(
-    plan_type, lengths, row_length, data
-) -> None:
+def test_every_token_of_every_document_appears_once_and_in_order(plan_type, lengths, row_length, data) -> None:
     documents = data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=1).map(sorted))
     plan, rows, texts = rows_of(plan_type, lengths, row_length, documents)
     filled = rows["segments"] > 0

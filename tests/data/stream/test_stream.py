@@ -108,9 +108,7 @@ def test_documents_without_a_token_are_refused(tmp_path: Path, monkeypatch, pack
 
 
 def test_best_fit_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = jsonl_config(
-        tmp_path / "a.jsonl", TEXTS, "packing_strategy=best_fit", f"data_cache_dir={tmp_path}/c"
-    )
+    config = jsonl_config(tmp_path / "a.jsonl", TEXTS, "packing_strategy=best_fit", f"data_cache_dir={tmp_path}/c")
     first = opened(config)
     monkeypatch.setattr("maxbatch.data.stream.packing.best_fit", None)
     assert same(opened(config).read(0, 50), first.read(0, 50))
@@ -123,9 +121,7 @@ def test_best_fit_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_token_of_any_document_is_lost(tmp_path: Path, packing: str) -> None:
     texts = ["x" * 500, "", *TEXTS, "ż" * 33]
     overrides = [f"packing={packing}", "enable_data_shuffling=false"]
-    assert documents_of(opened(jsonl_config(tmp_path / "a.jsonl", texts, *overrides))) == [
-        t for t in texts if t
-    ]
+    assert documents_of(opened(jsonl_config(tmp_path / "a.jsonl", texts, *overrides))) == [t for t in texts if t]
 
 
 def test_any_way_of_asking_gives_the_same_samples(stream: Stream) -> None:
@@ -157,9 +153,7 @@ def test_samples_have_the_shapes_and_types_that_training_takes(stream: Stream) -
 def test_far_samples_cost_what_near_ones_cost(tmp_path: Path, kind: str) -> None:
     if kind == "mixture":
         jsonl_config(tmp_path / "b.jsonl", TEXTS[:30])
-        stream = opened(
-            jsonl_config(tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.123457;b.jsonl,0.876543")
-        )
+        stream = opened(jsonl_config(tmp_path / "a.jsonl", TEXTS, "dataset_path=a.jsonl,0.123457;b.jsonl,0.876543"))
     elif kind == "shuffled":
         stream = opened(synthetic_config("synthetic_samples=4B"))
     else:
@@ -307,8 +301,7 @@ def test_identity_knows_every_setting_that_defines_the_stream(tmp_path: Path, ov
 
 def test_identity_knows_content_and_order(tmp_path: Path) -> None:
     identities = [
-        opened(jsonl_config(tmp_path / "a.jsonl", texts)).identity
-        for texts in (TEXTS, TEXTS[::-1], TEXTS[:-1])
+        opened(jsonl_config(tmp_path / "a.jsonl", texts)).identity for texts in (TEXTS, TEXTS[::-1], TEXTS[:-1])
     ]
     assert len({identity["content"] for identity in identities}) == 3
     assert json.loads(json.dumps(identities)) == identities
@@ -316,13 +309,7 @@ def test_identity_knows_content_and_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "synthetic_samples=999",
-        "data_shuffle_seed=1",
-        "max_target_length=17",
-        "vocab_size=100",
-        "eval_fraction=0.1",
-    ],
+    ["synthetic_samples=999", "data_shuffle_seed=1", "max_target_length=17", "vocab_size=100", "eval_fraction=0.1"],
 )
 def test_a_synthetic_identity_knows_its_parameters(override: str) -> None:
     assert opened(synthetic_config()).identity != opened(synthetic_config(override)).identity
@@ -358,10 +345,7 @@ def test_the_length_of_an_epoch_is_known_once_cached(tmp_path: Path, override: s
 
 
 def test_the_length_of_an_epoch_of_data_that_are_not_here_is_unknown() -> None:
-    assert (
-        samples_per_epoch_if_cached(load_config(overrides=["dataset_type=text", "dataset_path=/not/here"]))
-        is None
-    )
+    assert samples_per_epoch_if_cached(load_config(overrides=["dataset_type=text", "dataset_path=/not/here"])) is None
 
 
 def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:

@@ -26,11 +26,7 @@ def test_the_first_executable_runs_every_stage_and_the_second_the_steady_state()
 
 def test_a_long_stage_has_an_executable_of_its_own_and_a_short_one_has_not() -> None:
     """A doubling ramp: 10, 100, 10 and 100 updates at 16, 32, 64 and 128 rows in one pass."""
-    ramp = (
-        "batch_size_schedule=0:16 160:32 3360:64 4000:128",
-        "train_samples=16800",
-        "per_device_batch_size=128",
-    )
+    ramp = ("batch_size_schedule=0:16 160:32 3360:64 4000:128", "train_samples=16800", "per_device_batch_size=128")
     stages = RampupBatchManager.from_config(tiny_config(*ramp)).stages
     assert [stage.num_steps for stage in stages] == [10, 100, 10, 100]
     assert plan_shapes(stages) == [BatchShape(16, 8), BatchShape(32, 4), BatchShape(128, 1)]
@@ -71,9 +67,7 @@ def test_a_stage_takes_the_coarsest_executable_that_is_ready() -> None:
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 8]
         go_on.set()
         background.start(lambda: None).result(10)
-        assert steps.shape_for(stages[-1], True).micro_batch == 8, (
-            "no first run in the update that opens a stage"
-        )
+        assert steps.shape_for(stages[-1], True).micro_batch == 8, "no first run in the update that opens a stage"
         assert steps.shape_for(stages[1], False).micro_batch == 32, "its first run, padded, within a stage"
         assert [steps.shape_for(stage, False).micro_batch for stage in stages] == [8, 8, 8, 32]
         assert steps[steps.shape_for(stages[-1], True)] == "step of 32"

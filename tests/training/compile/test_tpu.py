@@ -62,17 +62,12 @@ def test_presets_compile_and_are_saved(
     assert record["devices"]["device_kind"].startswith(chip.kinds)
     assert record["hbm_bytes_needed"] < record["hbm_bytes_available"] == chip.hbm_bytes
     assert Path("saved/manifest.json").is_file() and record["saved_bytes"] > 0
-    assert load_config(overrides=[f"model_name={model}"]).scan_layers, (
-        "one compiled layer, whatever the depth"
-    )
+    assert load_config(overrides=[f"model_name={model}"]).scan_layers, "one compiled layer, whatever the depth"
 
 
 def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["model_name=llama2-7b", *NARROW, "per_device_batch_size=2", "dcn_data_parallelism=2"]
-    assert (
-        main(["compile", *arguments, "--topology", "v5e:2x2", "--slices", "2", "--output", "s", "--json"])
-        == 0
-    )
+    assert main(["compile", *arguments, "--topology", "v5e:2x2", "--slices", "2", "--output", "s", "--json"]) == 0
     devices = json.loads(capsys.readouterr().out)["devices"]
     assert (devices["devices"], devices["slices"]) == (8, 2)
 

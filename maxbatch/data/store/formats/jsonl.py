@@ -67,9 +67,7 @@ class JsonLines:
         except UnicodeDecodeError as error:
             return b"", f"not UTF-8 at byte {error.start} of the line"
         except UnicodeEncodeError:
-            field = (
-                "a field" if self.text_field is None else f"field text_field={shown(repr(self.text_field))}"
-            )
+            field = "a field" if self.text_field is None else f"field text_field={shown(repr(self.text_field))}"
             return b"", f"{field} contains half of a surrogate pair"
         except (ValueError, RecursionError) as error:
             return b"", f"not JSON ({error})"

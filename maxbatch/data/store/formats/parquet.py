@@ -96,13 +96,7 @@ class Parquet:
         column = batch.column(0)
         types = self._arrow.types
         kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-        texts = (
-            types.is_string,
-            types.is_large_string,
-            types.is_string_view,
-            types.is_binary,
-            types.is_large_binary,
-        )
+        texts = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
         if not any(is_text(kind) for is_text in texts):
             raise ConfigError(
                 f"text_field={shown(repr(self._text_field))}: the column is of type {shown(str(kind))} at {place}, "
