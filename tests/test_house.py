@@ -42,7 +42,8 @@ def num_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def is_noun(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is read as an attribute: its docstring is a noun phrase."""
-    names = {node.id for d in function.decorator_list for node in ast.walk(d) if isinstance(node, ast.Name)}
+    decorators = [node for decorator in function.decorator_list for node in ast.walk(decorator)]
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in decorators}
     return bool(names & {"property", "cached_property"})
 
 

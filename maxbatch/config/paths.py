@@ -33,5 +33,5 @@ def data_fault(paths: str) -> str | None:
 
 
 def is_mixture_file(path: str) -> bool:
-    """Whether a dataset path names a file that lists the sources of a mixture."""
+    """Returns whether a dataset path names a file that lists the sources of a mixture."""
     return path.lower().endswith(_MIXTURE_FILES) and not glob.has_magic(path) and ";" not in path

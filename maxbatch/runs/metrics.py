@@ -108,7 +108,7 @@ class MetricsLog(StepLog):
         return kept
 
     def _agrees(self, record: dict[str, Any], before: dict[str, Any], last: int) -> bool:
-        """Whether a line fits the one before it and the position of the run."""
+        """Returns whether a line fits the one before it and the position of the run."""
         seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
         if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
             return False

@@ -35,7 +35,7 @@ class NoiseScale(NamedTuple):
         part_weights: float,
         part_weight_squares: float,
     ) -> NoiseScale:
-        """The averages with one more update; the same where it was one part only, or was not finite.
+        """Returns the averages with one more update; unchanged for an update of one part, or one that is not finite.
 
         Args:
           grad_norm: global norm of the mean gradient, before clipping.

@@ -232,7 +232,7 @@ class Checkpoints:
             self._manager.save(position.step, args=ocp.args.Composite(**items))
 
     def has(self, step: int) -> bool:
-        """Whether a checkpoint of this step is saved or being saved."""
+        """Returns whether a checkpoint of this step is saved or being saved."""
         return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
 
     def close(self) -> None:

@@ -61,12 +61,12 @@ def make_optimizer(
 
 
 def _adam(config: ConfigDict) -> optax.GradientTransformation:
-    """Kingma and Ba 2015 (https://arxiv.org/abs/1412.6980). 8 bytes of state per float32 parameter."""
+    """Makes Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980): 8 bytes of state per float32 parameter."""
     return optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
 
 
 def _adam_by_sde(config: ConfigDict, batch_ratio: jax.typing.ArrayLike) -> optax.GradientTransformation:
-    """Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
+    """Makes Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
 
     At k times the batch (https://arxiv.org/abs/2205.10287, definition 4): rate x sqrt(k), which is
     `learning_rate_scaling`'s, 1 - beta x k, epsilon / sqrt(k). The correction of the moments' bias takes the betas of
@@ -79,12 +79,12 @@ def _adam_by_sde(config: ConfigDict, batch_ratio: jax.typing.ArrayLike) -> optax
 
 
 def _lion(config: ConfigDict) -> optax.GradientTransformation:
-    """Chen et al. 2023 (https://arxiv.org/abs/2302.06675). 4 bytes; `adam_eps` has no place in it."""
+    """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; `adam_eps` has no place in it."""
     return optax.scale_by_lion(config.adam_b1, config.adam_b2)
 
 
 def _adafactor(config: ConfigDict) -> optax.GradientTransformation:
-    """Shazeer and Stern 2018 (https://arxiv.org/abs/1804.04235) as Zhai et al. 2021 use it for large models.
+    """Makes Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) as in Zhai et al. 2021.
 
     That is (https://arxiv.org/abs/2106.04560, section 3.4): steps not scaled by the parameter, a momentum
     (`adam_b1`) in bfloat16, left out where it is 0, and a second moment whose decay grows to `adam_b2` at most.
@@ -104,7 +104,7 @@ def _adafactor(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def _muon(config: ConfigDict) -> optax.GradientTransformation:
-    """Jordan et al. 2024, Muon (https://kellerjordan.github.io/posts/muon), momentum `adam_b1`; Adam elsewhere.
+    """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `adam_b1`; Adam elsewhere.
 
     Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982). 4 bytes per
     parameter, 8 where Adam works.
@@ -123,7 +123,7 @@ def _muon(config: ConfigDict) -> optax.GradientTransformation:
 
 
 def _sgd(config: ConfigDict) -> optax.GradientTransformation:
-    """Momentum `adam_b1` (Sutskever et al. 2013). 4 bytes; no second moment, so no `adam_b2` and `adam_eps`."""
+    """Makes SGD with momentum `adam_b1` (Sutskever et al. 2013): 4 bytes, without `adam_b2` and `adam_eps`."""
     return optax.trace(config.adam_b1)
 
 

@@ -36,7 +36,7 @@ class StopRequest(Stopping):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def before(self, step: int) -> bool:
-        """Whether to stop before this update; asked before each, and answered alike on all hosts."""
+        """Returns whether to stop before this update; asked before each one, with the same answer on all hosts."""
         if not self._several_hosts:
             return self.is_asked
         if multihost_utils.reached_preemption_sync_point(step):

@@ -88,7 +88,7 @@ class Measurement:
 
     @functools.cached_property
     def forks(self) -> list[ForkResult]:
-        """The results of every checkpoint; raises TrainingError for one of which every branch diverged."""
+        """Returns the results of every checkpoint; raises TrainingError for one of which every branch diverged."""
         return [self._fork_result(fork) for fork in self.plan.forks]
 
     def _fork_result(self, fork: Fork) -> ForkResult:

@@ -146,7 +146,7 @@ class SweepStudy:
         return None
 
     def is_exhausted(self) -> bool:
-        """Whether there is nothing left to start, now or later."""
+        """Returns whether there is nothing left to start, now or later."""
         return not self._unfinished() and not self._may_ask()
 
     @property

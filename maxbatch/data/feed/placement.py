@@ -154,5 +154,5 @@ class Placement:
 
 
 def is_loading(host: int, expansion: int) -> bool:
-    """Whether a host reads data: the first of every e hosts."""
+    """Returns whether a host reads data: the first of every e hosts."""
     return host % expansion == 0

@@ -42,7 +42,7 @@ class SourceFile(NamedTuple):
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path has a scheme and is read through fsspec."""
+    """Returns whether a path has a scheme and is read through fsspec."""
     return _SCHEME.match(path) is not None
 
 

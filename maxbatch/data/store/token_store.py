@@ -190,7 +190,7 @@ def _are_counts(value: Any, end: int, most: int) -> bool:
 
 
 def was_prepared(folder: Path) -> bool:
-    """Whether a folder has a store's files, be they damaged or of another version."""
+    """Returns whether a folder has a store's files, perhaps damaged or of another version."""
     return {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
 
 
