@@ -230,7 +230,7 @@ class _NextToken:
         logprob_Bx1 = jnp.take_along_axis(logprobs_BxV, drawn_B[:, None], axis=1)
         slots_BxL = jax.lax.broadcasted_iota(jnp.int32, loop.tokens_BxL.shape, 1)
         here_BxL = (slots_BxL == loop.lengths_B[:, None]) & ~loop.done_B[:, None]
-        lengths_B = loop.lengths_B + ~loop.done_B
+        lengths_B = jnp.where(loop.done_B, loop.lengths_B, loop.lengths_B + 1)
         done_B = loop.done_B | (lengths_B >= self.limits_B)
         if self.program.end_id is not None:
             done_B |= drawn_B == self.program.end_id

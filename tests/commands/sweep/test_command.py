@@ -15,6 +15,7 @@ from maxbatch.cli import main
 from maxbatch.commands.sweep.command import TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.runs.metrics import read_metrics as recorded
 from maxbatch.runs.supervisor import Supervisor
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.stopping import Stopping
@@ -138,7 +139,7 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
 
     class Pruning(SweepStudy):
         def should_prune(self, trial: Trial) -> str | None:
-            return "enough" if (trial.folder / "metrics.jsonl").exists() else None
+            return "enough" if recorded(trial.folder) else None
 
     study = Pruning(SweepFile.read("sweep.yml"), folder)
     lines: list[str] = []

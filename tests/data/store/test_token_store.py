@@ -243,7 +243,7 @@ def test_a_dataset_without_documents_is_refused(tmp_path: Path, texts: list[str]
 
 def test_a_cache_that_cannot_be_written_is_named(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"data_cache_dir='{tmp_path}/file/x': cannot write"):
+    with pytest.raises(ConfigError, match=rf"data_cache_dir='.*: cannot write.* {tmp_path}/file/x/tokens"):
         opened(changed(config, data_cache_dir=f"{tmp_path}/file/x"))
 
 
