@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
     config, target, plan = planned(args)
+    from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.ladder import plan_shapes
     from maxbatch.training.compile.lowering import Programs, step_name
     from maxbatch.training.compile.memory import compile_for, known_parts
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     for shape in shapes:
         name = step_name(shape)
         say(f"compiling {name} for {target.name}")
-        verdicts[name], executables[name] = compile_for(programs.step(shape), target)
+        with without_persistent_cache():
+            verdicts[name], executables[name] = compile_for(programs.step(shape), target)
         if not verdicts[name].fits:
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
             if args.json:
@@ -55,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
     for name, lowered in programs.others(plan.eval_batch_size):
         say(f"compiling {name}")
-        verdicts[name], executables[name] = compile_for(lowered, target)
+        with without_persistent_cache():
+            verdicts[name], executables[name] = compile_for(lowered, target)
         if not verdicts[name].fits:
             raise _does_not_fit(name, verdicts[name], target, "works: a smaller eval_per_device_batch_size")
     folder = Path(args.output or Path(config.run_dir) / "compiled").expanduser()

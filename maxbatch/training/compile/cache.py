@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from ml_collections import ConfigDict
 
 from maxbatch.data.store.token_store import cache_folder
@@ -25,6 +28,19 @@ def use_persistent_cache(config: ConfigDict) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def without_persistent_cache() -> Iterator[None]:
+    """Compiles anew: an executable that came from the cache does not serialise whole on every backend."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        reset_cache()
 
 
 class CompileCounter:
