@@ -154,11 +154,11 @@ class Session(Generic[B]):
             self.task.feed() as feed,
         ):
             self._introduce()
+            recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
             self.state = self.task.prepare(restored)
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
-            recorder = self.open_recorder(compiles, outputs)
             self.train(feed, recorder, profiler)
         if self.checkpoints:
             self.checkpoints.close()  # what is said to be done or saved is on disk

@@ -114,7 +114,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
         lambda: (
             len(trials := folder.trials()) == 4
             and all(trial.is_finished for trial in trials[1:])
-            and (trials[0].folder / "metrics.jsonl").exists()
+            and recorded(trials[0].folder)
         ),
         process,
     )
