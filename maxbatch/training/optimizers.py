@@ -15,6 +15,8 @@ import optax
 import optax.contrib
 from ml_collections import ConfigDict
 
+from maxbatch.system.errors import ConfigError
+
 PyTree = Any
 KeyPath = tuple[Any, ...]
 
@@ -49,7 +51,12 @@ def make_optimizer(
     Returns:
       A transformation of gradients that are already averaged and clipped. Of the state, every array but counts
       and Muon's coefficients belongs to one parameter; stacked layers have stacked state.
+
+    Raises:
+      ConfigError: there is no optimizer of that name.
     """
+    if config.opt_type not in DIRECTIONS:
+        raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
     by_sde = config.adam_scaling == "sde"
     return _with_standard_promotion(
         optax.chain(

@@ -61,7 +61,7 @@ def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_dev
         scalars = (np.int32(shape.max_micro_batches), np.float32(0), np.float32(1))
         state, metrics = step(state, batch, *scalars)  # at rate 0 the parameters stay
         measured = measured.after(
-            float(metrics.grad_norm), float(metrics.weight), 32, *(float(figure) for figure in metrics.parts)
+            float(metrics.grad_norm), float(metrics.weight), 32, *(float(figure) for figure in metrics.noise_parts)
         )
     assert measured.samples == pytest.approx(exact_noise_scale(), rel=0.1)
 
