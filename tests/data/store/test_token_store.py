@@ -243,8 +243,8 @@ def test_a_dataset_without_documents_is_refused(tmp_path: Path, texts: list[str]
 
 def test_a_cache_that_cannot_be_written_is_named(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"data_cache_dir='.*: cannot write.* {tmp_path}/file/x/tokens"):
-        opened(changed(config, data_cache_dir=f"{tmp_path}/file/x"))
+    with pytest.raises(ConfigError, match=r"data_cache_dir='file/x': cannot write"):
+        opened(changed(config, data_cache_dir="file/x"))
 
 
 def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:

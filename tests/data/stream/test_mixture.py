@@ -404,9 +404,9 @@ def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> No
     assert open_stream(config_of(LINE, works)) is not None
 
 
-def test_a_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    file = mixture_file(tmp_path, FILE.replace("books.jsonl", "none.jsonl"))
-    with pytest.raises(ConfigError, match=r"source books of the mixture: dataset_path='.*: no such file"):
+def test_a_source_that_cannot_be_opened_is_named() -> None:
+    file = mixture_file(Path("."), FILE.replace("books.jsonl", "none.jsonl"))
+    with pytest.raises(ConfigError, match=r"source books of the mixture: dataset_path='.*none.jsonl'"):
         open_stream(config_of(file))
 
 
