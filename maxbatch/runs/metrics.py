@@ -13,7 +13,7 @@ from typing import Any
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
 
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
@@ -141,11 +141,6 @@ def samples_seen_at(run_dir: Path, step: int) -> list[int]:
     """Returns what the lines of `metrics.jsonl` say of the position after a step; usually there is one."""
     records = filter(None, map(_parse, _lines(run_dir / _NAME)))
     return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
-
-
-def cannot_read(path: Path, error: OSError) -> ConfigError:
-    """Returns what to raise if the system refuses to read a file, which says nothing about its content."""
-    return ConfigError(f"{path}: cannot be read ({error.strerror})")
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxbatch.runs.metrics import cannot_read, samples_seen_at
+from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
+from maxbatch.system.errors import cannot_read
 
 _OWN_CHECKSUM = "json_checksum"
 

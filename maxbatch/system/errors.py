@@ -34,6 +34,11 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def cannot_read(path: Path, error: OSError) -> ConfigError:
+    """Returns what to raise if the system refuses to read a file, which says nothing about its content."""
+    return ConfigError(f"{path}: cannot be read ({error.strerror})")
+
+
 def cannot_write(path: Path | str, error: OSError) -> ConfigError | TrainingError:
     """Returns what to raise where a file could not be written. A full disk is not the fault of the user's input."""
     if is_disk_full(error):

@@ -22,9 +22,8 @@ from ml_collections import ConfigDict
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
-from maxbatch.runs.metrics import cannot_read
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, read_record
-from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.state import TrainState

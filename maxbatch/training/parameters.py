@@ -11,9 +11,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import load_config
-from maxbatch.runs.metrics import cannot_read
 from maxbatch.runs.position import committed_steps
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.state import abstract_model
 
