@@ -14,7 +14,7 @@ from rich.table import Table
 
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key, names_of
-from maxbatch.config.loading import Setting, configs_dir, keys, nearest_key, resolve
+from maxbatch.config.loading import Setting, configs_dir, find_config, keys, nearest_key, resolve
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
     args.config = [text for text in args.config if text not in keys()]
     path, overrides = config_arguments(args)
-    if path is not None and not os.path.exists(path) and not re.search(r"[/.]", path):
+    if path is not None and not os.path.exists(find_config(path)) and not re.search(r"[/.]", path):
         raise ConfigError(f"{shown(path)}: unknown key; nearest: {nearest_key(path)}")
     settings = resolve(path, overrides)
     sections = {

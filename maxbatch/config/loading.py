@@ -45,11 +45,29 @@ def configs_dir() -> Path:
     return checkout if (checkout / "base.yml").is_file() else package / "configs"
 
 
+def find_config(name: str | os.PathLike[str]) -> Path:
+    """Returns the file of a config: a path, or the name of one that comes with the package.
+
+    `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` are the same packaged file in every folder; `llama3-8b` is
+    a preset. A file that is there wins over a name.
+    """
+    path = Path(name)
+    return path if os.path.exists(path) else _packaged(os.fspath(name)) or path
+
+
+def _packaged(name: str) -> Path | None:
+    """Returns the file of a packaged config by its name, which may begin with the folder that all lie in."""
+    folder = configs_dir()
+    ready = [file for file in sorted(folder.rglob("*.yml")) if file.parent.name != "sweeps"]
+    names = {text: file for file in ready for text in (file.stem, file.relative_to(folder).as_posix())}
+    return names.get(name.removeprefix("configs/"))
+
+
 def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> ConfigDict:
     """Reads the config of a run.
 
     Args:
-      path: a YAML file of keys; None: the packaged base.yml alone.
+      path: a YAML file of keys, or the name of a packaged config (`find_config`); None: base.yml alone.
       overrides: "key=value" texts, the highest layer.
 
     Returns:
@@ -65,7 +83,7 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 
 def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
     """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
-    files = _chain(Path(path)) if path is not None else []
+    files = _chain(find_config(path)) if path is not None else []
     above = [*files[-1:], _environment_layer(), _override_layer(overrides)]
     below = [_base_layer(), *files[:-1]]
     model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
@@ -132,8 +150,8 @@ def _chain(path: Path) -> list[_Layer]:
             return layers
         path = path.parent / base.text
         # MaxText's files say `base_config: base.yml`; without such a file beside them, ours is meant.
-        if base.text == "base.yml" and not path.exists():
-            return layers
+        if not os.path.exists(path):
+            path = _packaged(base.text) or path
 
 
 def _preset_layers(model_name: str) -> list[_Layer]:

@@ -201,3 +201,29 @@ def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(monkeypa
 def test_a_bad_value_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAXBATCH_STEPS", "soon")
     assert error_of().startswith("environment variable MAXBATCH_STEPS: steps=soon: must be a whole number")
+
+
+# --- packaged configs by name -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rl", "post_train/rl.yml", "configs/post_train/rl.yml"])
+def test_a_packaged_config_is_found_by_name_in_every_folder(name: str) -> None:
+    assert load_config(name) == load_config(configs_dir() / "post_train" / "rl.yml")
+
+
+def test_a_preset_is_found_by_name_and_a_file_wins_over_a_name(tmp_path: Path) -> None:
+    assert load_config("llama3-8b").base_emb_dim == 4096
+    write(tmp_path / "llama3-8b", "steps: 7\n")
+    assert load_config("llama3-8b").steps == 7
+
+
+def test_a_config_may_build_on_a_packaged_one(tmp_path: Path) -> None:
+    built = load_config(write(tmp_path / "sub" / "mine.yml", "base_config: configs/post_train/rl.yml\nbatch_size: 4\n"))
+    assert (built.batch_size, built.dataset_type) == (4, "arithmetic")
+    write(tmp_path / "sub" / "rl", "steps: 7\n")
+    assert load_config(write(tmp_path / "sub" / "own.yml", "base_config: rl\n")).steps == 7
+
+
+@pytest.mark.parametrize("name", ["nothing.yml", "sweeps/batch_size.yml", "../configs/base.yml", "x" * 5000])
+def test_a_name_of_no_config_is_a_file_that_does_not_exist(name: str) -> None:
+    assert "does not exist" in error_of(Path(name)) or "cannot be read" in error_of(Path(name))

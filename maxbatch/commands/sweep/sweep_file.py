@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,10 +77,11 @@ def _find(name: str) -> Path:
     path, folder = Path(name), configs_dir() / "sweeps"
     if path.exists():
         return path
-    if os.sep not in name and (folder / f"{name}.yml").is_file():
-        return folder / f"{name}.yml"
-    ready = ", ".join(sorted(file.stem for file in folder.glob("*.yml")))
-    raise ConfigError(f"sweep file {shown(name)}: does not exist; a ready one: {ready}")
+    ready = {file.stem: file for file in sorted(folder.glob("*.yml"))}
+    known = ready.get(name.removeprefix("configs/sweeps/").removesuffix(".yml"))
+    if known is None:
+        raise ConfigError(f"sweep file {shown(name)}: does not exist; a ready one: {', '.join(ready)}")
+    return known
 
 
 def _read(setting: Scalar, entry: tuple[yaml.Node, str] | None) -> Value:
