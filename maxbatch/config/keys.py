@@ -63,6 +63,7 @@ _BELOW_ONE, _INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
 _SEED = Bounds(0, 2**32 - 1)
 _ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
 _COUNT_OR_OFF = Bounds(at_least=1, also=-1)
+_ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 
 _NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
 _BATCH = Fixes.BATCH | Fixes.PROGRAM
@@ -83,14 +84,15 @@ ROWS: tuple[Key, ...] = (
     Key("num_epochs", "exact", _POSITIVE, nullable=True, fixes=_NOTHING, unit="passes", part=Part.LENGTH,
         maxtext="num_epoch", warm_start=False),
     # the batch
-    Key("per_device_batch_size", "exact", _ROWS, fixes=_BATCH, unit="rows per device", part=Part.BATCH),
+    Key("per_device_batch_size", "exact", _ROWS, nullable=True, fixes=_BATCH, unit="rows per device",
+        part=Part.BATCH),
     Key("gradient_accumulation_steps", "int", _SAMPLES, nullable=True, fixes=_BATCH, unit="micro-batches",
         part=Part.BATCH),
     Key("global_batch_size", "int", _SAMPLES, nullable=True, fixes=_BATCH, unit="samples", part=Part.BATCH,
         maxtext=OURS),
     Key("batch_size_schedule", "text", nullable=True, fixes=_BATCH, part=Part.BATCH, maxtext=OURS),
     Key("expansion_factor_real_data", "exact", fixes=_PROGRAM, warm_start=False),
-    Key("eval_per_device_batch_size", "exact", _ROWS, nullable=True, fixes=_BATCH, unit="rows per device"),
+    Key("eval_per_device_batch_size", "exact", _ROWS_OR_SAME, nullable=True, fixes=_BATCH, unit="rows per device"),
     Key("num_pipeline_microbatches", "int", _COUNT_OR_OFF, fixes=_PROGRAM, unit="parts"),
     Key("num_pipeline_repeats", "int", _COUNT, fixes=_PROGRAM, unit="groups of layers"),
     # batch ramp-up
@@ -197,6 +199,7 @@ ROWS: tuple[Key, ...] = (
     Key("max_num_checkpoints_to_keep", "int", _COUNT, nullable=True, fixes=_NOTHING, unit="checkpoints"),
     Key("eval_interval", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="updates", warm_start=False),
     Key("eval_steps", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="batches"),
+    Key("eval_samples", "quantity", _COUNT, nullable=True, fixes=_NOTHING, unit="samples", maxtext=OURS),
     Key("log_period", "int", _COUNT, fixes=_NOTHING, unit="updates"),
     Key("profile_steps", "text", fixes=_NOTHING, maxtext="skip_first_n_steps_for_profiler and profiler_steps",
         warm_start=False),

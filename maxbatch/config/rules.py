@@ -54,6 +54,23 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
         yield Displaced("enable_rampup_batch_size", batches[0])
         if not accumulation:
             yield Displaced("gradient_accumulation_steps", batches[0])
+    yield from _displaced_rows(values, stated)
+
+
+def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
+    """Yields p where a layer states the global batch and the accumulation steps, from which it follows.
+
+    A higher layer that states p takes the place of the steps, one that states another batch gives p its default back.
+    """
+    rows, steps, batch = names_of(Part.BATCH)[:3]
+    pair = {steps, batch}
+    if rows in stated:
+        if not pair & stated and all(values[name] is not None for name in pair):
+            yield Displaced(steps, rows)
+    elif pair <= stated:
+        yield Displaced(rows, batch)
+    elif values[rows] is None and (others := stated & set(PRETRAINING_BATCH)):
+        yield Displaced(rows, min(others), to_default=True)
 
 
 def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
@@ -90,6 +107,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
 
     if all(values[name] is None for name in _LENGTHS):
         raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must say how long; works: steps=300")
+    pair = ("global_batch_size", "gradient_accumulation_steps")
+    if values["per_device_batch_size"] is None and any(values[name] is None for name in pair):
+        raise fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)
     for name in _OTHER_BATCHES:
         if values["enable_rampup_batch_size"] and values[name] is not None:
             raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside "

@@ -15,12 +15,12 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
-from maxbatch.plan.mesh_shape import MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
+from maxbatch.plan.mesh_shape import BATCH_AXES, MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, stated_batches
+from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_rows, stated_batches
 from maxbatch.system.errors import ConfigError
 
 
@@ -65,7 +65,10 @@ class BatchPlan:
     expansion_factor_real_data: Number
     micro_batch_size_to_train_on: int
     global_batch_size_to_train_on: int
+    num_replicas: int
     per_replica_batch_size: Number
+    samples_per_host: Number
+    rows_per_loading_host: Number
     global_batch_size_to_load: int
     num_loading_hosts: int
     batch_shards: int
@@ -84,6 +87,8 @@ class BatchPlan:
     samples_per_epoch: int | None
     steps_per_epoch: int | None
     epochs: float | None
+    num_increments: int | None
+    samples_per_increment: Number | None
     rampup_end_step: int
     rampup_end_sample: int
     warnings: tuple[str, ...]
@@ -156,7 +161,7 @@ class BatchPlan:
         parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)
-        is_ramp = len(manager.stages) > 1
+        is_ramp, ramp = len(manager.stages) > 1, config.enable_rampup_batch_size and not rl
         return cls(
             num_devices=meshes.num_devices,
             num_hosts=num_hosts,
@@ -165,8 +170,11 @@ class BatchPlan:
             expansion_factor_real_data=plain_number(e),
             micro_batch_size_to_train_on=micro,
             global_batch_size_to_train_on=batch,
-            per_replica_batch_size=plain_number(Fraction(batch, unit.num_devices)),
-            global_batch_size_to_load=int(batch * e) if e > 1 else batch,
+            num_replicas=meshes.training.num_replicas,
+            per_replica_batch_size=plain_number(Fraction(batch, meshes.training.num_replicas)),
+            samples_per_host=plain_number(Fraction(batch, num_hosts)),
+            rows_per_loading_host=plain_number(_rows_per_loading_host(batch, meshes.training, num_hosts, e, rl)),
+            global_batch_size_to_load=rl.batch_size if rl else int(batch * max(1, e)),
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=unit.batch_shards,
             num_pipeline_stages=unit.num_pipeline_stages,
@@ -184,6 +192,8 @@ class BatchPlan:
             samples_per_epoch=samples_per_epoch,
             steps_per_epoch=epoch_batches and epoch_batches * manager.updates_per_batch,
             epochs=_epochs(config, total, samples_per_epoch),
+            num_increments=increments(config) if ramp else None,
+            samples_per_increment=plain_number(manager.stages[1].threshold) if ramp else None,
             rampup_end_step=last.first_step if is_ramp else 0,
             rampup_end_sample=last.first_sample if is_ramp else 0,
             warnings=(*_warnings(manager), *(rl.warnings if rl else ())),
@@ -266,6 +276,20 @@ def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume =
     raise Refusal(config, key, rule, {key: works})
 
 
+def _rows_per_loading_host(batch: int, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None) -> Fraction:
+    """Returns the rows that a loading host reads per update: those of the batch shards that its devices hold.
+
+    With load expansion it reads e times its share. In reinforcement learning every host reads all prompts of a batch.
+    """
+    if rl:
+        return Fraction(rl.batch_size)
+    if e > 1:
+        return batch * e / num_hosts
+    in_slice = math.prod(size for axis, size in mesh.ici.items() if axis not in BATCH_AXES)
+    shards = -(-mesh.num_devices // num_hosts // in_slice)
+    return Fraction(batch * shards, mesh.batch_shards)
+
+
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:
     """Returns the share of its time that a stage waits, S - 1 of M x R + S - 1 ticks.
 
@@ -277,8 +301,8 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
 def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> int:
     """Returns the samples of one eval pass: as stated, else what a pass of training holds (a chunk, or p x N)."""
     key = "eval_per_device_batch_size"
-    if config[key] is None:
-        most = chunk or math.floor(exact(config.per_device_batch_size) * unit.num_devices)
+    if not config[key]:
+        most = chunk or math.floor(pass_rows(config, unit.num_devices))
         return max(1, most // unit.rows) * unit.rows
     p = exact(config[key])
     rows = p * unit.num_devices

@@ -17,6 +17,7 @@ from maxbatch.system.errors import ConfigError
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp")
+MODEL_AXES = ("tensor", "context", "pipeline")
 MOST_DEVICES = 2**31
 # The axis that takes the devices which another gives up.
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
@@ -72,6 +73,11 @@ class MeshShape:
     def batch_shards(self) -> int:
         """Parts that every micro-batch is split into: data x fsdp."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups of devices that each hold the whole model between them: N / (tensor x context x pipeline)."""
+        return self.num_devices // math.prod(self.sizes[axis] for axis in MODEL_AXES)
 
     @property
     def num_pipeline_stages(self) -> int:

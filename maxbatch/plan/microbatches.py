@@ -24,6 +24,7 @@ from maxbatch.plan.stages import (
     StatedStage,
     nearest_multiple,
     nearest_ramp,
+    pass_rows,
     ramp_numbers,
     schedule_text,
     stated_batches,
@@ -61,7 +62,7 @@ class MicrobatchUnit(NamedTuple):
         key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
         parts = pipeline_microbatches(config, stages)
         if parts % stages or parts > max(_MOST_PARTS, stages):
-            rows = math.floor(exact(config.per_device_batch_size) * mesh.num_devices) // mesh.batch_shards
+            rows = math.floor(pass_rows(config, mesh.num_devices)) // mesh.batch_shards
             rule = f"must be a multiple of the {stages} pipeline stages, and at most {_MOST_PARTS}"
             works = nearest_divisor(rows, min(parts, _MOST_PARTS), stages) or -1
             raise Refusal(config, key, rule, {key: works})
@@ -89,7 +90,7 @@ def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0
     Raises:
       ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage ahead evenly.
     """
-    most_rows = math.floor(exact(config.per_device_batch_size) * unit.num_devices)
+    most_rows = math.floor(pass_rows(config, unit.num_devices))
     stages = tuple(_split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices))
     ahead = bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
     unheld = [i for i in range(ahead, len(stages)) if not stages[i].micro_batch]
@@ -125,6 +126,8 @@ def _unheld_ramp(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int]
 
 
 def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
+    if config.per_device_batch_size is None:
+        return _unheld_share(config, unit)
     p = exact(config.per_device_batch_size)
     micro, shards = p * unit.num_devices, unit.batch_shards
     key, works = "per_device_batch_size", nearest_multiple(p, unit.rows_per_device, MOST_ROWS)
@@ -139,11 +142,21 @@ def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
     return Refusal(config, key, f"the micro-batch of {micro} must be divisible by {unit}", {key: works})
 
 
+def _unheld_share(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
+    """Returns the refusal of a global batch whose share of a pass, which follows from it, the devices cannot hold."""
+    key, g = "global_batch_size", config.gradient_accumulation_steps
+    rule = f"must be {g} accumulation steps x a multiple of {unit.rows} ({unit})"
+    works: dict[str, Value] = {key: nearest_multiple(config[key], unit.rows * g, MOST_SAMPLES)}
+    if unit.rows * g > MOST_SAMPLES:
+        works = {"gradient_accumulation_steps": 1, key: nearest_multiple(config[key], unit.rows, MOST_SAMPLES)}
+    return Refusal(config, key, rule, works if unit.rows <= MOST_SAMPLES else {"num_pipeline_microbatches": -1})
+
+
 def _unheld_batches(
     config: ConfigDict, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
 ) -> Refusal:
     """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is no multiple of it."""
-    most_rows = math.floor(exact(config.per_device_batch_size) * unit.num_devices)
+    most_rows = math.floor(pass_rows(config, unit.num_devices))
     p, parts = "per_device_batch_size", "num_pipeline_microbatches"
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards
     common = math.gcd(*(batch for _, batch in batches[ahead:]))

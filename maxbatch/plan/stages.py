@@ -47,7 +47,7 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
         apart = Fraction(config.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
         return [StatedStage(i * apart, m * (g or 1), m) for i, m in enumerate(micro)]
-    micro_batch = exact(config.per_device_batch_size) * num_devices
+    micro_batch = pass_rows(config, num_devices)
     batches = stated_batches(config)
     if batches is None:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
@@ -58,6 +58,13 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
         raise Refusal(config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None})
     micro_or_none = None if g is None else micro_batch
     return [StatedStage(threshold, Fraction(batch), micro_or_none) for threshold, batch in batches]
+
+
+def pass_rows(config: ConfigDict, num_devices: int) -> Fraction:
+    """Returns p x N, the rows of one pass; without p they follow from the global batch and its accumulation steps."""
+    if config.per_device_batch_size is None:
+        return Fraction(config.global_batch_size, config.gradient_accumulation_steps)
+    return exact(config.per_device_batch_size) * num_devices
 
 
 def increments(config: ConfigDict) -> int:

@@ -21,7 +21,7 @@ _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
 _GAP = "..."
 
 _STAGE_NUMBERS = (
-    "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
+    "threshold", "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
     "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size",
 )  # fmt: skip
 # Titles, and under each the names of its numbers and what they are.
@@ -35,7 +35,8 @@ batch
   micro_batch_size_to_train_on   p x N: samples in one pass
   gradient_accumulation_steps    g: micro-batches per update
   global_batch_size_to_train_on  p x N x g: samples per update
-  per_replica_batch_size         p x g: samples of a device per update
+  num_replicas                   groups of devices that each hold the whole model
+  per_replica_batch_size         samples of a replica per update
   tokens_per_step                slots per update
 pairs of prompt and response
   batch_size                     prompts per batch
@@ -51,7 +52,9 @@ pairs of prompt and response
 loading
   expansion_factor_real_data     e
   num_loading_hosts              hosts that read the source
-  global_batch_size_to_load      batch x e for e > 1
+  samples_per_host               samples per update / H
+  rows_per_loading_host          rows that a loading host reads per update
+  global_batch_size_to_load      batch x e for e > 1: MaxText's nominal figure, no array has that size
 pipeline
   num_pipeline_stages            groups of layers
   num_pipeline_microbatches      parts of a micro-batch
@@ -68,6 +71,8 @@ run
   samples_per_epoch              samples in one pass over the data
   steps_per_epoch                updates for one pass over the data, rounded up
   epochs                         passes over the data
+  num_increments                 n: increments of the ramp, (p - start) / increment
+  samples_per_increment          samples between the thresholds of two stages
   rampup_end_step                updates before the last stage
   rampup_end_sample              samples before the last stage
 """
@@ -114,6 +119,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     sample, of_pairs = ("prompt", " pairs") if plan.rl else ("sample", "")
     heads = [
         "stage",
+        "threshold",
         f"from {sample}",
         "step",
         "steps",
@@ -248,4 +254,6 @@ def _number(value: int | float | Fraction | None) -> str:
         return "-"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{float(value):.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, Fraction):
+        return f"{value.numerator:,}" if value.denominator == 1 else f"{float(value):,.10g}"
+    return f"{value:.6g}"

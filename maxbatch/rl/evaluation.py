@@ -101,9 +101,10 @@ def open_evaluator(
     num_pairs, num_prompts = plan.eval_batch_size, held_out.num_prompts
     if config.eval_steps != -1:
         # The chunks of an update, which eval takes over if its batch is not stated, do not change the prompts.
-        is_stated = config.eval_per_device_batch_size is not None
+        is_stated = bool(config.eval_per_device_batch_size)
         batch = num_pairs if is_stated else plan.rl.effective_batch_size
         num_prompts = min(num_prompts, config.eval_steps * batch)
+    num_prompts = min(num_prompts, config.eval_samples or num_prompts)
     roller = Roller(config, held_out.tokenizer, mesh, num_pairs)
     return PolicyEvaluator(config, held_out.read(0, num_prompts), roller, num_pairs, rewards)
 

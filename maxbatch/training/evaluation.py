@@ -33,7 +33,8 @@ class EvalResult(NamedTuple):
 class Evaluator:
     """Evaluates parameters on `num_rows` held-out rows, in batches of its own size and without accumulation.
 
-    The stream is None on a host that reads no rows. `eval_steps` bounds the batches; rows of zero weight pad the last.
+    The stream is None on a host that reads no rows. `eval_steps` bounds the batches, `eval_samples`
+    the rows; rows of zero weight pad the last batch.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class Evaluator:
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self._stream, self._placement = stream, placement
         self._shape = BatchShape(batch_size, 1)
-        self._num_rows = num_rows if config.eval_steps < 0 else min(num_rows, config.eval_steps * batch_size)
+        most = math.inf if config.eval_steps < 0 else config.eval_steps * batch_size
+        self._num_rows = int(min(num_rows, most, config.eval_samples or math.inf))
         arrange = placement.arrange(batch_size)
 
         def eval_step(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:

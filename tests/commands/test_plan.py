@@ -18,7 +18,7 @@ from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 
 HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "tensorboardX")
-RAMP = ("enable_rampup_batch_size=true", "gradient_accumulation_steps=2")
+RAMP = ("enable_rampup_batch_size=true", "per_device_batch_size_increment=4", "gradient_accumulation_steps=2")
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
@@ -101,7 +101,7 @@ def test_the_text_holds_each_number_under_its_name_on_one_line(capsys: pytest.Ca
     assert numbers["global_batch_size_to_train_on"] == "256"
     assert numbers["total_samples"] == "50,304"
     stages = [line.split() for line in lines if line.lstrip()[:1].isdigit()][1:]
-    assert [row[8] for row in stages] == ["64", "128", "192", "256"]
+    assert [row[9] for row in stages] == ["64", "128", "192", "256"]
 
 
 def test_the_layout_draws_axolotls_example(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,8 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "tokenizer_type", "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
         "grain_prefetch_buffer_size", "data_cache_dir",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
-        "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir",
+        "eval_samples", "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device",
+        "compilation_cache_dir",
     }  # fmt: skip
 
 

@@ -106,3 +106,28 @@ def test_a_path_that_nothing_would_read_is_refused(overrides: tuple[str, ...], w
 
 def test_the_sources_of_a_mixture_file_have_types_of_their_own() -> None:
     check_data_paths(load_config(overrides=["dataset_path=mixture.yml"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], (None, 2, 32)),
+        (["per_device_batch_size=4"], (4, None, 32)),
+        (["gradient_accumulation_steps=4"], (16, 4, None)),
+        (["global_batch_size=64"], (16, None, 64)),
+        (["global_batch_size=64", "gradient_accumulation_steps=8"], (None, 8, 64)),
+        (["batch_size_schedule=0:8 9:16"], (16, None, None)),
+    ],
+)
+def test_what_a_layer_states_displaces_a_global_batch_and_its_steps(
+    tmp_path: Path, overrides: list[str], expected: tuple[int | None, ...]
+) -> None:
+    run = write(tmp_path / "run.yml", "global_batch_size: 32\ngradient_accumulation_steps: 2\n")
+    config = load_config(run, overrides)
+    names = ("per_device_batch_size", "gradient_accumulation_steps", "global_batch_size")
+    assert tuple(config[name] for name in names) == expected
+    assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config
+
+
+def test_rows_per_device_of_null_need_what_they_follow_from() -> None:
+    assert error_of(overrides=("per_device_batch_size=null",)).endswith("; works: per_device_batch_size=16")

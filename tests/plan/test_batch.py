@@ -14,7 +14,7 @@ from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.plan.batch import Resume, check_batch_keys
 from maxbatch.plan.mesh_shape import MeshShape
 
-RAMP = ["enable_rampup_batch_size=true"]
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
 
 def plan_of(overrides: list[str], num_devices: int = 1, num_hosts: int = 1, **keywords: Any) -> BatchPlan:
@@ -39,7 +39,7 @@ def test_the_numbers_follow_from_one_another(
     assert (p, plan["gradient_accumulation_steps"]) == (rows, g)
     assert plan["micro_batch_size_to_train_on"] == p * num_devices
     assert batch == p * num_devices * g
-    assert plan["per_replica_batch_size"] == p * g
+    assert plan["per_replica_batch_size"] * plan["num_replicas"] == batch
     assert plan["global_batch_size_to_load"] == batch * e
     assert plan["num_loading_hosts"] * e == num_hosts
     assert plan["num_pipeline_stages"] == (size if axis == "pipeline" else 1)
@@ -93,7 +93,7 @@ def test_fractions_of_a_row_per_device_are_exact() -> None:
     overrides += ["base_num_query_heads=60"]
     plan = plan_of([*overrides, "per_device_batch_size=1/3"], 12)
     assert plan.per_device_batch_size == Fraction(1, 3)
-    assert (plan.micro_batch_size_to_train_on, plan.per_replica_batch_size) == (4, 1)
+    assert (plan.micro_batch_size_to_train_on, plan.num_replicas, plan.per_replica_batch_size) == (4, 1, 12)
     assert plan_of([*overrides, "per_device_batch_size=0.1"], 30).micro_batch_size_to_train_on == 3
 
 
@@ -199,7 +199,7 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
     (["batch_size_schedule=5:8 10:16"], 1, 1, "batch_size_schedule=5:8 10:16: must start at 0 samples"),
     (["batch_size_schedule=0:8 10:16 10:32"], 1, 1, "thresholds must rise, 10:32 does not"),
     (["batch_size_schedule=,"], 1, 1, "must be 1 to 10000 pairs SAMPLES:BATCH"),
-    (["global_batch_size=64", "gradient_accumulation_steps=3"], 1, 1,
+    (["per_device_batch_size=16", "global_batch_size=64", "gradient_accumulation_steps=3"], 1, 1,
      "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with global_batch_size=64"),
     (["batch_size_schedule=0:48 5:64", "gradient_accumulation_steps=3"], 1, 1,
      "gradient_accumulation_steps=3: per_device_batch_size x 1 devices x 3 = 48 must agree with batch_size_schedule"),
@@ -337,3 +337,41 @@ def test_a_factor_below_one_counts_the_hosts_that_loaded() -> None:
     plan_of(["expansion_factor_real_data=0.5"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))
     with pytest.raises(ConfigError, match=r"1/2; works: expansion_factor_real_data=0.5$"):
         plan_of(["expansion_factor_real_data=0.25"], 8, 1, resume=Resume(hosts=4, loading_hosts=2))
+
+
+def test_a_replica_holds_the_whole_model_however_many_devices_it_is() -> None:
+    overrides = ["ici_tensor_parallelism=4", "ici_pipeline_parallelism=2", "ici_data_parallelism=2"]
+    plan = plan_of([*overrides, "gradient_accumulation_steps=3", "per_device_batch_size=2"], 32, 8).to_dict()
+    assert (plan["num_replicas"], plan["batch_shards"]) == (4, 4)
+    assert (plan["global_batch_size_to_train_on"], plan["per_replica_batch_size"]) == (192, 48)
+    # A replica of 8 devices spans two hosts of 4: both read all of its rows.
+    assert (plan["samples_per_host"], plan["rows_per_loading_host"]) == (24, 48)
+    on_one_host = plan_of(["per_device_batch_size=2", "expansion_factor_real_data=4"], 16, 8).to_dict()
+    assert (on_one_host["samples_per_host"], on_one_host["rows_per_loading_host"]) == (4, 16)
+    assert plan_of(["per_device_batch_size=2"], 16, 8).rows_per_loading_host == 4
+
+
+def test_the_ramp_has_maxtexts_defaults_and_its_increments_are_exact() -> None:
+    plan = plan_of(["enable_rampup_batch_size=true", "global_rampup_samples=1000"]).to_dict()
+    assert (plan["num_increments"], plan["samples_per_increment"]) == (6, 1000 / 6)
+    assert [stage["per_device_batch_size"] for stage in plan["stages"]] == [4, 6, 8, 10, 12, 14, 16]
+    whole = plan_of(["enable_rampup_batch_size=true", "global_rampup_samples=600"]).to_dict()
+    assert whole["samples_per_increment"] == 100 and isinstance(whole["samples_per_increment"], int)
+    constant = plan_of(["batch_size_schedule=0:8 100:16"]).to_dict()
+    assert constant["num_increments"] is constant["samples_per_increment"] is None
+
+
+def test_rows_per_device_follow_from_the_global_batch_and_its_steps() -> None:
+    stated = ["global_batch_size=32", "gradient_accumulation_steps=2"]
+    for devices, rows in ((1, 16), (4, 4), (16, 1)):
+        plan = plan_of(stated, devices)
+        assert (plan.per_device_batch_size, plan.gradient_accumulation_steps) == (rows, 2)
+        assert plan.global_batch_size_to_train_on == 32
+    with pytest.raises(ConfigError, match=r"works: global_batch_size=24$"):
+        plan_of(["global_batch_size=25", "gradient_accumulation_steps=3"], 8)
+    assert plan_of([*stated, "eval_per_device_batch_size=0"], 4).eval_batch_size == 16
+
+
+def test_what_is_read_counts_prompts_in_reinforcement_learning() -> None:
+    plan = plan_of(["batch_size=16", "num_generations=4"], 4, 2).to_dict()
+    assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (64, 16)

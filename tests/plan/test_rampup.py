@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, RampupBatchManager, load_config
 
-RAMP = ["enable_rampup_batch_size=true"]
+RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
 
 @dataclass(frozen=True)

@@ -53,3 +53,14 @@ def test_eval_steps_bounds_the_batches() -> None:
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
     assert Evaluator(config, mesh, placement, held_out, 25, 4)(params).num_rows == 8
+
+
+def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
+    config = tiny_config("eval_fraction=0.05", "eval_samples=7")
+    mesh = make_mesh(config, jax.devices()[:1])
+    params = init_state(config, abstract_state(config, mesh)).params
+    placement = Placement(batch_sharding(mesh), config.max_target_length)
+    held_out = open_stream(config, split="eval")
+    results = [Evaluator(config, mesh, placement, held_out, 25, size)(params) for size in (2, 4)]
+    assert [result.num_rows for result in results] == [7, 7]
+    np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)
