@@ -174,7 +174,7 @@ class BatchPlan:
             per_replica_batch_size=plain_number(Fraction(batch, meshes.training.num_replicas)),
             samples_per_host=plain_number(Fraction(batch, num_hosts)),
             rows_per_loading_host=plain_number(_rows_per_loading_host(batch, meshes.training, num_hosts, e, rl)),
-            global_batch_size_to_load=rl.batch_size if rl else int(batch * max(1, e)),
+            global_batch_size_to_load=rl.batch_size if rl else int(batch * max(Fraction(1), e)),
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=unit.batch_shards,
             num_pipeline_stages=unit.num_pipeline_stages,
