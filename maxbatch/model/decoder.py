@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from maxbatch.model.attention import Attention, Rope, rope_tables
 from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix
+from maxbatch.model.products import two_products
 from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.sharding import Constrain, unconstrained
 
@@ -66,15 +67,10 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the MLP's output, [M, L, D], in x's dtype."""
-        dtype = x_MxLxD.dtype
-        # One product in place of two saves a tenth of the layers' time on a CPU. They are stacked, not joined, so that
-        # a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
-        gate_up_Dx2xF = jnp.stack([self.gate[...], self.up[...]], axis=1).astype(dtype)
-        gate_up_MxLx2xF = jnp.einsum("mld,dgf->mlgf", x_MxLxD, gate_up_Dx2xF)
-        gate_MxLx1xF, up_MxLx1xF = jnp.split(gate_up_MxLx2xF, 2, axis=2)
-        inner_MxLxF = (jax.nn.silu(gate_MxLx1xF) * up_MxLx1xF)[:, :, 0, :]
+        gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
+        inner_MxLxF = jax.nn.silu(gate_MxLxF) * up_MxLxF
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
-        return jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(dtype))
+        return jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(x_MxLxD.dtype))
 
 
 class DecoderLayer(nnx.Module):

@@ -1,0 +1,27 @@
+"""Products whose fastest form depends on the platform: the model says what to multiply, this file how.
+
+Shapes: M micro-batch, L length, D input, F output.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def two_products(
+    x_MxLxD: jax.Array, first_DxF: jax.Array, second_DxF: jax.Array, platform: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns x @ first and x @ second, each [M, L, F] in x's dtype.
+
+    On a CPU they are one product, which saves a tenth of the layers' time. On a TPU they are two: by its compiler, one
+    product takes 18.9M cycles where two take 15.5M (4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
+    """
+    weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
+    if platform != "cpu":
+        first, second = (jnp.einsum("mld,df->mlf", x_MxLxD, weight_DxF) for weight_DxF in weights)
+        return first, second
+    # Stacked, not joined, so that a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
+    both_MxLx2xF = jnp.einsum("mld,dgf->mlgf", x_MxLxD, jnp.stack(weights, axis=1))
+    first_MxLx1xF, second_MxLx1xF = jnp.split(both_MxLx2xF, 2, axis=2)
+    return first_MxLx1xF[:, :, 0, :], second_MxLx1xF[:, :, 0, :]
