@@ -17,13 +17,16 @@ from typing import NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import ROWS, Key
+from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
+from maxbatch.config.keys import ROWS, Fixes, Key, names_fixing
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries
 from maxbatch.system.errors import ConfigError
 
 _ENVIRONMENT = "MAXBATCH_"
+AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
+_MODEL = frozenset(names_fixing(Fixes.MODEL))
 
 
 class Setting(NamedTuple):
@@ -88,7 +91,7 @@ def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str]
     below = [_base_layer(), *files[:-1]]
     model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
     settings: dict[str, Setting] = {}
-    for layer in [*below, *_preset_layers(str(model_name)), *above]:
+    for layer in [*below, *_preset_layers(str(model_name), below, above), *above]:
         _apply(settings, layer)
     values = _values(settings)
     check_rules(values, keys())
@@ -154,17 +157,40 @@ def _chain(path: Path) -> list[_Layer]:
             path = _packaged(base.text) or path
 
 
-def _preset_layers(model_name: str) -> list[_Layer]:
+def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
     if model_name == "default":
         return []
+    if model_name == AUTO:
+        return _imported_layers(below, above)
     presets = {p.stem: p for p in sorted((configs_dir() / "models").glob("*.yml"))}
     if model_name not in presets:
         nearest = nearest_name(model_name, presets) or "default"
         raise ConfigError(
-            f"model_name={shown(model_name)}: must be default or one of {', '.join(presets)}; "
+            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {', '.join(presets)}; "
             f"works: model_name={nearest}"
         )
     return [_layer("preset", entries(presets[model_name]))]
+
+
+def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
+    """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
+
+    A layer that states them all, as the config of a run does, needs no folder, which may be gone by then.
+    """
+    if any(layer.keys() >= _MODEL for layer in above):
+        return []
+    path = str(
+        [layer["load_parameters_path"].value for layer in [*below, *above] if "load_parameters_path" in layer][-1]
+    )
+    if not path or not is_huggingface_folder(path):
+        where = f"load_parameters_path={shown(path) or repr(path)}"
+        raise ConfigError(
+            f"model_name={AUTO}: takes the model keys from the config.json of a Hugging Face folder, and {where} names "
+            "none; works: model_name=default"
+        )
+    stated = keys_of_folder(path)
+    where = f"{shown_path(path)}/{CONFIG_FILE}"
+    return [_layer("preset", [Entry(name, text, True, where) for name, text in stated.items()])]
 
 
 def _environment_layer() -> _Layer:

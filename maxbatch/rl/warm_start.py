@@ -67,7 +67,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: st
 def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:
     """Returns the parameters before the first update of reinforcement learning."""
     if config.warm_start_steps:
-        return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, abstract.params)
+        return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, config, abstract.params)
     if config.load_parameters_path:
-        return restore_parameters(config.load_parameters_path, abstract.params)
+        return restore_parameters(config.load_parameters_path, config, abstract.params)
     return init_state(config, abstract).params

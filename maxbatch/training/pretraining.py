@@ -144,7 +144,7 @@ class Pretraining:
     def _first_state(self) -> TrainState:
         config = self._session.config
         if config.load_parameters_path:
-            params = restore_parameters(config.load_parameters_path, self.abstract.params)
+            params = restore_parameters(config.load_parameters_path, config, self.abstract.params)
             return init_opt_state(config, self.abstract, params)
         return self.executable(INIT, self._programs.init)()
 

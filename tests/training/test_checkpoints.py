@@ -221,7 +221,7 @@ def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, n
     assert restored is not None and restored.position == Position(4, 40) and not saved.warnings
     assert_equal(restored.state, saved.state)
     assert [path.name for path in (saved.folder / "checkpoints").iterdir()] == ["4"]
-    restore_parameters(saved.folder, saved.abstract.params)
+    restore_parameters(saved.folder, saved.config, saved.abstract.params)
 
 
 @contextmanager
@@ -316,14 +316,14 @@ def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
 
 
 def test_parameters_alone_start_another_run(saved: Saved) -> None:
-    params = restore_parameters(saved.folder, saved.abstract.params)
+    params = restore_parameters(saved.folder, saved.config, saved.abstract.params)
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(saved.state.params), strict=True):
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
-        restore_parameters(saved.folder / "nothing", saved.abstract.params)
+        restore_parameters(saved.folder / "nothing", saved.config, saved.abstract.params)
     wider = abstract_state(tiny_config("base_emb_dim=64"), make_mesh(saved.config, jax.devices()[:1]))
     with pytest.raises(ConfigError, match="do not fit"):
-        restore_parameters(saved.folder, wider.params)
+        restore_parameters(saved.folder, saved.config, wider.params)
 
 
 def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:

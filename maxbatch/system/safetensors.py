@@ -1,0 +1,98 @@
+"""Files of the safetensors format: a JSON header with each tensor's dtype, shape and place, then their bytes.
+
+The format is that of https://huggingface.co/docs/safetensors. Tensors are read as memory maps, bfloat16 too, so that a
+slice of one touches its own pages only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from maxbatch.system.errors import ConfigError, cannot_read
+
+INDEX = "model.safetensors.index.json"
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+
+
+class StoredTensor(NamedTuple):
+    """The place of one tensor."""
+
+    file: Path
+    dtype: str  # as the format names it
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    def array(self) -> np.ndarray:
+        """Returns the tensor as a read-only memory map."""
+        dtype, shape = DTYPES[self.dtype], self.shape
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        return np.memmap(self.file, dtype, mode="r", offset=self.offset, shape=shape)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder by name: those of its index, else of its safetensors files.
+
+    Raises:
+      ConfigError: there are none, a file is missing or damaged, or two files hold tensors of one name.
+    """
+    found: dict[str, StoredTensor] = {}
+    for file in _files(folder):
+        for name, tensor in _header(file).items():
+            if name in found:
+                raise ConfigError(f"{folder}: {name} is in {found[name].file.name} and in {file.name}")
+            found[name] = tensor
+    return found
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        except OSError as error:
+            raise cannot_read(index, error) from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(f"{index}: is not an index of safetensors files") from None
+    whole = folder / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: holds no *.safetensors; weights in another format must be converted first")
+    return files
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise ValueError("too short")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        return {name: _tensor(file, entry, 8 + length, size) for name, entry in header.items()}
+    except OSError as error:
+        raise cannot_read(file, error) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ConfigError(f"{file}: is not a whole safetensors file") from None
+
+
+def _tensor(file: Path, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
+    shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
+    dtype = DTYPES.get(entry["dtype"])
+    if start + end > size or first < 0 or (dtype and end - first != math.prod(shape) * dtype.itemsize):
+        raise ValueError("its tensors do not lie in it")
+    return StoredTensor(file, entry["dtype"], shape, start + first)
