@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
         for index in range(first, first + count):
             print(json.dumps(_sample_record(stream, index)))
     else:
-        _print_samples(stream, first, first + count)
+        _print_samples(stream, first, first + count, chats=config.use_sft)
     return 0
 
 
@@ -105,11 +105,13 @@ def _print_stats(stream: Stream, as_json: bool) -> None:
         console.print(Text(f"{source}:  {line}"), soft_wrap=True)
 
 
-def _figure(value: int | float) -> str:
+def _figure(value: int | float | dict[str, float]) -> str:
+    if isinstance(value, dict):
+        return f"{value['mean']:,.1f} ± {value['std']:,.1f}"
     return f"{value:,}" if isinstance(value, int) else f"{value:.6f}"
 
 
-def _print_samples(stream: Stream, start: int, stop: int) -> None:
+def _print_samples(stream: Stream, start: int, stop: int, chats: bool) -> None:
     # Neither wrap nor highlight: a line of a sample is a line of output.
     console = PipeConsole(highlight=False, soft_wrap=True)
     for index in range(start, stop):
@@ -125,7 +127,8 @@ def _print_samples(stream: Stream, start: int, stop: int) -> None:
         for segment in range(1, int(segments.max()) + 1):
             of_segment = segments == segment
             console.print(Text(f"-- segment {segment}  tokens {np.count_nonzero(of_segment)}", style="cyan"))
-            console.print(_readable(sample["tokens"][of_segment], stream.tokenizer))
+            ids, weights = sample["tokens"][of_segment], sample["weights"][of_segment]
+            console.print(_conversation(ids, weights, stream.tokenizer) if chats else _readable(ids, stream.tokenizer))
         if filled < len(segments):
             console.print(Text(f"-- padding {len(segments) - filled}", style="dim"))
 
@@ -142,6 +145,15 @@ def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
         if place < len(ids):
             text.append(names[int(ids[place])], style="bold magenta")
         begin = place + 1
+    return text
+
+
+def _conversation(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) -> Text:
+    """Returns the text of a conversation, special tokens spelled out, those that are trained on in colour."""
+    text = Text()
+    changes = np.flatnonzero(np.diff(weights)) + 1
+    for part, weight in zip(np.split(ids, changes), weights[[0, *changes]], strict=True):
+        text.append(_escaped(tokenizer.decode_markup(part)), style="green" if weight else "dim")
     return text
 
 

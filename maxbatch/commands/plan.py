@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
     from maxbatch.config.rules import check_data_paths
-    from maxbatch.data.stream.sources import samples_per_epoch_if_cached
+    from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
+    from maxbatch.data.stream.sources import samples_per_epoch_if_cached, trained_tokens_if_cached
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES
 
@@ -50,10 +51,14 @@ def run(args: argparse.Namespace) -> int:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
     for warning in plan.warnings:
         note(f"warning: {warning}")
+    trained = trained_tokens_if_cached(config) if config.use_sft else None
+    of_update = trained and trained_tokens_of_update(trained, plan.global_batch_size_to_train_on)
     if args.json:
         import json
 
         printed = plan.to_dict() | whole_layout
+        if config.use_sft:
+            printed["trained_tokens_per_step"] = of_update
         if args.words:
             from maxbatch.plan.frameworks import settings_of
 
@@ -64,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = plan_console()
     render_plan(plan, config, console)
+    if of_update:
+        console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if args.layout:
         render_layout(plan, console)
     if args.words:

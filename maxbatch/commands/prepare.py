@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.commands.arguments import add_config, config_of, local_path
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Progress, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
@@ -50,6 +51,7 @@ def run(args: Namespace) -> int:
     workers = _workers(args.workers)
     _check_dataset(config)
     tokenizer = make_tokenizer(config)
+    check_data_paths(config)
     source = DocumentSource.from_config(config)
     folder = Path(os.path.expanduser(args.output)).absolute()
     store = _unchanged(folder, signature(source, tokenizer, config))

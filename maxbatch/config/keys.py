@@ -23,9 +23,10 @@ class Fixes(enum.Flag):
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
     PROMPTS = enum.auto()  # how records become prompts
+    CHAT = enum.auto()  # how records become conversations with trained and untrained tokens
     MODEL = enum.auto()  # the parameters and the optimizer's state
     PROGRAM = enum.auto()  # the compiled programs
-    STREAM = RECORDS | CONTENT | TOKENS | ROWS | ORDER
+    STREAM = RECORDS | CONTENT | TOKENS | ROWS | ORDER | CHAT
 
 
 class Part(enum.Enum):
@@ -185,6 +186,9 @@ ROWS: tuple[Key, ...] = (
     Key("add_eos", "bool", fixes=Fixes.TOKENS),
     Key("tokenizer_type", "choice", choices=("byte", "huggingface", "sentencepiece"), fixes=Fixes.CONTENT),
     Key("tokenizer_path", "path", fixes=Fixes.CONTENT),
+    Key("use_sft", "bool", fixes=Fixes.CHAT, warm_start=False),
+    Key("sft_train_on_completion_only", "bool", fixes=Fixes.CHAT),
+    Key("overlong", "choice", choices=("truncate", "drop", "error"), fixes=Fixes.CHAT, maxtext=OURS),
     Key("enable_data_shuffling", "bool", fixes=Fixes.ORDER),
     Key("data_shuffle_seed", "int", _SEED, fixes=Fixes.ORDER),
     Key("grain_worker_count", "int", _FROM_ZERO, fixes=_NOTHING, unit="processes"),

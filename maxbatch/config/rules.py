@@ -15,6 +15,7 @@ from maxbatch.system.errors import ConfigError
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 _WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic")
+_WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
@@ -93,6 +94,9 @@ def check_data_paths(values: Values) -> None:
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
+    if values["use_sft"] and kind not in _WITH_CONVERSATIONS and not is_mixture_file(str(values["dataset_path"])):
+        raise ConfigError(f"dataset_type={kind}: use_sft=true reads records with messages, or prompt and completion, "
+                          "of jsonl, parquet or prepared tokens; works: use_sft=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
@@ -124,6 +128,8 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     if values["batch_size"] is not None and values["warm_start_steps"] and not values["enable_checkpointing"]:
         rule = f"true beside warm_start_steps={values['warm_start_steps']}, whose parameters a checkpoint carries over"
         raise fault("enable_checkpointing", rule, "true")
+    if values["batch_size"] is not None and values["use_sft"]:
+        raise fault("use_sft", "false beside batch_size, which states a batch of prompts for maxbatch rl", "false")
     if not values["run_dir"]:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}

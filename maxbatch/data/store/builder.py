@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import (
     FILES,
@@ -88,7 +89,8 @@ def _write_files(
     folder: Path, source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict, workers: int, progress: Progress
 ) -> dict[str, Any]:
     layout = TokenLayout.of(tokenizer, config)
-    tokeniser = Tokeniser(source, tokenizer, layout)
+    conversations = Conversations.from_config(config, tokenizer)
+    tokeniser = Tokeniser(source, tokenizer, layout, conversations)
     if tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib"):
         # One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since
         # their tokens have to be copied once more.
@@ -100,6 +102,10 @@ def _write_files(
                 total.append(done)
                 content.update(done.digests)
                 progress(done.source_bytes)
+    except RecordError as error:
+        number = 1 + len(total.lengths) + total.skipped - len(source.missing_shards) + error.number
+        left_out = "skip_bad_records=true leaves such records out"
+        raise source.error(f"record {number}: {error.problem}; {left_out}") from error
     except ConfigError:
         # A file that changes while it is read looks damaged; report the change instead.
         source.refuse_changed()
@@ -121,7 +127,8 @@ def _write_files(
         "held_out": total.held_out,
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
-        **dataclasses.asdict(layout),
+        **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
+        **({"conversations": conversations.identity} if conversations else {}),
         "sizes": {name: (folder / name).stat().st_size for name in FILES},
         "offsets_crc32": zlib.crc32((folder / "offsets.npy").read_bytes()),
     }

@@ -59,8 +59,8 @@ class DocumentSource:
     def from_config(cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
-        A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, documents are
-        records as JSON instead of their text.
+        A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, or for
+        conversations (`use_sft`), documents are records as JSON instead of their text.
 
         Raises:
           ConfigError: nothing is there, nothing is of the right kind, or shards are missing.
@@ -80,7 +80,7 @@ class DocumentSource:
         text_field = config.text_field if has_fields else ""
         source = cls(
             dataset_type, key, value, files, missing,
-            text_field=None if whole_records else text_field,
+            text_field=None if whole_records or config.use_sft else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
         )  # fmt: skip

@@ -3,6 +3,8 @@
 A store is a folder of three files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
 tokens[offsets[d] : offsets[d + 1]], its bos and eos included) and `manifest.json`. It appears whole, by one rename.
 
+In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
+
 The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped. The tokens are
 checked by `maxbatch prepare --verify` only, since that reads all of them.
 """
@@ -23,6 +25,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.data.store.conversations import Conversations
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError
 
@@ -44,10 +47,15 @@ class TokenLayout:
     bos: tuple[int, ...]  # the id before each document, if any
     eos: tuple[int, ...]  # the id after each document, if any
     hashed_as: str  # the type in which ids are hashed; uint8 for bytes, which hashes the text itself
+    trained_bit: int | None = None  # the number of the bit that marks a trained token, if any does
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: ConfigDict) -> TokenLayout:
         """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
+        if config.use_sft:
+            bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
+            dtype = "uint16" if bit == 15 else "uint32"
+            return cls(dtype=dtype, bos=(), eos=(), hashed_as=dtype, trained_bit=bit)
         check_special_tokens(config, tokenizer)
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         return cls(
@@ -74,7 +82,8 @@ class TokenStore:
     Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
-    `sizes` (bytes per file) and `offsets_crc32`.
+    `sizes` (bytes per file) and `offsets_crc32`. A store of conversations also has `conversations`, which says how they
+    were made.
     """
 
     folder: Path
@@ -97,11 +106,17 @@ class TokenStore:
             raise self._damaged("offsets.npy differs from its checksum")
         return np.load(io.BytesIO(data))
 
+    @property
+    def trained_bit(self) -> int | None:
+        """The number of the bit that marks a trained token; None if tokens have no such mark."""
+        return self.manifest.get("trained_bit")
+
     def verify(self) -> None:
         """Raises ConfigError if the tokens differ from the hash of their content, or leave the vocabulary."""
         manifest = self.manifest
         bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
         layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])
+        all_bits = (1 << (self.trained_bit or 32)) - 1
         # The hash covers all bits of an id only if the id fits into the type that is hashed.
         end_of_ids = min(np.iinfo(layout.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
         content = new_content_hash()
@@ -109,6 +124,7 @@ class TokenStore:
         for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
             ids = self.tokens[begin:end]
             content.update(layout.digest(ids))
+            ids = ids & all_bits if self.trained_bit else ids
             if ids.max(initial=0) >= end_of_ids:
                 problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
                 raise self._damaged(f"tokens.bin: {problem}")
@@ -147,8 +163,11 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
         "missing_shards": source.missing_shards,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
-        **{key: config[key] for key in names_fixing(Fixes.TOKENS)},
     }
+    if conversations := Conversations.from_config(config, tokenizer):
+        settings["conversations"] = conversations.identity
+    else:
+        settings |= {key: config[key] for key in names_fixing(Fixes.TOKENS)}
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
@@ -173,6 +192,7 @@ def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
         and all(isinstance(value.get(name), str) for name in ("content", "tokenizer", "signature"))
         and dtype in ("uint16", "uint32")
         and value.get("hashed_as") in ("uint8", dtype)
+        and value.get("trained_bit") in (None, 8 * np.dtype(dtype).itemsize - 1)
         and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
         and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece, grouped
 from maxbatch.data.store.token_store import TokenLayout
@@ -37,6 +38,7 @@ class Tokeniser:
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
+    conversations: Conversations | None = None  # what records are, if they are not documents
 
     def tokenise(self, job: Sequence[Piece], file: BinaryIO) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
@@ -50,8 +52,11 @@ class Tokeniser:
         """Yields the tokens of a job's documents, a long document in parts."""
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
         digests = []
-        for batch in grouped(self._kept(job, done), len, _BATCH_BYTES, _BATCH_DOCUMENTS):
-            for ids in self.tokenizer.encode_utf8_batch(batch):
+        for batch in grouped(self._kept(job, done), lambda kept: len(kept.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS):
+            for ids in self._encoded(batch):
+                if ids is None:
+                    done.skipped += 1
+                    continue
                 yield bos
                 for begin in range(0, len(ids), _WRITE_TOKENS):
                     yield ids[begin : begin + _WRITE_TOKENS]
@@ -60,9 +65,28 @@ class Tokeniser:
                 digests.append(self.layout.digest(ids))
         done.digests = b"".join(digests)
 
-    def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[bytes]:
+    def _encoded(self, batch: Sequence[_Kept]) -> Iterator[np.ndarray | None]:
+        """Yields the tokens of documents, as the store has them; None for a record that is left out."""
+        texts = [kept.utf8 for kept in batch]
+        if self.conversations is None:
+            yield from self.tokenizer.encode_utf8_batch(texts)
+            return
+        try:
+            encoded = self.conversations.encode_batch(texts)
+        except RecordError as error:
+            raise RecordError(batch[error.number].number, error.problem) from error
+        bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
+        assert bit is not None, "the layout of conversations marks trained tokens"
+        for found in encoded:
+            if found is None:
+                yield None
+                continue
+            ids, trained = found
+            yield ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit)
+
+    def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[_Kept]:
         kept = 0
-        for document in self.source.documents(job):
+        for number, document in enumerate(self.source.documents(job)):
             if not document.utf8:
                 done.skipped += 1
                 continue
@@ -70,7 +94,14 @@ class Tokeniser:
                 done.held_out.append(kept)
             kept += 1
             done.text_bytes += len(document.utf8)
-            yield document.utf8
+            yield _Kept(number, document.utf8)
+
+
+class _Kept(NamedTuple):
+    """A document that is not left out."""
+
+    number: int  # in its job, from 0, with those that are left out
+    utf8: bytes
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.config.values import shown
+from maxbatch.data.store.chat_template import ChatTemplate, read_template
 from maxbatch.data.store.tokenizers import utf8_of
 from maxbatch.system.errors import ConfigError
 
@@ -72,6 +73,22 @@ class _FileTokenizer(ABC):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
         return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
+
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids (int32[n]) of each text."""
+        return self.encode_utf8_batch([utf8_of(text) for text in texts])
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids."""
+        return self.decode(ids)
+
+    def chat_template(self) -> ChatTemplate:
+        """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
+        raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
+
+    def chat_template_if_any(self) -> ChatTemplate | None:
+        """Returns the chat template beside the tokenizer, or None."""
+        return None
 
     @cached_property
     def _library(self) -> Any:
@@ -157,6 +174,40 @@ class HuggingFaceTokenizer(_FileTokenizer):
         except Exception as error:
             raise self.error(f"cannot encode every text: {error}; its unk_token must be in its vocabulary") from error
         return (encoding.ids for encoding in encodings)
+
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids (int32[n]) of each text, of which every special token that it spells out is that token."""
+        encoded = self._markup_library.encode_batch_fast(
+            [utf8_of(text).decode("utf-8") for text in texts], add_special_tokens=False
+        )
+        return [np.array(one.ids, np.int32) for one in encoded]
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids, special tokens spelled out."""
+        known = [int(token) for token in ids if 0 <= token < self.vocab_size]
+        return self._library.decode(known, skip_special_tokens=False)
+
+    def chat_template(self) -> ChatTemplate:
+        """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
+        return self._template
+
+    def chat_template_if_any(self) -> ChatTemplate | None:
+        """Returns the chat template beside the tokenizer, or None."""
+        try:
+            return self._template
+        except ConfigError:
+            return None
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        special = [token.content for token in self._library.get_added_tokens_decoder().values()]
+        return read_template(self.file.parent, special, self.error)
+
+    @cached_property
+    def _markup_library(self) -> Any:
+        library = self._load(self.file.read_bytes())
+        library.encode_special_tokens = False
+        return library
 
     def _special(self, name: str) -> int | None:
         stated = self._stated_tokens()

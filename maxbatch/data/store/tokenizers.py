@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -11,9 +11,15 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
+if TYPE_CHECKING:
+    from maxbatch.data.store.chat_template import ChatTemplate
+
 
 class Tokenizer(Protocol):
-    """A tokenizer as the store, the stream and generation use it. Text never becomes a special token."""
+    """A tokenizer as the store, the stream and generation use it.
+
+    Text never becomes a special token, but in markup, which chat templates write, special tokens are spelled out.
+    """
 
     @property
     def vocab_size(self) -> int: ...  # ids are 0 .. vocab_size - 1, special ones included
@@ -34,6 +40,15 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray: ...
 
+    # Special tokens that these texts spell out are those tokens.
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+    def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
+
+    def chat_template_if_any(self) -> ChatTemplate | None: ...
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -53,6 +68,24 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""
         return np.frombuffer(utf8_of(text), np.uint8).astype(np.int32)
+
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids (int32[n]) of each text; no special token has a text here."""
+        return [self.encode(text) for text in texts]
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids."""
+        return self.decode(ids)
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises ConfigError: bytes have no chat template."""
+        raise ConfigError(
+            "tokenizer_type=byte: has no chat template, which records with messages need; records with prompt and "
+            "completion need none; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
+        )
+
+    def chat_template_if_any(self) -> None:
+        """Returns None."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""

@@ -33,7 +33,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.token_store import cache_folder
-from maxbatch.data.stream.rows import Pieces
+from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
 
@@ -53,9 +53,9 @@ class Packing(NamedTuple):
 _DTYPES = ("<i8", "<i8", "<i4")  # of the arrays of a Packing in a file
 
 
-def best_fit(offsets: np.ndarray, documents_S: np.ndarray, row_length: int) -> Packing:
-    """Packs the documents with increasing numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
-    start_P, length_P = _cut(offsets[documents_S], offsets[documents_S + 1], row_length)
+def best_fit(extents: Extents, row_length: int) -> Packing:
+    """Packs documents, in the order of the store."""
+    start_P, length_P = _cut(*extents, row_length)
     row_P, opener_R = _fit(length_P, row_length)
     num_rows = len(opener_R)
     rank_R = np.empty(num_rows, np.int64)
@@ -189,13 +189,10 @@ def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | N
         return None
 
 
-def open_best_fit(
-    config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], tuple[np.ndarray, np.ndarray]]
-) -> BestFitPlan:
+def open_best_fit(config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], Extents]) -> BestFitPlan:
     """Returns the plan of `key`, JSON values that fix it together with L.
 
-    If the cache has no plan, or a damaged one, this computes it from `documents()`: the offsets and numbers that
-    `best_fit` takes.
+    If the cache has no plan, or a damaged one, this computes it from `documents()`.
     """
     plan = find_best_fit(config, key)
     if plan is not None:
@@ -204,7 +201,7 @@ def open_best_fit(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        _write(path, best_fit(*documents(), config.max_target_length), config.max_target_length)
+        _write(path, best_fit(documents(), config.max_target_length), config.max_target_length)
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write the packing to {path.parent}: "

@@ -9,11 +9,14 @@ Legend: n rows asked for, L row length, P pieces of these rows, S documents of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from maxbatch.data.store.token_store import TokenStore
+
+if TYPE_CHECKING:
+    from maxbatch.data.stream.conversation_rows import ConversationFigures
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
 Rows = dict[str, np.ndarray]
@@ -25,6 +28,18 @@ class Pieces(NamedTuple):
     row_P: np.ndarray  # int64, position of the piece's row among the rows asked for
     start_P: np.ndarray  # int64, index of its first token in the store
     length_P: np.ndarray  # int64, tokens, at least 1; the pieces of a row add up to at most L
+
+
+class Extents(NamedTuple):
+    """Where documents lie in the store."""
+
+    start_S: np.ndarray  # int64, index of the document's first token
+    end_S: np.ndarray  # int64, index after its last token
+
+    @classmethod
+    def of(cls, offsets: np.ndarray, documents_S: np.ndarray) -> Extents:
+        """Returns those of documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+        return cls(offsets[documents_S], offsets[documents_S + 1])
 
 
 class RowPlan(Protocol):
@@ -40,11 +55,10 @@ class RowPlan(Protocol):
 class ConcatenatePlan:
     """The documents joined into one sequence and cut every L tokens; the last row is padded, nothing is dropped."""
 
-    def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
-        """Plans the documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+    def __init__(self, extents: Extents, row_length: int):
         self.row_length = row_length
-        self._store_start_S = offsets[documents_S]
-        lengths_S = offsets[documents_S + 1] - self._store_start_S
+        self._store_start_S, end_S = extents
+        lengths_S = end_S - self._store_start_S
         # Document s of the split is tokens joined_start[s] : joined_start[s + 1] of the joined sequence.
         self._joined_start = np.concatenate([[0], np.cumsum(lengths_S)])
         self.num_tokens = int(self._joined_start[-1])
@@ -68,10 +82,9 @@ class ConcatenatePlan:
 class DocumentPlan:
     """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
 
-    def __init__(self, offsets: np.ndarray, documents_S: np.ndarray, row_length: int):
+    def __init__(self, extents: Extents, row_length: int):
         self.row_length = row_length
-        self._store_start_S = offsets[documents_S]
-        self._store_end_S = offsets[documents_S + 1]
+        self._store_start_S, self._store_end_S = extents
         lengths_S = self._store_end_S - self._store_start_S
         self._first_row = np.concatenate([[0], np.cumsum(-(-lengths_S // row_length))])
         self.num_tokens = int(lengths_S.sum())
@@ -84,12 +97,15 @@ class DocumentPlan:
         return Pieces(np.arange(len(rows_n)), start_n, end_n - start_n)
 
 
-def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int, pad_id: int) -> Rows:
+def assemble(
+    tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int, pad_id: int, trained_bit: int | None = None
+) -> Rows:
     """Lays pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 
     Returns:
       `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the number of the piece in its row from 1,
-      0 at padding; `weights` float32[n, L], 1 where a token follows another of its segment, else 0.
+      0 at padding; `weights` float32[n, L], 1 where a token follows another of its segment and, if the store has a
+      `trained_bit`, has it set; else 0.
     """
     row_P, start_P, length_P = pieces
     end_P = np.cumsum(length_P)
@@ -98,11 +114,13 @@ def assemble(tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int,
     new_row_P = np.diff(row_P, prepend=-1) != 0
     first_piece_P = np.maximum.accumulate(np.where(new_row_P, np.arange(len(row_P)), 0))
     segment_P = (np.arange(len(row_P)) - first_piece_P + 1).astype(np.int32)
-    filled = {
-        "tokens": tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)].astype(np.int32),
-        "segments": np.repeat(segment_P, length_P),
-        "weights": np.ones(total, np.float32),
-    }
+    stored = tokens[np.repeat(start_P - begin_P, length_P) + np.arange(total)]
+    weights = np.ones(total, np.float32)
+    if trained_bit is not None:
+        bit = stored.dtype.type(trained_bit)
+        weights = (stored >> bit).astype(np.float32)
+        stored = stored & stored.dtype.type((1 << trained_bit) - 1)
+    filled = {"tokens": stored.astype(np.int32), "segments": np.repeat(segment_P, length_P), "weights": weights}
     filled["weights"][begin_P] = 0
     shape = (num_rows, row_length)
     if total == num_rows * row_length:
@@ -124,12 +142,15 @@ class RowSource(Protocol):
     num_tokens: int
     num_documents: int
     skipped_records: int
+    conversations: ConversationFigures | None  # if its documents are conversations
 
     def batch(self, rows_n: Sequence[int]) -> Rows: ...
 
 
 class StoredRows:
     """Rows of a token store by index: slices of a memory map, so that opening reads nothing."""
+
+    conversations: ConversationFigures | None = None
 
     def __init__(self, store: TokenStore, plan: RowPlan, num_documents: int, pad_id: int):
         self.row_length = plan.row_length
@@ -143,4 +164,5 @@ class StoredRows:
 
     def batch(self, rows_n: Sequence[int]) -> Rows:
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
-        return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id)
+        trained_bit = self._store.trained_bit
+        return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id, trained_bit)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from grain.experimental import index_shuffle
 
+from maxbatch.data.stream.conversation_rows import TrainedTokens
 from maxbatch.data.stream.mixture_order import Origins, WeightedOrder
 from maxbatch.data.stream.rows import Rows, RowSource
 
@@ -108,6 +109,20 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
         "packing_efficiency": tokens / slots,
         "documents": sum(rows.num_documents for rows in parts),
         "skipped_records": sum(rows.skipped_records for rows in parts),
+        **_trained(parts),
+    }
+
+
+def _trained(parts: Sequence[RowSource]) -> dict[str, Any]:
+    """Returns the figures of conversations; none if the rows hold other documents."""
+    figures = [rows.conversations for rows in parts if rows.conversations]
+    if not figures:
+        return {}
+    tokens = TrainedTokens(*map(sum, zip(*(one.tokens for one in figures), strict=True)))
+    return {
+        "overlong_records": sum(one.num_overlong for one in figures),
+        "trained_tokens": tokens.total,
+        "trained_tokens_per_sample": {"mean": tokens.mean, "std": tokens.std},
     }
 
 

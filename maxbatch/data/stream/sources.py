@@ -6,6 +6,7 @@ Does not import Grain, so that plans, which ask for the length of an epoch, need
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,18 @@ from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.conversation_rows import (
+    ConversationFigures,
+    Fitted,
+    TrainedShare,
+    TrainedTokens,
+    count_trained_tokens,
+    find_trained_tokens,
+    fit_rows,
+)
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
-from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, RowPlan, RowSource, StoredRows
+from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, RowPlan, RowSource, StoredRows
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.system.errors import ConfigError
 
@@ -57,21 +67,44 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     identity: Identity = {
         "content": store.manifest["content"],
         "tokenizer": tokenizer.identity,
-        **{key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)},
+        **_row_identity(config),
         "held_out": rule,
     }
+    extents, num_overlong = _extents(config, store, documents)
+    key = _packing_key(config, store, rule, held_out)
     plan: RowPlan
-    if config.packing_strategy == "best_fit":
-        key = _packing_key(store, rule, held_out)
-        plan = open_best_fit(config, key, lambda: (store.offsets, documents))
+    if _strategy(config) == "best_fit":
+        plan = open_best_fit(config, key, lambda: extents)
     else:
-        plan = _plan(config, store, documents)
+        plan = _plan(config, extents)
     if not plan.num_rows:
         raise ConfigError(
             f"dataset_type={config.dataset_type}: the tokenizer gives no token for any of the {len(documents)} "
             "documents; works: add_eos=true"
         )
-    return SourceRows(StoredRows(store, plan, len(documents), tokenizer.pad_id), identity, tokenizer)
+    rows = StoredRows(store, plan, len(extents.start_S), tokenizer.pad_id)
+    if config.use_sft:
+        rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
+    return SourceRows(rows, identity, tokenizer)
+
+
+def _row_identity(config: ConfigDict) -> Identity:
+    """Returns what fixes the rows of given documents; a conversation has its tokens from its template alone."""
+    if not config.use_sft:
+        return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
+    identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
+    return identity | {"packing_strategy": _strategy(config)}
+
+
+def _strategy(config: ConfigDict) -> str:
+    """Returns how documents are packed: conversations are never cut, so best fit is the only way."""
+    return "best_fit" if config.use_sft and config.packing else str(config.packing_strategy)
+
+
+def _extents(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> Fitted:
+    if config.use_sft:
+        return fit_rows(config, store, documents)
+    return Fitted(Extents.of(store.offsets, documents), 0)
 
 
 def order_identity(config: ConfigDict) -> Identity:
@@ -89,7 +122,8 @@ def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
     try:
         mixture = read_mixture(config)
         if mixture is None:
-            return _num_rows_if_cached(config)
+            found = _find_rows(config)
+            return found and found.num_rows
     except ConfigError:
         # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
         return None
@@ -102,7 +136,8 @@ def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) ->
     if config.num_epochs is None:
         return
     try:
-        rows = [_num_rows_if_cached(source.config) for source in mixture]
+        found = [_find_rows(source.config) for source in mixture]
+        rows = [one and one.num_rows for one in found]
     except ConfigError:
         rows = [None]
     samples = 10**6 if None in rows else math.ceil(exact(config.num_epochs) * sum(filter(None, rows)))
@@ -112,27 +147,51 @@ def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) ->
     )
 
 
-def _num_rows_if_cached(config: ConfigDict) -> int | None:
-    """Returns the training rows of one source."""
+def trained_tokens_if_cached(config: ConfigDict) -> list[TrainedShare] | None:
+    """Returns the trained tokens of each source of conversations if they are known without reading data, else None."""
+    if not config.use_sft:
+        return None
+    try:
+        mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
+        found = [(source.weight, _find_rows(source.config)) for source in mixture]
+    except ConfigError:
+        return None
+    shares = [TrainedShare(float(weight), rows.trained) for weight, rows in found if rows and rows.trained]
+    return shares if len(shares) == len(mixture) else None
+
+
+class _FoundRows(NamedTuple):
+    """What is known of a split's rows without reading data."""
+
+    num_rows: int
+    trained: TrainedTokens | None = None  # of conversations
+
+
+def _find_rows(config: ConfigDict) -> _FoundRows | None:
+    """Returns the training rows of one source, if they are known without reading data."""
     check_data_paths(config)
     fraction = HeldOutFraction.from_config(config)
     if config.dataset_type == "synthetic":
-        return fraction.count(config.synthetic_samples, held_out=False)
+        return _FoundRows(fraction.count(config.synthetic_samples, held_out=False))
     tokenizer = make_tokenizer(config)
     store = find_store(config, tokenizer)
     if store is None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)
-    if config.packing_strategy == "best_fit":
-        plan = find_best_fit(config, _packing_key(store, rule, held_out=False))
-        return None if plan is None else plan.num_rows
-    return _plan(config, store, documents).num_rows
+    key = _packing_key(config, store, rule, held_out=False)
+    trained = find_trained_tokens(config, key) if config.use_sft else None
+    if _strategy(config) == "best_fit":
+        plan = find_best_fit(config, key)
+        return None if plan is None else _FoundRows(plan.num_rows, trained)
+    return _FoundRows(_plan(config, _extents(config, store, documents).extents).num_rows, trained)
 
 
-def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
+def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
+    overlong = {"overlong": config.overlong} if config.use_sft else {}
     return {
+        **overlong,
         **{name: manifest[name] for name in ("content", "tokenizer", "documents", "tokens")},
         "rule": rule,
         "held_out": manifest["held_out"] if rule == "list" else None,
@@ -140,9 +199,9 @@ def _packing_key(store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]
     }
 
 
-def _plan(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> ConcatenatePlan | DocumentPlan:
+def _plan(config: ConfigDict, extents: Extents) -> ConcatenatePlan | DocumentPlan:
     plan = ConcatenatePlan if config.packing else DocumentPlan
-    return plan(store.offsets, documents, config.max_target_length)
+    return plan(extents, config.max_target_length)
 
 
 def _synthetic_rows(

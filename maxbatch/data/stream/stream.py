@@ -87,8 +87,9 @@ class Stream:
 
         Returns:
           `samples`, `slots`, `tokens` (with special tokens, without padding), `packing_efficiency` (tokens per slot),
-          `documents`, `skipped_records` (of the whole dataset). Of a mixture, the sums over all sources, each once, and
-          `sources`: the same figures of each source by name, and its `weight` in a training stream.
+          `documents`, `skipped_records` (of the whole dataset); of conversations also `overlong_records`,
+          `trained_tokens` and `trained_tokens_per_sample` (`mean` and `std`). Of a mixture, the sums over all sources,
+          each once, and `sources`: the same figures of each source by name, and its `weight` in a training stream.
         """
         return self.samples.stats()
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.stream.conversation_rows import ConversationFigures
 from maxbatch.data.stream.rows import Rows
 
 _WORDS = 64
@@ -33,6 +34,7 @@ class SyntheticRows:
     """The training or the held-out rows of a synthetic dataset."""
 
     skipped_records = 0
+    conversations: ConversationFigures | None = None
 
     def __init__(
         self, samples: int, row_length: int, seed: int, token_range: int, split: HeldOutFraction, held_out: bool

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from maxbatch import ConfigError, load_config
 from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
+from maxbatch.data.stream.rows import Extents
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
 
 def packed(lengths: list[int], row_length: int) -> Packing:
-    return best_fit(np.concatenate([[0], np.cumsum(lengths)]), np.arange(len(lengths)), row_length)
+    return best_fit(Extents.of(np.concatenate([[0], np.cumsum(lengths)]), np.arange(len(lengths))), row_length)
 
 
 def rows_of(packing: Packing) -> list[list[tuple[int, int]]]:
@@ -63,7 +64,7 @@ def test_groups_give_what_one_document_after_the_other_gives_of_many(seed: int) 
 def test_documents_are_cut_every_row_length_and_nowhere_else(lengths, row_length, data) -> None:
     documents = data.draw(st.sets(st.sampled_from(range(len(lengths))), min_size=1).map(sorted))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    packing = best_fit(offsets, np.array(documents), row_length)
+    packing = best_fit(Extents.of(offsets, np.array(documents)), row_length)
     wanted = Counter()
     for document in documents:
         for begin in range(int(offsets[document]), int(offsets[document + 1]), row_length):
@@ -130,12 +131,12 @@ def config_in(folder: Path, *overrides: str):
     return load_config(overrides=[f"data_cache_dir={folder}", "max_target_length=8", *overrides])
 
 
-def documents() -> tuple[np.ndarray, np.ndarray]:
+def documents() -> Extents:
     lengths = np.random.default_rng(0).integers(1, 20, 50)
-    return np.concatenate([[0], np.cumsum(lengths)]), np.arange(50)
+    return Extents.of(np.concatenate([[0], np.cumsum(lengths)]), np.arange(50))
 
 
-def never() -> tuple[np.ndarray, np.ndarray]:
+def never() -> Extents:
     raise AssertionError("computed again")
 
 
@@ -148,10 +149,10 @@ def test_a_plan_is_computed_once_and_read_by_row_afterwards(tmp_path: Path) -> N
     assert find_best_fit(config, {"content": "a"}) is None
     plan = open_best_fit(config, {"content": "a"}, documents)
     again = open_best_fit(config, {"content": "a"}, never)
-    packing = best_fit(*documents(), 8)
+    packing = best_fit(documents(), 8)
     assert all_pieces(plan)[1:] == [packing.start_P.tolist(), packing.length_P.tolist()]
     assert all_pieces(again) == all_pieces(plan)
-    assert again.num_tokens == documents()[0][-1] and again.row_length == 8
+    assert again.num_tokens == documents().end_S[-1] and again.row_length == 8
     some = plan.pieces(np.array([3, 0, 3]))
     rows = rows_of(packing)
     wanted = [(place, *piece) for place, row in enumerate((3, 0, 3)) for piece in rows[row]]

@@ -1,0 +1,207 @@
+"""The stream of conversations: what is trained on, packed and unpacked, and what makes another stream."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.cli import main
+from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
+from maxbatch.data.stream.sources import trained_tokens_if_cached
+from maxbatch.data.stream.stream import Stream, open_stream
+from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tokenizer
+from tests.helpers.corpus import write_jsonl
+
+TALKS = some_talks(40)
+
+
+def trained(stream: Stream, index: int = 0) -> str:
+    sample = stream[index]
+    return stream.tokenizer.decode_markup(sample["tokens"][sample["weights"] > 0])
+
+
+def conversations_of(stream: Stream) -> dict[str, str]:
+    """The text of every conversation of an epoch, and what is trained on of it."""
+    found = {}
+    rows = stream.read(0, stream.samples_per_epoch)
+    for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
+        for segment in range(1, segments.max() + 1):
+            ids, weight = tokens[segments == segment], weights[segments == segment]
+            assert weight[0] == 0
+            found[stream.tokenizer.decode_markup(ids)] = stream.tokenizer.decode_markup(ids[weight > 0])
+    return found
+
+
+def rendered(record: dict[str, Any]) -> str:
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in record["messages"])
+
+
+@pytest.mark.parametrize("packing", ["packing=true", "packing=false"])
+def test_only_the_assistants_tokens_have_weight(tmp_path: Path, packing: str) -> None:
+    found = conversations_of(open_stream(chat_config(tmp_path, TALKS, packing, "max_target_length=256")))
+    assert found == {
+        rendered(talked): "".join(
+            m["content"] + "<|im_end|>" for m in talked["messages"] if m["role"] == "assistant"
+        )
+        for talked in TALKS
+    }  # fmt: skip
+
+
+def test_conversations_are_packed_whole(tmp_path: Path) -> None:
+    packed = open_stream(chat_config(tmp_path, TALKS, "max_target_length=256"))
+    apart = open_stream(chat_config(tmp_path, None, "max_target_length=256", "packing=false"))
+    assert apart.samples_per_epoch == len(TALKS)
+    assert packed.samples_per_epoch < len(TALKS) / 2
+    assert packed.stats()["trained_tokens"] == apart.stats()["trained_tokens"]
+
+
+def test_all_tokens_have_weight_if_asked(tmp_path: Path) -> None:
+    stream = open_stream(chat_config(tmp_path, TALKS, "sft_train_on_completion_only=false"))
+    sample = stream[0]
+    starts = np.diff(sample["segments"], prepend=0) != 0
+    assert np.array_equal(sample["weights"], (sample["segments"] > 0) & ~starts)
+
+
+def test_a_prompt_and_its_completion_need_no_template(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    config = load_config(overrides=[
+        "use_sft=true", "dataset_type=jsonl", f"dataset_path={tmp_path / 'a.jsonl'}", "max_target_length=8",
+    ])  # fmt: skip
+    sample = open_stream(config)[0]
+    assert sample["tokens"].tolist() == [*b"2+2=4", 257, 258, 258]
+    assert sample["weights"].tolist() == [0, 0, 0, 0, 1, 1, 0, 0]
+    assert sample["segments"].tolist() == [1] * 6 + [0] * 2
+
+
+def test_prompts_and_completions_are_texts_with_markup_or_messages(tmp_path: Path) -> None:
+    messages = talk("hi", "hello", "more", "yes")["messages"]
+    records = [
+        {"prompt": "<|im_start|>the fox", "completion": " jumps<|im_end|>"},
+        {"prompt": messages[:3], "completion": messages[3:]},
+    ]
+    stream = open_stream(chat_config(tmp_path, records, "packing=false"))
+    assert [trained(stream, i) for i in (0, 1)] == [" jumps<|im_end|>", "yes<|im_end|>"]
+    assert stream[0]["tokens"][0] == 0, "<|im_start|> is its token"
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"text": "a"}, r"needs messages, or prompt and completion.*its fields: 'text'"),
+        ({"messages": []}, "field messages is empty"),
+        ({"messages": [{"content": "a"}]}, "message 1 of field messages"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
+        ({"prompt": "a", "completion": 3}, "field completion is a int"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_refused_by_its_number(tmp_path: Path, record: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"record 4: .*{problem}"):
+        open_stream(chat_config(tmp_path, [*TALKS[:3], record]))
+    stats = open_stream(chat_config(tmp_path, None, "skip_bad_records=true")).stats()
+    assert (stats["skipped_records"], stats["documents"]) == (1, 3)
+
+
+def test_a_token_that_is_partly_the_prompts_is_refused_by_the_number_of_its_record(tmp_path: Path) -> None:
+    says = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+    folder = write_tokenizer(tmp_path / "tokenizer", says + "{% if add_generation_prompt %}assistant:{% endif %}")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["::"] = max(content["model"]["vocab"].values()) + 1
+    content["model"]["merges"].append([":", ":"])
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="record 2: a token crosses the border"):
+        open_stream(chat_config(tmp_path, [talk("a", "b"), talk("a", ":b")]))
+
+
+def test_a_conversation_longer_than_a_row_is_truncated_dropped_or_refused(tmp_path: Path) -> None:
+    records = [talk("a", "b"), talk("a " * 30, "b " * 200), talk("c", "d " * 90)]
+    stream = open_stream(chat_config(tmp_path, records, "packing=false"))
+    stats = stream.stats()
+    assert (stats["samples"], stats["documents"], stats["overlong_records"]) == (3, 3, 2)
+    assert trained(stream, 1).startswith("b b") and (stream[1]["segments"] == 1).all()
+    dropped = open_stream(chat_config(tmp_path, None, "overlong=drop")).stats()
+    assert (dropped["documents"], dropped["overlong_records"]) == (1, 2)
+    with pytest.raises(ConfigError, match=r"conversation 2 has \d+ tokens, and 1 more are too long, and overlong=err"):
+        open_stream(chat_config(tmp_path, None, "overlong=error"))
+
+
+def test_bos_and_eos_do_not_apply_and_change_no_stream(tmp_path: Path) -> None:
+    plain = open_stream(chat_config(tmp_path, TALKS))
+    other = open_stream(chat_config(tmp_path, None, "add_eos=false", "add_bos=true", "text_field=body"))
+    assert plain.identity == other.identity
+
+
+@pytest.mark.parametrize("key", ["sft_train_on_completion_only=false", "overlong=drop", "packing=false"])
+def test_keys_that_make_another_stream_are_its_identity(tmp_path: Path, key: str) -> None:
+    identities = [open_stream(chat_config(tmp_path, TALKS, *o)).identity for o in ((), (key,))]
+    assert identities[0] != identities[1]
+
+
+def test_another_template_is_another_stream(tmp_path: Path) -> None:
+    before = open_stream(chat_config(tmp_path, TALKS)).identity
+    write_tokenizer(tmp_path / "tokenizer", CHATML.replace("im_end|>\n", "im_end|>"))
+    assert open_stream(chat_config(tmp_path, None)).identity["content"] != before["content"]
+
+
+def test_documents_have_the_identity_of_before(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={tmp_path / 'a.jsonl'}"])
+    assert not [key for key in open_stream(config).identity if "sft" in key or key == "overlong"]
+
+
+def test_prepared_conversations_are_the_same_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = chat_config(tmp_path, TALKS)
+    typed = [f"{key}={config[key]}" for key in (
+        "use_sft", "dataset_type", "dataset_path", "tokenizer_type", "tokenizer_path", "vocab_size")]  # fmt: skip
+    assert main(["prepare", *typed, "--output", "tokens", "--workers", "2"]) == 0
+    assert main(["prepare", "--verify", "tokens"]) == 0
+    capsys.readouterr()
+    stored = ("dataset_type=tokens", f"dataset_path={Path('tokens').absolute()}")
+    prepared = open_stream(chat_config(tmp_path, None, *stored))
+    direct = open_stream(config)
+    assert prepared.identity == direct.identity
+    assert np.array_equal(prepared[3]["weights"], direct[3]["weights"])
+    with pytest.raises(ConfigError, match="works: use_sft=true"):
+        open_stream(chat_config(tmp_path, None, *stored, "use_sft=false"))
+    with pytest.raises(ConfigError, match="works: sft_train_on_completion_only=true"):
+        open_stream(chat_config(tmp_path, None, *stored, "sft_train_on_completion_only=false"))
+
+
+def test_text_without_records_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "use_sft=true"]) == 2
+    assert "dataset_type=python_stdlib" in capsys.readouterr().err
+
+
+def test_the_plan_knows_the_trained_tokens_of_an_update_once_the_data_are_indexed(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, TALKS, "enable_data_shuffling=true")
+    assert trained_tokens_if_cached(config) is None
+    stream = open_stream(config)
+    shares = trained_tokens_if_cached(config)
+    n = stream.samples_per_epoch
+    whole = trained_tokens_of_update(shares, n)
+    assert whole == {"mean": pytest.approx(stream.stats()["trained_tokens"]), "std": pytest.approx(0)}
+    weights = stream.read(0, 200 * n)["weights"].sum(axis=1).reshape(200, n)[:, :4].sum(axis=1)
+    drawn = trained_tokens_of_update(shares, 4)
+    assert drawn == {"mean": pytest.approx(weights.mean(), rel=0.05), "std": pytest.approx(weights.std(), rel=0.2)}
+
+
+def test_samples_are_printed_as_json_with_the_weight_of_each_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
+    args = ["use_sft=true", "dataset_type=jsonl", f"dataset_path={tmp_path / 'a.jsonl'}", "max_target_length=6"]
+    assert main(["data", *args, "--json", "--count", "1"]) == 0
+    sample = json.loads(capsys.readouterr().out)
+    assert (sample["tokens"], sample["weights"], sample["segments"]) == (
+        [*b"abcd", 257, 258], [0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0],
+    )  # fmt: skip
+    assert main(["data", *args, "--stats", "--json"]) == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["trained_tokens"] == 3 and stats["trained_tokens_per_sample"] == {"mean": 3, "std": 0}
+    assert main(["plan", *args, "--json", "per_device_batch_size=2"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["trained_tokens_per_step"] == {"mean": 6, "std": 0}
