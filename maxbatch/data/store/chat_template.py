@@ -220,7 +220,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %} ... {% endgeneration %}`, whose text comes out between two marks."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
