@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.helpers.stores import SCHEMES, Store, serving
+
 # How long an example takes says nothing on a machine that others share.
 settings.register_profile("maxbatch", deadline=None)
 settings.load_profile("maxbatch")
@@ -35,3 +37,26 @@ def run_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Relative paths of the code under test must not land in the checkout."""
     monkeypatch.chdir(tmp_path)
     yield
+
+
+@pytest.fixture(scope="session")
+def gs() -> Iterator[Store]:
+    """Returns an emulated Cloud Storage, which clients of this process and its children reach."""
+    with serving("gs") as store:
+        yield store
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Store]:
+    """Returns an emulated S3, which clients of this process and its children reach."""
+    with serving("s3") as store:
+        yield store
+
+
+@pytest.fixture(params=SCHEMES)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """Returns each emulated store in turn; nothing fails in it unless the test plans it."""
+    found: Store = request.getfixturevalue(request.param)
+    found.plan()
+    yield found
+    found.plan()

@@ -193,7 +193,7 @@ ROWS: tuple[Key, ...] = (
     Key("data_shuffle_seed", "int", _SEED, fixes=Fixes.ORDER),
     Key("grain_worker_count", "int", _FROM_ZERO, fixes=_NOTHING, unit="processes"),
     Key("grain_prefetch_buffer_size", "int", _COUNT, fixes=_NOTHING, unit="rows"),
-    Key("data_cache_dir", "path", fixes=_NOTHING, maxtext=OURS),
+    Key("data_cache_dir", "local", fixes=_NOTHING, maxtext=OURS),
     # mesh
     *(Key(f"{network}_{axis}_parallelism", "int", _COUNT_OR_OFF, fixes=_PROGRAM)
       for network in ("ici", "dcn") for axis in ("data", "fsdp", "tensor", "context", "pipeline")),
@@ -209,7 +209,7 @@ ROWS: tuple[Key, ...] = (
         warm_start=False),
     Key("generate_prompt", "text", fixes=_NOTHING, maxtext="prompt"),
     Key("peak_tflops_per_device", "real", _POSITIVE, nullable=True, fixes=_NOTHING, unit="TFLOP/s", maxtext=OURS),
-    Key("compilation_cache_dir", "path", fixes=_NOTHING, maxtext="jax_cache_dir"),
+    Key("compilation_cache_dir", "local", fixes=_NOTHING, maxtext="jax_cache_dir"),
     Key("compiled_dir", "path", fixes=_NOTHING, maxtext="compiled_trainstep_file"),
 )
 # fmt: on

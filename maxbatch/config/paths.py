@@ -1,4 +1,4 @@
-"""Paths that a config or an argument names: which are of this machine, which of a store, which name a mixture."""
+"""Paths that a config or an argument names: of this machine or of an object store, and which name a mixture."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import glob
 import re
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
-_NOT_YET = ("gs", "s3")
+_STORES = ("gs", "s3")
+_BUCKET = re.compile(r"(gs|s3)://[^/]")
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
 def local_fault(path: str) -> str | None:
     """Returns the rule that a path of another place than this machine breaks; None for a path of this machine."""
     scheme = _URL.match(path.strip())
-    if scheme is None:
+    return f"a local path ({scheme[1]}:// is not supported here)" if scheme else None
+
+
+def place_fault(path: str) -> str | None:
+    """Returns the rule that a path breaks which is neither of this machine nor of an object store; None otherwise."""
+    scheme = _URL.match(path.strip())
+    if scheme is None or _BUCKET.match(path.strip()):
         return None
-    later = " yet" if scheme[1].lower() in _NOT_YET else ""
-    return f"a local path ({scheme[1]}:// is not supported{later})"
+    if scheme[1] in _STORES:
+        return f"a local path or a URL with a bucket, such as {scheme[1]}://bucket/folder"
+    return f"a local path, gs:// or s3:// ({scheme[1]}:// is not supported)"
 
 
 def data_fault(paths: str) -> str | None:
-    """Returns the rule that paths of data joined by ";" break: a scheme is one that fsspec reads."""
-    urls = (_URL.match(path.strip()) for path in paths.split(";"))
-    schemes = [url[1] for url in urls if url and url[2]]
-    if schemes:
-        import fsspec  # late: only such paths need it
-
-        for scheme in schemes:
-            if scheme not in fsspec.available_protocols():
-                return f"a local path or a URL that fsspec reads, such as gs:// or s3:// ({scheme}:// is unknown)"
-    return None
+    """Returns the rule that one of several paths of data, joined by ";", breaks."""
+    urls = [path.strip() for path in paths.split(";") if (url := _URL.match(path.strip())) and url[2]]
+    return next(filter(None, map(place_fault, urls)), None)
 
 
 def is_mixture_file(path: str) -> bool:

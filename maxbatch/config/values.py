@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
-from maxbatch.config.paths import data_fault, local_fault
+from maxbatch.config.paths import data_fault, local_fault, place_fault
 from maxbatch.system.errors import ConfigError
 
 Number = int | float | Fraction
 Value = bool | Number | str | None
 
 NULLS = ("", "~", "null", "none")
-TEXTS = ("text", "path", "paths")
+TEXTS = ("text", "local", "path", "paths")
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
@@ -117,10 +117,9 @@ class Scalar:
         return ConfigError(f"{self.name}={shown(text)}: must be {rule}{works}")
 
     def _check_place(self, text: str) -> None:
-        if self.kind == "path" and (rule := local_fault(text)):
-            raise self.fault(text, rule, self.default or "''")
-        if self.kind == "paths" and (rule := data_fault(text)):
-            raise self.fault(text, rule)
+        fault_of = {"local": local_fault, "path": place_fault, "paths": data_fault}.get(self.kind)
+        if fault_of and (rule := fault_of(text)):
+            raise self.fault(text, rule, None if self.kind == "paths" else self.default or "''")
 
     def _choice(self, text: str) -> str:
         if text in self.choices:

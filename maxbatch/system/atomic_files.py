@@ -9,21 +9,26 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from maxbatch.system.errors import cannot_write
+from maxbatch.system.storage import AnyPath, RemotePath, storage_errors
 
 BUILDING = ".building-"  # begins the name of whatever is not finished yet
 _STALE_S = 24 * 3600
 
 
 @contextlib.contextmanager
-def writing_atomically(path: Path) -> Iterator[BinaryIO]:
+def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of `path` once the block ends; after an exception nothing is left of it.
 
     Raises:
       OSError: the file cannot be written.
     """
+    if isinstance(path, RemotePath):
+        with _uploading(path) as file:
+            yield file
+        return
     temporary = path.parent / f"{BUILDING}{secrets.token_hex(8)}"
     try:
         with open(temporary, "xb") as file:
@@ -37,7 +42,22 @@ def writing_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+@contextlib.contextmanager
+def _uploading(path: RemotePath) -> Iterator[BinaryIO]:
+    """Opens an object, which a store shows only once it is closed."""
+    with storage_errors(path):
+        file: Any = path.open("wb")
+        try:
+            yield file
+        except BaseException:
+            with contextlib.suppress(Exception):  # the object was not finished, and the block's error is what counts
+                file.discard()
+                file.closed = True  # its end must not write what was discarded
+            raise
+        file.close()
+
+
+def write_atomically(path: AnyPath, content: str | bytes) -> None:
     """Writes a file, text as UTF-8.
 
     Raises:
@@ -45,6 +65,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
       TrainingError: the disk is full.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     try:
         with writing_atomically(path) as file:
             file.write(data)

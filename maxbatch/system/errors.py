@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
-from pathlib import Path
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 _DISK_FULL = "no space left on the disk; free some and run the same command again"
@@ -29,18 +28,34 @@ class DivergedError(TrainingError):
     """A run whose updates are no longer finite."""
 
 
+class StoreRefused(ConfigError, OSError):
+    """A request that an object store refuses for good: no permission, no such bucket, credentials that expired."""
+
+
+class StoreFailed(TrainingError, OSError):
+    """A request that an object store did not answer for as long as it was tried."""
+
+
+class StoreFull(TrainingError, OSError):
+    """A write that an object store has no room for."""
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Returns whether an error says that a disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def cannot_read(path: Path, error: OSError) -> ConfigError:
+def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
     """Returns what to raise if the system refuses to read a file, which says nothing about its content."""
+    if isinstance(error, ConfigError | TrainingError):
+        return error
     return ConfigError(f"{path}: cannot be read ({error.strerror})")
 
 
-def cannot_write(path: Path | str, error: OSError) -> ConfigError | TrainingError:
+def cannot_write(path: object, error: OSError) -> ConfigError | TrainingError:
     """Returns what to raise where a file could not be written. A full disk is not the fault of the user's input."""
+    if isinstance(error, ConfigError | TrainingError):
+        return error
     if is_disk_full(error):
         return TrainingError(f"{path}: {_DISK_FULL}")
     return ConfigError(f"{path}: cannot be written ({error.strerror}); give another place")

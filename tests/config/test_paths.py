@@ -11,33 +11,39 @@ from maxbatch.cli import main
 from maxbatch.config.keys import ROWS
 from tests.helpers.configs import error_of
 
-LOCAL = [key.name for key in ROWS if key.kind == "path"]
+PLACES = [key.name for key in ROWS if key.kind == "path"]
+LOCAL = [key.name for key in ROWS if key.kind == "local"]
 DATA = [key.name for key in ROWS if key.kind == "paths"]
 
 
 def test_every_key_that_names_a_place_is_a_path() -> None:
     named = [key.name for key in ROWS if key.name.endswith(("_path", "_dir"))]
-    assert sorted(named) == sorted(LOCAL + DATA)
+    assert sorted(named) == sorted(PLACES + LOCAL + DATA)
 
 
-@pytest.mark.parametrize("key", LOCAL)
-def test_a_folder_of_a_store_is_refused_for_now_and_another_scheme_for_good(key: str) -> None:
-    for scheme in ("gs", "s3"):
-        message = error_of(overrides=(f"{key}={scheme}://bucket/x",))
-        assert message.startswith(f"{key}={scheme}://bucket/x: must be a local path ({scheme}:// is not supported yet)")
-    for url in ("file:///x", "http://x/y", "hf://x", "gs2:/x"):
+@pytest.mark.parametrize("key", PLACES)
+def test_a_place_is_a_local_path_or_one_of_an_object_store(key: str) -> None:
+    for place in ("gs://bucket/x", "s3://bucket/x", "a:b/c", "/x"):
+        assert load_config(overrides=[f"{key}={place}"])[key] == place
+    for url in ("file:///x", "http://x/y", "hf://x", "gs2:/x", "gcs://bucket/x"):
         message = error_of(overrides=(f"{key}={url}",))
         assert f"({url.partition(':')[0]}:// is not supported); works: {key}=" in message
         load_config(overrides=[message.partition("works: ")[2].replace("''", "")])
-    assert load_config(overrides=[f"{key}=a:b/c"])[key] == "a:b/c"
+    for url in ("gs:/bucket/x", "s3:///x"):
+        assert "must be a local path or a URL with a bucket" in error_of(overrides=(f"{key}={url}",))
+
+
+@pytest.mark.parametrize("key", LOCAL)
+def test_a_cache_of_this_machine_lies_on_it(key: str) -> None:
+    assert "must be a local path (gs:// is not supported here)" in error_of(overrides=(f"{key}=gs://b/x",))
 
 
 @pytest.mark.parametrize("key", DATA)
-def test_data_are_read_from_every_scheme_that_fsspec_knows(key: str) -> None:
-    for path in ("gs://b/*.jsonl", "s3://b/x;hf://c/y", "memory://x", "file:///x", "a:/b"):
+def test_data_are_read_from_disks_and_object_stores(key: str) -> None:
+    for path in ("gs://b/*.jsonl", "s3://b/x;gs://c/y", "a:/b"):
         assert load_config(overrides=["dataset_type=jsonl", f"{key}={path}"])[key] == path
-    for path in ("gss://b/x", "a;foo://x,0.5"):
-        assert ":// is unknown)" in error_of(overrides=("dataset_type=jsonl", f"{key}={path}"))
+    for path in ("gss://b/x", "a;foo://x,0.5", "memory://x", "file:///x"):
+        assert ":// is not supported)" in error_of(overrides=("dataset_type=jsonl", f"{key}={path}"))
 
 
 @pytest.mark.parametrize(

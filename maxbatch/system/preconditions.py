@@ -1,0 +1,84 @@
+"""Reads and writes of objects that depend on their version: GCS's generation, S3's ETag.
+
+fsspec has no words for them beyond "create", so they are requests of each client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from maxbatch.system.object_stores import chain, split, status_of
+
+
+def read(file_system: Any, url: str) -> tuple[bytes, str]:
+    """Returns the content of an object and its version, by two requests that agree."""
+    scheme, bucket, name = split(url)
+    if scheme == "gs":
+        while True:
+            version = _generation(file_system, bucket, name)
+            content = file_system.cat_file(url)
+            if _generation(file_system, bucket, name) == version:
+                return content, version
+    answer = file_system.call_s3("get_object", Bucket=bucket, Key=name)
+    from fsspec.asyn import sync
+
+    return sync(file_system.loop, answer["Body"].read), answer["ETag"]
+
+
+def write(file_system: Any, url: str, data: bytes, version: str | None) -> str | None:
+    """Writes an object that has a version, or that is not there (None); returns its new version, None if it lost."""
+    scheme, bucket, name = split(url)
+    try:
+        if scheme == "gs":
+            return _upload(file_system, bucket, name, data, version or "0")
+        condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
+        answer = file_system.call_s3("put_object", Bucket=bucket, Key=name, Body=data, **condition)
+        return answer["ETag"]
+    except FileNotFoundError:
+        if version is None:
+            raise  # there is no bucket
+        return None
+    except Exception as error:
+        if _has_lost(error):
+            return None
+        raise
+
+
+def remove(file_system: Any, url: str, version: str) -> bool:
+    """Removes an object that has a version; returns whether it did."""
+    scheme, bucket, name = split(url)
+    try:
+        if scheme == "gs":
+            path = f"b/{quote(bucket)}/o/{quote(name, safe='')}"
+            file_system.call("DELETE", path, ifGenerationMatch=version)
+            return True
+        # Not every S3 knows conditional deletes; between the two requests nobody renews what is ours.
+        if file_system.call_s3("head_object", Bucket=bucket, Key=name)["ETag"] != version:
+            return False
+        file_system.call_s3("delete_object", Bucket=bucket, Key=name)
+        return True
+    except FileNotFoundError:
+        return False
+    except Exception as error:
+        if _has_lost(error):
+            return False
+        raise
+
+
+def _generation(file_system: Any, bucket: str, name: str) -> str:
+    path = f"b/{quote(bucket)}/o/{quote(name, safe='')}"
+    return str(file_system.call("GET", path, json_out=True)["generation"])
+
+
+def _upload(file_system: Any, bucket: str, name: str, data: bytes, version: str) -> str:
+    path = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o"
+    answer = file_system.call(
+        "POST", path, uploadType="media", name=name, ifGenerationMatch=version, data=data, json_out=True
+    )
+    return str(answer["generation"])
+
+
+def _has_lost(error: BaseException) -> bool:
+    """Returns whether a store says that the precondition does not hold, or that a rival is just writing."""
+    return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))

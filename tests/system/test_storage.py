@@ -1,0 +1,181 @@
+"""One door to storage: the same methods on a disk, on gs:// and on s3://."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from maxbatch.system import object_stores, storage
+from maxbatch.system.atomic_files import write_atomically, writing_atomically
+from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused
+from maxbatch.system.storage import AnyPath, RemotePath, as_path, is_remote, probe, remove_tree, subfolders
+from tests.helpers.stores import SCHEMES, Store
+
+
+@pytest.fixture(params=["disk", *SCHEMES])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
+    if request.param == "disk":
+        return tmp_path
+    store: Store = request.getfixturevalue(request.param)
+    return as_path(store.bucket() + "/a/folder")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_stores.PATIENCE, "seconds", 1.0)
+
+
+def test_the_same_methods_do_the_same_wherever_a_path_lies(folder: AnyPath) -> None:
+    file = folder / "b" / "one.json"
+    assert not file.exists() and not file.is_file() and not (folder / "b").is_dir()
+    with pytest.raises(FileNotFoundError):
+        file.read_bytes()
+    with pytest.raises(FileNotFoundError):
+        list((folder / "b").iterdir())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, "one é\n")
+    assert file.read_text(encoding="utf-8") == "one é\n" and file.stat().st_size == 7
+    write_atomically(folder / "b" / "two.bin", bytes(range(256)))
+    (folder / "b" / "c").mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "b" / "c" / "three.json", b"3")
+    assert (folder / "b").is_dir() and not (folder / "b").is_file() and file.is_file() and not file.is_dir()
+    assert sorted(p.name for p in (folder / "b").iterdir()) == ["c", "one.json", "two.bin"]
+    assert subfolders(folder / "b") == ["c"] and subfolders(folder) == ["b"]
+    assert [str(p) for p in folder.glob("b/*.json")] == [str(file)]
+    assert [p.name for p in folder.glob("*/c/thr*")] == ["three.json"]
+    assert (file.name, file.stem, file.suffix, file.parent.name) == ("one.json", "one", ".json", "b")
+    assert str(file.relative_to(folder)) == "b/one.json"
+    with (folder / "b" / "two.bin").open("rb") as opened:
+        opened.seek(250)
+        assert opened.read() == bytes(range(250, 256))
+    with file.open("r") as opened:
+        assert opened.readlines() == ["one é\n"]
+    (folder / "b").rename(folder / "moved")
+    assert (folder / "moved" / "c" / "three.json").read_bytes() == b"3" and not (folder / "b").exists()
+    (folder / "moved" / "one.json").unlink()
+    (folder / "moved" / "one.json").unlink(missing_ok=True)
+    remove_tree(folder / "moved")
+    remove_tree(folder / "moved")
+    assert not (folder / "moved").exists()
+
+
+def test_a_file_that_is_written_bit_by_bit_appears_whole_or_not_at_all(
+    folder: AnyPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(storage, "_UPLOAD_BYTES", 5 << 20)
+    content = bytes(range(256)) * (6 << 12)  # 6 MiB: several parts of an upload
+    with writing_atomically(folder / "large") as file:
+        for begin in range(0, len(content), 1 << 20):
+            file.write(content[begin : begin + (1 << 20)])
+        assert not (folder / "large").exists()
+    assert (folder / "large").read_bytes() == content
+    with pytest.raises(KeyError), writing_atomically(folder / "broken") as file:
+        file.write(b"not the whole")
+        raise KeyError
+    assert [p.name for p in folder.iterdir()] == ["large"]
+
+
+def test_a_range_is_read_by_one_request(store: Store) -> None:
+    path = as_path(store.bucket() + "/x")
+    assert isinstance(path, RemotePath)
+    path.write_bytes(bytes(range(100)))
+    store.forget()
+    assert path.read_range(10, 20) == bytes(range(10, 20)) and path.read_range(3, 3) == b""
+    assert [method for _, method, *_ in store.requests()] == ["GET"]
+    assert pickle.loads(pickle.dumps(path)) == path and is_remote(path) and is_remote(str(path))
+
+
+def test_what_fails_for_a_passing_reason_is_tried_again(store: Store) -> None:
+    folder = as_path(store.bucket())
+    with store.failing(share=0.15, seed=4):
+        for number in range(10):
+            path = folder / f"{number}"
+            path.write_bytes(bytes([number]) * 1000)
+            assert path.read_bytes() == bytes([number]) * 1000
+    assert any(status not in (200, 204, 206, 404) for *_, status in store.requests())
+
+
+def test_a_store_that_does_not_answer_is_given_up_after_a_bound_that_the_line_names(s3: Store, impatient: None) -> None:
+    path = as_path(s3.bucket() + "/x")
+    with s3.failing(down=True), pytest.raises(StoreFailed) as caught:
+        path.write_bytes(b"x")
+    assert str(caught.value).startswith(f"{path}: the store does not answer (")
+    assert "run the same command again" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_store_that_answers_again_is_waited_for(s3: Store) -> None:
+    path = as_path(s3.bucket() + "/x")
+    with s3.failing(down=True):
+        mended = threading.Timer(1.5, s3.plan)
+        mended.start()
+        path.write_bytes(b"x")
+        mended.join()
+    assert path.read_bytes() == b"x"
+
+
+def test_a_refusal_is_one_line_with_the_bucket_and_what_to_do(store: Store) -> None:
+    bucket = store.bucket()
+    path = as_path(bucket + "/x")
+    for fields, kind, words in (
+        ({"denied": r"^(PUT|POST)"}, StoreRefused, f"no permission in bucket {bucket[5:]}; give this identity"),
+        ({"full_after_bytes": 10, "full_status": 507}, StoreFull, f"bucket {bucket[5:]} is full"),
+    ):
+        started = time.monotonic()
+        with store.failing(**fields), pytest.raises(kind) as caught:
+            path.write_bytes(bytes(100))
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+        assert time.monotonic() - started < 60
+    missing = as_path(f"{store.scheme}://no-such-bucket-here/x")
+    assert isinstance(missing, RemotePath)
+    with pytest.raises(StoreRefused, match="there is no bucket no-such-bucket-here; make it"):
+        probe(missing)
+
+
+def test_a_probe_leaves_nothing(store: Store) -> None:
+    folder = as_path(store.bucket() + "/run")
+    assert isinstance(folder, RemotePath)
+    probe(folder)
+    assert not folder.exists() and [m for _, m, *_ in store.requests()][-3:]
+
+
+def test_another_scheme_a_missing_bucket_and_a_missing_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, words in (
+        ("ftp://x/y", "must be a local path, gs:// or s3:// (ftp:// is not supported)"),
+        ("gs:///y", "must name a bucket; works: gs://my-bucket/y"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            as_path(text)
+        assert words in str(caught.value)
+    object_stores.file_system.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'maxbatch\[s3\]'"):
+        as_path("s3://bucket/x")
+
+
+def test_preconditions_hold_at_the_proxy(store: Store) -> None:
+    """Of many writers that want to create one object, one does."""
+    path = as_path(store.bucket() + "/lease")
+    assert isinstance(path, RemotePath)
+    made: list[int] = []
+
+    def create(number: int) -> None:
+        if path.write_if(str(number).encode(), None):
+            made.append(number)
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    content, version = path.read_version()
+    assert content == str(made[0]).encode()
+    newer = path.write_if(b"renewed", version)
+    assert newer and path.write_if(b"late", version) is None
+    assert path.read_version() == (b"renewed", newer)
+    assert not path.unlink_if(version) and path.unlink_if(newer) and not path.exists()
