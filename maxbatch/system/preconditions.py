@@ -34,7 +34,7 @@ def write(file_system: Any, url: str, data: bytes, version: str | None) -> str |
             return _upload(file_system, bucket, name, data, version or "0")
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
         answer = file_system.call_s3("put_object", Bucket=bucket, Key=name, Body=data, **condition)
-        return answer["ETag"]
+        return str(answer["ETag"])
     except FileNotFoundError:
         if version is None:
             raise  # there is no bucket

@@ -107,7 +107,7 @@ class RemotePath:
 
     def _kind(self) -> str | None:
         try:
-            return self._info()["type"]
+            return str(self._info()["type"])
         except FileNotFoundError:
             return None
 
@@ -165,7 +165,8 @@ class RemotePath:
                     yield from RemotePath(url).glob(rest)
 
     def read_bytes(self) -> bytes:
-        return persist(self.url, lambda: self.file_system.cat_file(self.url))
+        data: bytes = persist(self.url, lambda: self.file_system.cat_file(self.url))
+        return data
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
@@ -174,7 +175,7 @@ class RemotePath:
         """Returns the bytes from `begin` to before `end`, by one request."""
 
         def read() -> bytes:
-            data = self.file_system.cat_file(self.url, start=begin, end=end)
+            data: bytes = self.file_system.cat_file(self.url, start=begin, end=end)
             if len(data) != end - begin:
                 raise ConnectionError(f"{len(data)} of {end - begin} bytes came")
             return data
