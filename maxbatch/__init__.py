@@ -14,23 +14,67 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
+    from maxbatch.api import BatchFeed, FedBatch, open_feed, train
     from maxbatch.config.loading import load_config
+    from maxbatch.data.stream.own import Samples
+    from maxbatch.data.stream.stream import Stream, open_stream
+    from maxbatch.parallel.mesh import make_mesh
     from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
-    from maxbatch.training.pretraining import train
+    from maxbatch.training.own import Loss, Rows, next_token_loss
+    from maxbatch.training.recorder import Output
+    from maxbatch.training.session import Outcome
+    from maxbatch.training.state import MakeModel
 
 __version__ = "0.1.0"
 
-__all__ = ["BatchPlan", "ConfigError", "RampupBatchManager", "__version__", "load_config", "train"]
+__all__ = [
+    "BatchFeed",
+    "BatchPlan",
+    "ConfigError",
+    "FedBatch",
+    "LearningRate",
+    "Loss",
+    "MakeModel",
+    "Outcome",
+    "Output",
+    "RampupBatchManager",
+    "Rows",
+    "Samples",
+    "Stream",
+    "TrainingError",
+    "__version__",
+    "load_config",
+    "make_mesh",
+    "next_token_loss",
+    "open_feed",
+    "open_stream",
+    "train",
+]
 
 _HOME = {
+    "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
+    "FedBatch": "maxbatch.api",
+    "LearningRate": "maxbatch.plan.learning_rate",
+    "Loss": "maxbatch.training.own",
+    "MakeModel": "maxbatch.training.state",
+    "Outcome": "maxbatch.training.session",
+    "Output": "maxbatch.training.recorder",
     "RampupBatchManager": "maxbatch.plan.rampup",
+    "Rows": "maxbatch.training.own",
+    "Samples": "maxbatch.data.stream.own",
+    "Stream": "maxbatch.data.stream.stream",
     "load_config": "maxbatch.config.loading",
-    "train": "maxbatch.training.pretraining",
+    "make_mesh": "maxbatch.parallel.mesh",
+    "next_token_loss": "maxbatch.training.own",
+    "open_feed": "maxbatch.api",
+    "open_stream": "maxbatch.data.stream.stream",
+    "train": "maxbatch.api",
 }
 
 

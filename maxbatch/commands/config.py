@@ -22,8 +22,8 @@ from maxbatch.system.terminal import PipeConsole
 _PIPE_WIDTH = 200
 _FILES = ("config file", "base_config")
 _KINDS = {
-    "bool": "true or false", "choice": "a choice", "text": "text", "path": "a path", "local": "a local path",
-    "paths": "data paths",
+    "bool": "true or false", "choice": "a choice", "choices": "one or more choices", "text": "text", "path": "a path",
+    "local": "a local path", "paths": "data paths",
 }  # fmt: skip
 _FIXED = {
     Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.MODEL: "model",

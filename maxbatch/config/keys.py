@@ -76,6 +76,7 @@ ROWS: tuple[Key, ...] = (
     Key("run_dir", "path", fixes=_NOTHING, maxtext="base_output_directory and run_name"),
     Key("model_name", "text", fixes=_NOTHING),  # what it stands for is in the keys of the model
     Key("load_parameters_path", "path", fixes=_NOTHING, warm_start=False),
+    Key("load_full_state_path", "path", fixes=_NOTHING, warm_start=False),
     # how long
     Key("steps", "int", _COUNT, nullable=True, fixes=_NOTHING, unit="updates", part=Part.LENGTH, warm_start=False),
     Key("train_samples", "quantity", _COUNT, nullable=True, fixes=_NOTHING, unit="samples", part=Part.LENGTH,
@@ -204,6 +205,8 @@ ROWS: tuple[Key, ...] = (
     Key("eval_interval", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="updates", warm_start=False),
     Key("eval_steps", "int", _COUNT_OR_OFF, fixes=_NOTHING, unit="batches"),
     Key("eval_samples", "quantity", _COUNT, nullable=True, fixes=_NOTHING, unit="samples", maxtext=OURS),
+    Key("log_to", "choices", fixes=_NOTHING, choices=("tensorboard", "wandb", "mlflow"),
+        maxtext="enable_tensorboard", warm_start=False),
     Key("log_period", "int", _COUNT, fixes=_NOTHING, unit="updates"),
     Key("profile_steps", "text", fixes=_NOTHING, maxtext="skip_first_n_steps_for_profiler and profiler_steps",
         warm_start=False),

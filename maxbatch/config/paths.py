@@ -28,9 +28,15 @@ def place_fault(path: str) -> str | None:
 
 
 def data_fault(paths: str) -> str | None:
-    """Returns the rule that one of several paths of data, joined by ";", breaks."""
-    urls = [path.strip() for path in paths.split(";") if (url := _URL.match(path.strip())) and url[2]]
+    """Returns the rule that one of several paths of data, joined by ";" or in a mapping, breaks."""
+    parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
+    urls = [path.strip() for path in parts if (url := _URL.match(path.strip())) and url[2]]
     return next(filter(None, map(place_fault, urls)), None)
+
+
+def is_staged(paths: str) -> bool:
+    """Returns whether a dataset path is a mapping of positions to mixtures, in braces."""
+    return paths.lstrip().startswith("{")
 
 
 def is_mixture_file(path: str) -> bool:

@@ -130,6 +130,11 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         raise fault("enable_checkpointing", rule, "true")
     if values["batch_size"] is not None and values["use_sft"]:
         raise fault("use_sft", "false beside batch_size, which states a batch of prompts for maxbatch rl", "false")
+    if values["load_full_state_path"] and values["load_parameters_path"]:
+        raise fault("load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""')
+    if values["load_full_state_path"] and values["batch_size"] is not None:
+        rule = "empty in reinforcement learning, which starts from parameters (load_parameters_path)"
+        raise fault("load_full_state_path", rule, '""')
     if not values["run_dir"]:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}

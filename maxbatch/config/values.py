@@ -74,8 +74,9 @@ def _short(end: float) -> str:
 class Scalar:
     """A named value that is read from text.
 
-    Its kind is bool; choice; int; quantity (whole, with suffixes K, M, B); real; exact (a decimal or fraction that
-    means exactly what it says); text; path (of this machine); or paths (of data, joined by ";").
+    Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes K, M, B); real;
+    exact (a decimal or fraction that means exactly what it says); text; path (of this machine); or paths (of data,
+    joined by ";").
     """
 
     name: str  # what states it, for messages
@@ -103,6 +104,8 @@ class Scalar:
             return text if not is_null or text.strip().lower() == "none" else ""
         if self.kind in NUMBERS:
             return self._number(text)
+        if self.kind == "choices":
+            return ",".join(dict.fromkeys(map(self._choice, [] if is_null else _listed(text))))
         return self._bool(text) if self.kind == "bool" else self._choice(text)
 
     def write(self, value: Value) -> str:
@@ -158,6 +161,11 @@ class Scalar:
         guess = min(max(round(number), -_LARGEST), _LARGEST)
         broken = self.bounds and self.bounds.broken(guess)
         return plain_number(broken[1] if broken else guess)
+
+
+def _listed(text: str) -> list[str]:
+    """Returns the items of a list in one line, with or without brackets."""
+    return [item.strip().strip("'\"") for item in text.strip("[]").split(",") if item.strip()]
 
 
 # A number, or None for a text that is none of the kind; and what is near to it, a text or a number.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,6 +23,8 @@ _PROBLEMS: dict[type[Exception], str] = {
 }
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
+# Keys that a file may state as a list of words: [a, b] is "a,b".
+_WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices")
 
 
 class Entry(NamedTuple):
@@ -101,12 +104,30 @@ def pairs(path: Path, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name in _LISTS and isinstance(node, yaml.SequenceNode):
         return Entry(name, ";".join(_path_item(item, name) for item in node.value), False, where)
+    if name in _WORD_LISTS and isinstance(node, yaml.SequenceNode):
+        return Entry(name, ",".join(str(item.value) for item in node.value), False, where)
+    if name == "dataset_path" and isinstance(node, yaml.MappingNode):
+        return Entry(name, _in_braces(node, where), False, where)
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")
     if not node.tag.startswith("tag:yaml.org,2002:"):
         raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
     return Entry(name, node.value, node.style is None, where)
+
+
+def _in_braces(node: yaml.Node, where: str) -> str:
+    """Returns a mapping, of scalars or of mappings again, in one line of JSON, its scalars as they are written."""
+
+    def plain(value: yaml.Node) -> Any:
+        return value.value if isinstance(value, yaml.ScalarNode) else dict(texts(value))
+
+    def texts(value: yaml.Node) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, yaml.MappingNode):
+            raise ConfigError(f"{where}: a mixture by positions must be mappings of texts")
+        return ((name, plain(below)) for name, below, _ in pairs(Path(where), value))
+
+    return json.dumps(dict(texts(node)), ensure_ascii=False)
 
 
 def _path_item(node: yaml.Node, name: str) -> str:

@@ -151,6 +151,12 @@ class Decoder(nnx.Module):
         self.remat_policy = config.remat_policy
         self.layer_runner = layer_runner
 
+    def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+        """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the arguments."""
+        x_MxLxD = self.hidden(tokens_MxL, segments_MxL)
+        w_DxV = self.output_projection().astype(x_MxLxD.dtype)
+        return jnp.einsum("mld,dv->mlv", x_MxLxD, w_DxV, preferred_element_type=jnp.float32)
+
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Returns the stream after the final norm, [M, L, D] in `dtype`.
 

@@ -107,13 +107,28 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
     return P(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in taken))
 
 
+def unnamed_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Returns the partition of a parameter without logical axes."""
+    fits = [(size, axis) for axis, size in enumerate(shape) if size % mesh.shape["fsdp"] == 0]
+    if not fits:
+        return P()
+    longest = max(fits)[1]
+    return P(*("fsdp" if axis == longest else None for axis in range(len(shape))))
+
+
 def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
-    """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract shapes)."""
+    """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract shapes).
+
+    A parameter of a user's model that names no logical axes is split over fsdp along its longest axis that divides.
+    """
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    shardings = [
-        NamedSharding(mesh, parameter_spec(v.get_metadata()["logical_axes"], v.get_value().shape, mesh))
-        for v in variables
-    ]
+
+    def spec(variable: nnx.Variable) -> P:
+        shape = variable.get_value().shape
+        names = variable.get_metadata().get("logical_axes")
+        return unnamed_spec(shape, mesh) if names is None else parameter_spec(names, shape, mesh)
+
+    shardings = [NamedSharding(mesh, spec(variable)) for variable in variables]
     return jax.tree.unflatten(jax.tree.structure(params), shardings)
 
 

@@ -27,17 +27,36 @@ class LearningRate(NamedTuple):
     total_samples: int  # of the whole run; 0: the schedule does not need them
 
     @classmethod
-    def from_config(cls, config: ConfigDict, manager: RampupBatchManager) -> LearningRate:
+    def from_config(
+        cls,
+        config: ConfigDict,
+        manager: RampupBatchManager | None = None,
+        *,
+        num_devices: int = 1,
+        samples_per_epoch: int | None = None,
+    ) -> LearningRate:
         """Takes the rate's keys from the config and the run's length from the manager.
+
+        Args:
+          config: the run's config.
+          manager: the plan of its batch; None: that of the config on `num_devices`.
+          num_devices: devices that train.
+          samples_per_epoch: samples in one pass over the training split, which a length in epochs needs.
 
         Raises:
           ConfigError: the schedule depends on the run's length, which is unknown (epochs of unknown data).
         """
+        if manager is None:
+            manager = RampupBatchManager.from_config(config, num_devices, samples_per_epoch=samples_per_epoch)
         schedule = config.learning_rate_schedule
         if manager.total_samples is None and (schedule != "constant" or config.warmup_steps_fraction):
             rule = f"learning_rate_schedule={schedule} needs the run's length, but the samples of an epoch are unknown"
             raise Refusal(config, "num_epochs", rule, {"num_epochs": None, "train_samples": 100_000})
         return cls(config, manager, manager.total_samples or 0)
+
+    def __call__(self, samples_seen: int) -> float:
+        """Returns the rate of the step that starts at samples_seen."""
+        return self.at(samples_seen)
 
     def at(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""

@@ -31,7 +31,7 @@ from maxbatch.training.compile.ladder import compile_here
 from maxbatch.training.session import Outcome, Session, warn
 from maxbatch.training.state import TrainState, init_opt_state
 from maxbatch.training.step import StepMetrics
-from maxbatch.training.task import Dispatched, TaskData
+from maxbatch.training.task import Dispatched, TaskData, model_of
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -76,6 +76,7 @@ class PolicyTraining:
         self._source = PromptSource(session.config)
         self._prompts = self._source.train()
         self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
+        self.model = model_of(session.config)
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # what an eval found; joins the first record
         self._warned = False

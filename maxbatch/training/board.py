@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import cannot_write
+from maxbatch.training.loggers import numbers_of
 
 _FLUSH_S = 120.0
+SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # beside the hyperparameters
 
 
 class Board:
@@ -40,15 +41,19 @@ class Board:
         Raises:
           TrainingError: the disk is full.
         """
-        by_source = record.get(Metric.SAMPLES_BY_SOURCE, {})
-        numbers = record | {f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()}
         shown = summary.Summary()
-        for name, value in numbers.items():
-            if isinstance(value, int | float) and math.isfinite(value) and name != Metric.STEP:
-                shown.MergeFrom(summary.scalar(name, value))
+        for name, value in numbers_of(record):
+            shown.MergeFrom(summary.scalar(name, value))
         self._write(record[Metric.STEP], shown)
         if time.monotonic() - self._flushed > _FLUSH_S:
             self.sync()
+
+    def settings(self, settings: Mapping[str, bool | int | float | str]) -> None:
+        """Adds hyperparameters, by which TensorBoard compares the runs below a folder, such as a sweep's trials."""
+        merged = summary.Summary()
+        for part in summary.hparams(dict(settings), dict.fromkeys(SHOWN_RESULTS)):
+            merged.MergeFrom(part)
+        self._write(0, merged)
 
     def text(self, step: int, name: str, text: str) -> None:
         """Adds a text."""

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
-from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
+from maxbatch.training.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.state import abstract_model, with_layers
 
 
@@ -40,15 +40,16 @@ class Evaluator:
     def __init__(
         self,
         config: ConfigDict,
-        mesh: Mesh,
         placement: Placement,
         stream: Stream | None,
         num_rows: int,
         batch_size: int,
+        objective: Objective = NEXT_TOKEN,
     ) -> None:
+        mesh = placement.mesh
         pipeline = make_pipeline(config, mesh, BATCH_AXES)
         row_axes = (*BATCH_AXES, "pipeline")
-        graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline)
+        graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline, objective.make_model)
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self._stream, self._placement = stream, placement
         self._shape = BatchShape(batch_size, 1)
@@ -60,7 +61,7 @@ class Evaluator:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
             if pipeline:
                 params = with_layers(params, pipeline.stage_order)
-            return loss_sums(nnx.merge(graphdef, params), *rows, batch_shards=row_shards)
+            return objective.sums(nnx.merge(graphdef, params), rows, row_shards)[:2]
 
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[Any] | None = None

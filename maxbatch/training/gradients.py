@@ -28,7 +28,7 @@ from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
 from maxbatch.training.layer_gradients import SummingLayers
-from maxbatch.training.state import abstract_model, with_layers
+from maxbatch.training.state import MakeModel, abstract_model, with_layers
 
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
@@ -42,6 +42,7 @@ class Objective(NamedTuple):
 
     sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
     others: tuple[str, ...] = ()  # names of the other sums
+    make_model: MakeModel | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
 
 
 def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
@@ -94,10 +95,11 @@ class Accumulation:
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
         constrain = activation_constraint(mesh, row_axes)
-        self._sums_layers = config.scan_layers and self._pipeline is None
+        self._sums_layers = config.scan_layers and self._pipeline is None and objective.make_model is None
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.data_shards = mesh.shape["data"]
-        _, params_shape = abstract_model(config, constrain, self._pipeline)  # refuses a stated attention here
+        # Refuses a stated attention here.
+        _, params_shape = abstract_model(config, constrain, self._pipeline, objective.make_model)
         self._partial_sharding = jax.tree.map(
             lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(params_shape, mesh)
         )
@@ -109,7 +111,7 @@ class Accumulation:
             params: nnx.State, layer_sums: nnx.State, layers: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
             summing = SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
-            graphdef, _ = abstract_model(config, constrain, summing or self._pipeline)
+            graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
             decoder = nnx.merge(graphdef, nnx.merge_state(params, layers))
             loss, weight, others = objective.sums(decoder, rows, row_shards)
             return loss, (weight, others)

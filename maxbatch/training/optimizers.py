@@ -148,7 +148,9 @@ def _names(path: KeyPath) -> list[Any]:
 
 
 def _in_stack(path: KeyPath) -> bool:
-    return "layers" in _names(path)
+    """Returns whether a parameter has a leading axis of layers; a user's list of layers (`layers`, 0, ...) has none."""
+    names = _names(path)
+    return "layers" in names[:-1] and not isinstance(names[names.index("layers") + 1], int)
 
 
 def _is_stacked(parameters: PyTree) -> PyTree:
@@ -164,9 +166,10 @@ def _is_matrix(parameters: PyTree) -> PyTree:
 def _muon_matrices(parameters: PyTree) -> PyTree:
     """Returns a tree of dimension numbers; None where Adam takes the parameter."""
 
-    def dimension_numbers(path: KeyPath, _: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
+    def dimension_numbers(path: KeyPath, value: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         for name in _names(path):
-            if name in _MUON_MATRICES:
+            # A user's parameter of that name may have another rank.
+            if name in _MUON_MATRICES and sum(map(len, _MUON_MATRICES[name])) + _in_stack(path) == value.ndim:
                 inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in _MUON_MATRICES[name])
                 return optax.contrib.MuonDimensionNumbers(inputs, outputs)
         return None

@@ -19,7 +19,7 @@ from maxbatch.runs.position import committed_steps
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.huggingface import read_parameters
-from maxbatch.training.state import abstract_model
+from maxbatch.training.state import TrainState, abstract_model
 
 
 def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -71,6 +71,26 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
                 raise cannot_read(checkpoint, failure) from None
             raise ConfigError(
                 f"load_parameters_path={path}: its parameters do not fit this model ({reason(error)})"
+            ) from error
+
+
+def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:
+    """Returns the parameters and the optimizer's state of a run folder or checkpoint, placed as `abstract` says.
+
+    Raises:
+      ConfigError: there is no such checkpoint, or its model or its optimizer is another.
+    """
+    checkpoint = _find_checkpoint(path)
+    with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
+        try:
+            params = checkpointer.restore(folder / "params", args=restore_as(abstract.params))
+            return TrainState(params, checkpointer.restore(folder / "opt_state", args=restore_as(abstract.opt_state)))
+        except (OSError, ValueError, KeyError) as error:
+            if failure := os_error(error):
+                raise cannot_read(checkpoint, failure) from None
+            raise ConfigError(
+                f"load_full_state_path={path}: is of another model or optimizer ({reason(error)}); "
+                "load_parameters_path takes the parameters alone"
             ) from error
 
 

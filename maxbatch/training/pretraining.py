@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
@@ -24,18 +26,22 @@ from maxbatch.training.compile.ladder import StepLadder, compile_here
 from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.parameters import restore_parameters
+from maxbatch.training.own import Parts, objective_of, task_model
+from maxbatch.training.parameters import restore_full_state, restore_parameters
 from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, init_opt_state
 from maxbatch.training.task import Dispatched, TaskData
 
+CONFIGURED = Parts()  # all of it the config's
 
-def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
+
+def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED) -> Outcome:
     """Trains as the config says, from the newest checkpoint of `run_dir` if there is one.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
       devices: the devices to train on, all by default.
+      parts: a user's own model, loss, data and loggers.
 
     Returns:
       Where the run stands, and the signal that stopped it, if one did.
@@ -45,7 +51,16 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Ou
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     with ExitStack() as stack:
-        return Session(config, devices or jax.devices(), Pretraining, stack).run()
+        task = partial(Pretraining, parts=parts)
+        return Session(config, devices or jax.devices(), task, stack, parts.outputs).run()
+
+
+def _check(parts: Parts, config: ConfigDict) -> None:
+    if config.compiled_dir and (parts.model or parts.objective):
+        raise ConfigError(
+            f"compiled_dir={config.compiled_dir}: holds programs of the config's own model and loss, and train() was "
+            'given others; works: compiled_dir=""'
+        )
 
 
 class Pretraining:
@@ -54,15 +69,21 @@ class Pretraining:
     evaluates = False
     steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
 
-    def __init__(self, session: Session[StagedBatch]) -> None:
-        self._session, config = session, session.config
+    def __init__(self, session: Session[StagedBatch], parts: Parts = CONFIGURED) -> None:
+        self._session, config, self._parts = session, session.config, parts
+        _check(parts, config)
         self.takes_turns = must_take_turns(session.devices)
         self._mesh_shape = checked_mesh_shape(config, session.devices)
         self._expansion = max(1, int(expansion_factor(config, jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.stream: Stream | None = open_stream(config) if self._loads else None  # None if another host loads
+        self.model, self._objective = task_model(parts, config), objective_of(parts)
+        self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
+
+    def _open_stream(self) -> Stream:
+        config, own = self._session.config, self._parts.stream
+        return open_stream(config) if own is None else as_stream(own, config)
 
     def _agree_on_data(self) -> TaskData:
         """Returns the facts of the first host; the others must read the same data."""
@@ -97,7 +118,7 @@ class Pretraining:
     def build(self) -> None:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
         config = self._session.config
-        self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion)
+        self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion, self._objective)
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
         self.placement = self._programs.placement
         self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
@@ -143,6 +164,8 @@ class Pretraining:
 
     def _first_state(self) -> TrainState:
         config = self._session.config
+        if config.load_full_state_path:
+            return restore_full_state(config.load_full_state_path, self.abstract)
         if config.load_parameters_path:
             params = restore_parameters(config.load_parameters_path, config, self.abstract.params)
             return init_opt_state(config, self.abstract, params)
@@ -151,11 +174,14 @@ class Pretraining:
     def _open_evaluator(self) -> Evaluator | None:
         """Returns None if no eval is wanted or nothing is held out."""
         config, batch_size = self._session.config, self._session.plan.eval_batch_size
-        if config.eval_interval <= 0:
+        has_own_data = self._parts.stream is not None and not config.eval_dataset_path
+        if config.eval_interval <= 0 or has_own_data:
             return None
         held_out = open_stream(config, split="eval") if self._loads else None
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
-        return Evaluator(config, self.mesh, self.placement, held_out, num_rows, batch_size) if num_rows else None
+        if not num_rows:
+            return None
+        return Evaluator(config, self.placement, held_out, num_rows, batch_size, self._objective)
 
     def step(
         self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float
@@ -185,9 +211,11 @@ class Pretraining:
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of what the model learned, and what to type next."""
         config, prompt = self._session.config, self._session.config.generate_prompt
-        if prompt:
+        # A sample needs the cache of the config's own model, and a tokenizer of the data.
+        is_own = self._parts.model is not None or self._parts.stream is not None
+        if prompt and not is_own:
             text = generate_text(state.params, make_tokenizer(config), prompt, config, mesh=self.mesh)
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
-        if config.enable_checkpointing:
+        if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")
         yield f"      pip install tensorboard && tensorboard --logdir {config.run_dir}"

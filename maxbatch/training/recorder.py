@@ -24,16 +24,22 @@ Record = dict[str, Any]
 
 
 class Output(Protocol):
-    """A place that the records of a run go to."""
+    """A place that the records of a run go to; a subclass states what it needs of the three.
+
+    The first host calls it, on the thread that trains.
+    """
 
     def append(self, record: Record) -> None:
-        """Takes the record of one update."""
+        """Takes the record of one update: the fields of its line in `metrics.jsonl`."""
+        raise NotImplementedError
 
     def sync(self) -> None:
-        """Returns once every record so far is on disk."""
+        """Returns once every record so far is safe; called before a checkpoint commits."""
+        return
 
     def close(self) -> None:
-        """Releases what it holds."""
+        """Releases what it holds; called once, when the run ends or fails."""
+        return
 
 
 class Recorder:
@@ -45,7 +51,7 @@ class Recorder:
         manager: RampupBatchManager,
         position: Position,
         compiles: CompileCounter,
-        devices: Sequence[jax.Device],
+        meter: ThroughputMeter,
         outputs: Sequence[Output],
     ) -> None:
         self._manager, self.position = manager, position
@@ -53,8 +59,7 @@ class Recorder:
         self._slots_per_sample = rows_per_sample * config.max_target_length
         self._measures_noise = config.gradient_noise_scale
         self._max_skips = config.max_consecutive_skips
-        self._meter = ThroughputMeter(config, devices)
-        self._compiles, self._outputs = compiles, outputs
+        self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
         self._last_done = time.perf_counter()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
@@ -29,15 +29,17 @@ from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
-from maxbatch.training.checkpoints import Checkpoints, model_identity
+from maxbatch.training.checkpoints import Checkpoints
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.ladder import Background
+from maxbatch.training.loggers import check_loggers, open_loggers, settings_of
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.progress import RunProgress
 from maxbatch.training.recorder import Output, Recorder
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.state import TrainState, num_parameters
 from maxbatch.training.task import B, Task
+from maxbatch.training.throughput import ThroughputMeter
 
 
 class Outcome(NamedTuple):
@@ -55,6 +57,7 @@ class Session(Generic[B]):
       devices: those that the run may use.
       open_task: makes the task of this session, and opens its data.
       stack: closes the files and threads of the session and its task.
+      outputs: further places that the records of the run go to.
 
     Raises:
       ConfigError: the config, the data or the checkpoint cannot be used; nothing is written before.
@@ -70,9 +73,12 @@ class Session(Generic[B]):
         devices: Sequence[jax.Device],
         open_task: Callable[[Session[B]], Task[B]],
         stack: ExitStack,
+        outputs: Sequence[Output] = (),
     ) -> None:
-        self.config, self.devices, self.stack = config, devices, stack
+        self.config, self.devices, self.stack, self._outputs = config, devices, stack, outputs
         use_persistent_cache(config)
+        if is_first():
+            check_loggers(config)
         self.console = TrainingConsole(width=WIDTH, highlight=False, markup=False, quiet=not is_first())
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.stop = stack.enter_context(StopRequest())
@@ -101,7 +107,7 @@ class Session(Generic[B]):
         checkpoints = Checkpoints(
             self.folder.path,
             self.config.max_num_checkpoints_to_keep,
-            {"data": self.task.data.identity, "model": model_identity(self.config)},
+            {"data": self.task.data.identity, "model": self.task.model.identity},
             warn,
             self.task.data.num_loading_hosts,
         )
@@ -166,15 +172,23 @@ class Session(Generic[B]):
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
         """Returns the recorder of the updates ahead; `stack` closes the places that its records go to."""
-        outputs: list[Output] = []
-        if is_first():
-            step, num_stages = self.position.step, len(self.plan.manager.stages)
-            self.board = Board(self.folder.path, step)
-            progress = RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
-            metrics = MetricsLog(self.folder, step, self.position.samples_seen, warn)
-            outputs = [metrics, self.board, progress]
-        opened = [stack.enter_context(closing(output)) for output in outputs]
-        return Recorder(self.config, self.plan.manager, self.position, compiles, self.devices, opened)
+        opened: list[Output] = []
+        for output in self._open_outputs() if is_first() else ():
+            opened.append(stack.enter_context(closing(output)))  # one by one: a later one may fail to open
+            if isinstance(output, Board):
+                self.board = output
+                output.settings(settings_of(self.config))
+        meter = ThroughputMeter(self.config, self.devices, self.task.model.flops_per_token)
+        return Recorder(self.config, self.plan.manager, self.position, compiles, meter, opened)
+
+    def _open_outputs(self) -> Iterator[Output]:
+        step, num_stages = self.position.step, len(self.plan.manager.stages)
+        yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
+        if "tensorboard" in self.config.log_to.split(","):
+            yield Board(self.folder.path, step)
+        yield from open_loggers(self.config, self.folder, warn)
+        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
+        yield from self._outputs
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
         """Trains on what is fed. A run stops and is saved between batches, of which one may serve several updates."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,15 @@ from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.optimizers import make_optimizer
+
+
+class MakeModel(Protocol):
+    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
+
+    def __call__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Any:
+        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
 
 
 class TrainState(NamedTuple):
@@ -31,14 +39,34 @@ class TrainState(NamedTuple):
 
 
 def abstract_model(
-    config: ConfigDict, constrain: Constrain = unconstrained, layer_runner: LayerRunner | None = None
-) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """Returns the model's graph and its parameters' shapes, without allocating any."""
+    config: ConfigDict,
+    constrain: Constrain = unconstrained,
+    layer_runner: LayerRunner | None = None,
+    make_model: MakeModel | None = None,
+) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Returns the model's graph and its parameters' shapes, without allocating any.
 
-    def model() -> Decoder:
+    Without `make_model` it is the config's `Decoder`. A user's model places its activations and runs its layers itself.
+
+    Raises:
+      ConfigError: a user's model has variables other than parameters.
+    """
+
+    def model() -> Any:
+        if make_model is not None:
+            return make_model(config, rngs=nnx.Rngs(0))
         return Decoder(config, rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
 
-    return nnx.split(nnx.eval_shape(model), nnx.Param)
+    module = nnx.eval_shape(model)
+    if make_model is not None:
+        _, _, others = nnx.split(module, nnx.Param, ...)
+        kinds = {type(v).__name__ for v in jax.tree.leaves(others, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+        if kinds:
+            raise ConfigError(
+                f"model: has variables of {', '.join(sorted(kinds))}, and an update depends on parameters (nnx.Param) "
+                "and the batch alone; leave out dropout and running statistics"
+            )
+    return nnx.split(module, nnx.Param)
 
 
 def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
@@ -55,9 +83,9 @@ def num_parameters(params: nnx.State) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
+def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None = None) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocating any."""
-    _, params = abstract_model(config)
+    _, params = abstract_model(config, make_model=make_model)
     shardings = parameter_shardings(params, mesh)
     optimizer = make_optimizer(config, 0.0)
     opt_state = jax.eval_shape(optimizer.init, params)
@@ -91,14 +119,19 @@ def abstract_state(config: ConfigDict, mesh: Mesh) -> TrainState:
     return jax.tree.map(with_sharding, TrainState(params, opt_state), TrainState(shardings, opt_shardings))
 
 
-def init_state(config: ConfigDict, abstract: TrainState) -> TrainState:
+def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel | None = None) -> TrainState:
     """Returns a new state, of which each device makes its own shard; none ever holds the whole.
 
     The values depend on `init_weights_seed` alone, not on the mesh.
     """
 
     def init(seed: jax.Array) -> TrainState:
-        params = nnx.state(Decoder(config, rngs=nnx.Rngs(params=jax.random.key(seed))), nnx.Param)
+        key = jax.random.key(seed)
+        if make_model is None:
+            model: Any = Decoder(config, rngs=nnx.Rngs(params=key))
+        else:
+            model = make_model(config, rngs=nnx.Rngs(key))
+        params = nnx.state(model, nnx.Param)
         return TrainState(params, make_optimizer(config, 0.0).init(params))
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

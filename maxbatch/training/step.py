@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import Batch
-from maxbatch.training.gradients import Accumulation, NoiseParts, Sums, Totals
+from maxbatch.training.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.training.optimizers import make_optimizer
 from maxbatch.training.state import TrainState
 
@@ -44,6 +44,7 @@ def make_train_step(
     mesh: Mesh,
     abstract: TrainState,
     arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
+    objective: Objective = NEXT_TOKEN,
 ) -> Any:
     """Builds the jitted, donated update of pre-training.
 
@@ -52,13 +53,14 @@ def make_train_step(
       mesh: the device mesh.
       abstract: shapes and shardings of the state.
       arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
+      objective: what is minimised.
 
     Returns:
       `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
       `state` donated, `num_micro_batches` an int32 scalar, `learning_rate` and `batch_ratio` (of the batch to the
       reference batch, for `adam_scaling=sde`) float32 scalars.
     """
-    accumulation = Accumulation(config, mesh)
+    accumulation = Accumulation(config, mesh, objective)
 
     def train_step(
         state: TrainState, batch: Batch, num_micro_batches: jax.Array, learning_rate: jax.Array, batch_ratio: jax.Array

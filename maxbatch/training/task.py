@@ -8,9 +8,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
+from maxbatch.model.decoder import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
+from maxbatch.training.checkpoints import model_identity
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import StepMetrics
 
@@ -22,6 +25,18 @@ class TaskData(NamedTuple):
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
     unit: str = "samples"  # what `samples_seen` counts
+
+
+class TaskModel(NamedTuple):
+    """The model of a task."""
+
+    identity: dict[str, Any]  # what a resume must agree with
+    flops_per_token: int  # of training, forward and backward
+
+
+def model_of(config: ConfigDict) -> TaskModel:
+    """Returns the model that the config describes."""
+    return TaskModel(model_identity(config), model_flops_per_token(config))
 
 
 class Dispatched(NamedTuple):
@@ -54,6 +69,7 @@ class Task(Protocol[B]):
 
     Attributes:
       data: what it trains on.
+      model: what it trains.
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
@@ -61,6 +77,7 @@ class Task(Protocol[B]):
     """
 
     data: TaskData
+    model: TaskModel
     mesh: Mesh
     abstract: TrainState
     takes_turns: bool

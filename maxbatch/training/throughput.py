@@ -22,11 +22,15 @@ class Throughput(NamedTuple):
 
 
 class ThroughputMeter:
-    """Turns a step's rows and seconds into rates; `peak_tflops_per_device` overrides the table of known chips."""
+    """Turns a step's rows and seconds into rates.
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device]) -> None:
+    `peak_tflops_per_device` overrides the table of known chips. `flops_per_token` is of a user's model; None: that of
+    the config's.
+    """
+
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], flops_per_token: int | None = None) -> None:
         self._length = config.max_target_length
-        self._flops_per_token = model_flops_per_token(config)
+        self._flops_per_token = flops_per_token or model_flops_per_token(config)
         self._num_devices = len(devices)
         chip = chip_of(devices[0].device_kind)
         self._peak = config.peak_tflops_per_device or (chip.tflops if chip else None)

@@ -21,10 +21,10 @@ def test_base_yml_states_the_keys_of_the_rows_once_and_in_their_order() -> None:
 
 def test_every_default_is_a_value_that_its_row_allows() -> None:
     config = load_config()
-    assert {key.kind for key in ROWS} == {*NUMBERS, *TEXTS, "bool", "choice"}
+    assert {key.kind for key in ROWS} == {*NUMBERS, *TEXTS, "bool", "choice", "choices"}
     for key in keys().values():
         assert config[key.name] == key.read(key.default), key
-        assert bool(key.choices) == (key.kind == "choice"), key
+        assert bool(key.choices) == (key.kind in ("choice", "choices")), key
         assert key.kind in NUMBERS or not (key.bounds or key.unit), key
 
 
@@ -67,7 +67,7 @@ def test_the_stream_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
 
 def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> None:
     assert set(keys()) - set(names_fixing(Fixes.PROGRAM)) == {
-        "run_dir", "model_name", "load_parameters_path", "compiled_dir",
+        "run_dir", "model_name", "load_parameters_path", "load_full_state_path", "compiled_dir",
         "steps", "train_samples", "train_tokens", "num_epochs",
         "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
         "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
@@ -77,7 +77,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "grain_prefetch_buffer_size", "data_cache_dir",
         "use_sft", "sft_train_on_completion_only", "overlong",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
-        "eval_samples", "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device",
+        "eval_samples", "log_to", "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device",
         "compilation_cache_dir",
     }  # fmt: skip
 
@@ -87,7 +87,8 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "steps",  # set to warm_start_steps
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
-        "packing_strategy", "expansion_factor_real_data", "adam_weight_decay", "profile_steps", "use_sft",
+        "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
+        "profile_steps", "use_sft",
     }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def evaluator_of(config: Any, num_devices: int, batch_size: int) -> tuple[Evalua
     mesh = make_mesh(config, jax.devices()[:num_devices])
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     params = init_state(config, abstract_state(config, mesh)).params
-    return Evaluator(config, mesh, placement, open_stream(config, split="eval"), 25, batch_size), params
+    return Evaluator(config, placement, open_stream(config, split="eval"), 25, batch_size), params
 
 
 def evaluate(overrides: tuple[str, ...], num_devices: int, batch_size: int) -> EvalResult:

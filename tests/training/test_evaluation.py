@@ -38,7 +38,7 @@ def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: i
     mesh = make_mesh(CONFIG, jax.devices()[:num_devices])
     abstract = abstract_state(CONFIG, mesh)
     placement = Placement(batch_sharding(mesh), CONFIG.max_target_length)
-    evaluator = Evaluator(CONFIG, mesh, placement, open_stream(CONFIG, split="eval"), 25, batch_size)
+    evaluator = Evaluator(CONFIG, placement, open_stream(CONFIG, split="eval"), 25, batch_size)
     with Background() as background:
         evaluator.compile(abstract.params, background)
         result = evaluator(init_state(CONFIG, abstract).params)
@@ -52,7 +52,7 @@ def test_eval_steps_bounds_the_batches() -> None:
     params = init_state(config, abstract_state(config, mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    assert Evaluator(config, mesh, placement, held_out, 25, 4)(params).num_rows == 8
+    assert Evaluator(config, placement, held_out, 25, 4)(params).num_rows == 8
 
 
 def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
@@ -61,6 +61,6 @@ def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
     params = init_state(config, abstract_state(config, mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    results = [Evaluator(config, mesh, placement, held_out, 25, size)(params) for size in (2, 4)]
+    results = [Evaluator(config, placement, held_out, 25, size)(params) for size in (2, 4)]
     assert [result.num_rows for result in results] == [7, 7]
     np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)

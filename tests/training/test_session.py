@@ -50,6 +50,21 @@ def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
     assert (first["step"], first["samples_seen"]) == (1, 16)
 
 
+def test_a_run_may_start_from_the_full_state_of_another(tmp_path: Path) -> None:
+    """On the same rows it goes on as if nothing had happened; step, position and plan are a new run's."""
+    whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
+    one, other = tmp_path / "one", tmp_path / "other"
+    train(tiny_config(*whole, "steps=5", "checkpoint_period=3", f"run_dir={one}"), ONE)
+    source = f"load_full_state_path={one / 'checkpoints' / '3'}"
+    train(tiny_config(*whole, "steps=2", "enable_data_shuffling=false", source, f"run_dir={other}"), ONE)
+    went_on = read_metrics(other)
+    assert [(m["step"], m["samples_seen"]) for m in went_on] == [(1, 16), (2, 32)]
+    expected = [m["loss"] for m in read_metrics(one)[3:]]
+    assert [m["loss"] for m in went_on] == pytest.approx(expected, rel=1e-5), "moments included"
+    with pytest.raises(ConfigError, match="load_parameters_path takes the parameters alone"):
+        train(tiny_config(*whole, source, "opt_type=sgd", f"run_dir={tmp_path / 'third'}"), ONE)
+
+
 def test_without_checkpointing_nothing_is_saved(tmp_path: Path) -> None:
     train(tiny_config("steps=1", "enable_checkpointing=false", f"run_dir={tmp_path}"), ONE)
     assert not (tmp_path / "checkpoints").exists()

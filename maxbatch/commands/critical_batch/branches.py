@@ -139,6 +139,7 @@ class Branches:
             "generate_prompt=",
             "profile_steps=",
             "load_parameters_path=",
+            "load_full_state_path=",
             "expansion_factor_real_data=-1",
         ]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.data.stream.rows import Rows
@@ -54,7 +54,8 @@ class Placement:
 
     def __init__(self, final: NamedSharding, length: int, expansion: int = 1) -> None:
         mesh = final.mesh
-        self._final, self._length, self._expansion = final, length, expansion
+        assert isinstance(mesh, Mesh), "of devices"
+        self.mesh, self.spec, self._final, self._length, self._expansion = mesh, final.spec, final, length, expansion
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
         # Every batch needs these several times, and they depend on its shape alone.

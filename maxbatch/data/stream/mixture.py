@@ -1,4 +1,4 @@
-"""Mixtures in a config: `PATH,WEIGHT;PATH,WEIGHT`, or a mixture file.
+"""Mixtures in a config: `PATH,WEIGHT;PATH,WEIGHT`, a mapping of positions to them, or a mixture file.
 
 A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its fields:
 
@@ -7,7 +7,8 @@ A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its
 
 Relative paths are relative to the file. A source that does not state `dataset_type`, `text_field` or `record_format`
 takes the config's. A source of `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions in
-any unit: only their ratios count.
+any unit: only their ratios count. A weight may change at positions of the stream: `weight: {0: 0.9, 1Bt: 0.5}`
+(`maxbatch.data.stream.mixture_stages`).
 
 Names are for people (in the one-line form, the path is the name): the stream depends on the contents, weights and order
 of the sources.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +28,11 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
-from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, pairs
+from maxbatch.data.stream.mixture_stages import MixtureStage
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
@@ -38,6 +40,8 @@ _SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _NUMBER = Scalar("weight", "exact")
 _WEIGHT = Scalar("weight", "exact", Bounds(above=0), default="1")
+_WEIGHT_OR_NONE = Scalar("weight", "exact", Bounds(at_least=0), default="1")  # 0: the source rests in this stage
+_POSITION = Scalar("position", "quantity", Bounds(at_least=0), default="0")
 
 
 class MixtureSource(NamedTuple):
@@ -46,6 +50,19 @@ class MixtureSource(NamedTuple):
     name: str
     weight: Fraction  # its share of the samples; the weights of all sources add up to 1
     config: ConfigDict  # the config with this source as its dataset
+    later: tuple[tuple[int, Fraction], ...] = ()  # its share from later positions on, the same ones for all sources
+
+    @property
+    def weights_text(self) -> str:
+        """Its share, as the identity of a stream holds it."""
+        return " ".join([str(self.weight), *(f"{start}:{weight}" for start, weight in self.later)])
+
+
+def stages_of(mixture: Sequence[MixtureSource]) -> list[MixtureStage]:
+    """Returns the weights of a mixture, stage by stage."""
+    starts = [0, *(start for start, _ in mixture[0].later)]
+    of_source = [(source.weight, *(weight for _, weight in source.later)) for source in mixture]
+    return [MixtureStage(start, weights) for start, weights in zip(starts, zip(*of_source, strict=True), strict=True)]
 
 
 def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
@@ -56,7 +73,10 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
     """
     check_data_paths(config)
     _check_eval_path(config.eval_dataset_path)
-    read = _file_sources if is_mixture_file(config.dataset_path) else _line_sources
+    if is_staged(config.dataset_path):
+        read = _staged_sources
+    else:
+        read = _file_sources if is_mixture_file(config.dataset_path) else _line_sources
     sources = []
     name_of_path: dict[str, str] = {}
     for where, source in read(config):
@@ -69,8 +89,27 @@ def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
                 )
             name_of_path[path] = source.name
         sources.append(source)
-    total = sum(source.weight for source in sources)
-    return tuple(source._replace(weight=source.weight / total) for source in sources) or None
+    return _shares(sources) if sources else None
+
+
+def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
+    """Returns the sources, their weights divided by the sums over all of them, stage by stage."""
+    starts = sorted({start for source in sources for start, _ in source.later})
+    stated = {source.name: dict([(0, source.weight), *source.later]) for source in sources}
+    for weights in stated.values():
+        for before, start in zip([0, *starts], starts, strict=False):
+            weights.setdefault(start, weights[before])
+    totals = {start: sum(weights[start] for weights in stated.values()) for start in (0, *starts)}
+    for start, total in totals.items():
+        if not total:
+            raise ConfigError(f"dataset_path: no source has a weight from sample {start} on; works: a weight of 1")
+    return tuple(
+        source._replace(
+            weight=stated[source.name][0] / totals[0],
+            later=tuple((start, stated[source.name][start] / totals[start]) for start in starts),
+        )
+        for source in sources
+    )
 
 
 def _check_eval_path(value: str) -> None:
@@ -126,6 +165,59 @@ def _line_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
         yield where, MixtureSource(path, _weight(where, weight), _source_config(config, path, {}))
 
 
+def _staged_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+    """Yields the sources of a mapping of positions to mixtures, in the order in which they first appear."""
+    text = config.dataset_path
+    where = f"dataset_path={shown(text)}"
+    works = "works: dataset_path='{0: {web.jsonl: 0.9, code.jsonl: 0.1}, 1Bt: {web.jsonl: 0.5, code.jsonl: 0.5}}'"
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{where}: is no mapping of positions to mixtures; {works}") from None
+    assert root is not None, "begins with a brace"
+    stages: list[tuple[int, dict[str, Fraction]]] = []
+    for position, node, _ in pairs(Path("dataset_path"), root):
+        start = _position(f"dataset_path: {shown(position)}", position, config.max_target_length)
+        if not stages and start:
+            raise ConfigError(f"{where}: the first position must be 0, and is {shown(position)}; {works}")
+        if stages and start <= stages[-1][0]:
+            raise ConfigError(f"{where}: positions must rise, and {shown(position)} does not; {works}")
+        stages.append((start, _stage_weights(f"dataset_path: {shown(position)}", node)))
+    if not stages:
+        raise ConfigError(f"{where}: has no position; {works}")
+    (_, first), *others = stages
+    for path in dict.fromkeys(path for _, weights in stages for path in weights):
+        _refuse_mixture_file(where, path)
+        later = tuple((start, weights.get(path, Fraction(0))) for start, weights in others)
+        yield where, MixtureSource(path, first.get(path, Fraction(0)), _source_config(config, path, {}), later)
+
+
+def _stage_weights(where: str, node: yaml.Node) -> dict[str, Fraction]:
+    """Returns the weight of each path from a position on; a path alone has them all."""
+    if isinstance(node, yaml.ScalarNode) and node.value:
+        return {node.value: Fraction(1)}
+    if not isinstance(node, yaml.MappingNode) or not node.value:
+        raise ConfigError(f"{where}: must map paths to weights, as in {{web.jsonl: 0.9, code.jsonl: 0.1}}")
+    weights = {}
+    for path, weight, _ in pairs(Path("dataset_path"), node):
+        if not isinstance(weight, yaml.ScalarNode):
+            raise ConfigError(f"{where}: {shown(path)} takes one weight, not a list or a mapping")
+        weights[path.strip()] = _weight(f"{where}: {shown(path)}", weight.value, _WEIGHT_OR_NONE)
+    return weights
+
+
+def _position(where: str, text: str, length: int) -> int:
+    """Returns the first sample at or after a position, which counts samples, or tokens with the suffix t."""
+    in_tokens = text.endswith("t")
+    try:
+        number = _POSITION.read(text.removesuffix("t"))
+    except ConfigError:
+        rule = "a position must be a number of samples, or of tokens with the suffix t (suffixes K, M, B)"
+        raise ConfigError(f"{where}: {rule}; works: 1Bt") from None
+    assert isinstance(number, int), "a quantity is whole"
+    return -(-number // length) if in_tokens else number
+
+
 def _file_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
     """Yields the sources of a mixture file, and where each stands in it."""
     path = config.dataset_path
@@ -148,8 +240,27 @@ def _file_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
         _check_fields(where, fields)
         settings = {key: fields[key] for key in _SOURCE_KEYS if key in fields}
         paths = _below(file.parent, fields.get("path", ""))
-        weight = _weight(where, fields["weight"])
-        yield where, MixtureSource(name, weight, _source_config(config, paths, settings))
+        weight, *later = _weights_of(where, node, fields["weight"], config.max_target_length)
+        source = _source_config(config, paths, settings)
+        yield where, MixtureSource(name, weight[1], source, tuple(later))
+
+
+def _weights_of(where: str, node: yaml.Node, text: str, length: int) -> list[tuple[int, Fraction]]:
+    """Returns the positions and weights of a source in a mixture file: one, or a mapping."""
+    assert isinstance(node, yaml.MappingNode), "has fields"
+    value = next(value for name, value in node.value if name.value == "weight")
+    if not isinstance(value, yaml.MappingNode):
+        return [(0, _weight(where, text))]
+    weights: list[tuple[int, Fraction]] = []
+    for position, weight, _ in pairs(Path("weight"), value):
+        start = _position(where, position, length)
+        if (start <= weights[-1][0]) if weights else start:
+            raise ConfigError(
+                f"{where}: positions of weight must begin at 0 and rise; works: weight: {{0: 0.9, 1Bt: 0.5}}"
+            )
+        number = weight.value if isinstance(weight, yaml.ScalarNode) else ""
+        weights.append((start, _weight(where, number, _WEIGHT_OR_NONE)))
+    return weights
 
 
 def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
@@ -160,6 +271,9 @@ def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
         if name not in _FIELDS:
             nearest = nearest_name(name, _FIELDS, least_like=0) or "path"
             raise ConfigError(f"{where}: unknown field {shown(name)}; nearest: {nearest}")
+        if name == "weight" and isinstance(value, yaml.MappingNode) and value.value:
+            fields[name] = "by position"
+            continue
         if not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{where}: field {name} takes one value, not a list or a mapping")
         fields[name] = value.value
@@ -196,9 +310,9 @@ def _below(folder: Path, paths: str) -> str:
     )
 
 
-def _weight(where: str, text: str) -> Fraction:
+def _weight(where: str, text: str, rule: Scalar = _WEIGHT) -> Fraction:
     try:
-        return exact(_WEIGHT.read(text))  # type: ignore[arg-type]
+        return exact(rule.read(text))  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 

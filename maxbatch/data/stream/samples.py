@@ -9,13 +9,14 @@ import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from grain.experimental import index_shuffle
 
 from maxbatch.data.stream.conversation_rows import TrainedTokens
 from maxbatch.data.stream.mixture_order import Origins, WeightedOrder
+from maxbatch.data.stream.mixture_stages import StagedOrder
 from maxbatch.data.stream.rows import Rows, RowSource
 
 MAX_SHUFFLED_ROWS = 1 << 32
@@ -29,6 +30,18 @@ class Place(NamedTuple):
     epoch: int  # of its source
     row: int  # in the split of its source
     source: str | None = None  # name in a mixture
+
+
+class SampleRows(Protocol):
+    """The samples of a stream, by index."""
+
+    row_length: int
+
+    def place(self, index: int) -> Place: ...  # the origin of a sample
+
+    def batch(self, indices: Indices) -> Rows: ...  # the samples with these indices, in their order
+
+    def stats(self) -> dict[str, Any]: ...  # the figures of an epoch
 
 
 class Epochs:
@@ -68,7 +81,7 @@ class InTurn:
 class Mixed:
     """Samples of several sources, which are numbered as in their order."""
 
-    def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | InTurn):
+    def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | StagedOrder | InTurn):
         self._order = order
         self._names, self._epochs = list(sources), list(sources.values())
         self.row_length = self._epochs[0].row_length
@@ -92,9 +105,13 @@ class Mixed:
 
     def stats(self) -> dict[str, Any]:
         sources = {name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)}
-        if isinstance(self._order, WeightedOrder):
-            for figures, weight in zip(sources.values(), self._order.weights, strict=True):
-                figures["weight"] = float(weight)
+        if isinstance(self._order, InTurn):
+            return _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
+        for figures, weight in zip(sources.values(), self._order.weights, strict=True):
+            figures["weight"] = float(weight)
+        for stage in self._order.stages[1:] if isinstance(self._order, StagedOrder) else ():
+            for figures, weight in zip(sources.values(), stage.weights, strict=True):
+                figures[f"weight from {stage.start}"] = float(weight)
         return _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
 
 

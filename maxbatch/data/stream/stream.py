@@ -11,11 +11,12 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.data.stream.mixture import MixtureSource, read_mixture
+from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import WeightedOrder
+from maxbatch.data.stream.mixture_stages import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.rows import Rows
-from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place
+from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place, SampleRows
 from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.system.errors import ConfigError
 
@@ -39,7 +40,7 @@ class Stream:
     0 at the first token of each segment and at padding, else 1).
     """
 
-    samples: Epochs | Mixed
+    samples: SampleRows
     tokenizer: Tokenizer
     identity: Identity  # the settings that define the stream; equal identities mean equal samples
     samples_per_epoch: int | None  # n, rows of the split; None for the training stream of a mixture
@@ -125,7 +126,7 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
         return None
     first = next(iter(sources.values()))
     identity: Identity = {"stream_version": _STREAM_VERSION, "split": split}
-    samples: Epochs | Mixed
+    samples: SampleRows
     if mixture is None:
         samples = _epochs(config, first, None if held_out else first.shuffle_name)
         identity |= first.identity
@@ -133,7 +134,7 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
         samples = _mixed(config, mixture, sources, held_out)
         identity |= _mixture_identity(config, sources)
     if not held_out:
-        identity |= {f"source {i}: weight": str(source.weight) for i, source in enumerate(mixture or ())}
+        identity |= {f"source {i}: weight": source.weights_text for i, source in enumerate(mixture or ())}
         identity |= order_identity(config)
     has_epochs = mixture is None or held_out
     samples_per_epoch = sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
@@ -171,6 +172,8 @@ def _mixed(
         parts[name] = _epochs(config, source, None if held_out else key)
     if held_out:
         return Mixed(parts, InTurn([source.rows.num_rows for source in sources.values()]))
+    if mixture[0].later:
+        return Mixed(parts, StagedOrder(stages_of(mixture)))
     return Mixed(parts, WeightedOrder([source.weight for source in mixture]))
 
 

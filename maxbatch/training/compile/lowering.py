@@ -24,6 +24,7 @@ from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import CHECKSUM, state_checksum
 from maxbatch.training.evaluation import Evaluator
+from maxbatch.training.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.state import TrainState, abstract_state, init_state
 from maxbatch.training.step import make_train_step
 
@@ -52,17 +53,25 @@ class Programs:
     Args:
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
+      objective: what is minimised, and over the parameters of which model.
     """
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], shape: MeshShape, expansion: int = 1) -> None:
-        self.config, self._shape = config, shape
+    def __init__(
+        self,
+        config: ConfigDict,
+        devices: Sequence[jax.Device],
+        shape: MeshShape,
+        expansion: int = 1,
+        objective: Objective = NEXT_TOKEN,
+    ) -> None:
+        self.config, self._shape, self._objective = config, shape, objective
         self.mesh: Mesh = lay_out(shape, devices)
         self.placement = Placement(batch_sharding(self.mesh), config.max_target_length, expansion)
 
     @cached_property
     def abstract(self) -> TrainState:
         """The shapes, dtypes and shardings of the state."""
-        return abstract_state(self.config, self.mesh)
+        return abstract_state(self.config, self.mesh, self._objective.make_model)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
         """Returns the update on batches of a shape (`make_train_step`).
@@ -79,20 +88,21 @@ class Programs:
                 f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
             )
         arrange = self.placement.arrange(shape.micro_batch)
-        train_step = make_train_step(self.config, self.mesh, self.abstract, arrange)
+        train_step = make_train_step(self.config, self.mesh, self.abstract, arrange, self._objective)
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
         return train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the first state, from the config's seed: each device makes its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        return jax.jit(partial(init_state, self.config, self.abstract), out_shardings=shardings).lower()
+        init = partial(init_state, self.config, self.abstract, self._objective.make_model)
+        return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Yields the other programs of a run by name: the first state, an eval pass, the checksum of a checkpoint."""
         yield INIT, self.init()
         if self.config.eval_interval > 0:
-            evaluator = Evaluator(self.config, self.mesh, self.placement, None, 1, eval_batch_size)
+            evaluator = Evaluator(self.config, self.placement, None, 1, eval_batch_size, self._objective)
             yield evaluator.name, evaluator.lower(self.abstract.params)
         if self.config.enable_checkpointing:
             yield CHECKSUM, jax.jit(state_checksum).lower(self.abstract)

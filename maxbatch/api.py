@@ -1,0 +1,217 @@
+"""The Python API: training with one's own parts, and batches for a loop of one's own.
+
+import maxbatch
+
+config = maxbatch.load_config("run.yml", ["global_batch_size=256"])
+maxbatch.train(config, model=MyModel, objective=my_loss, outputs=[my_logger])
+
+with maxbatch.open_feed(config, mesh) as feed:
+    for batch in feed:
+        state = my_step(state, batch, rate(batch.samples_seen))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from maxbatch.data.feed.feed import Feed
+from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
+from maxbatch.data.stream.own import Samples, as_stream
+from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.parallel.hosts import broadcast
+from maxbatch.parallel.mesh import make_mesh, num_slices
+from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.errors import ConfigError
+from maxbatch.training import pretraining
+from maxbatch.training.own import Loss, Parts
+from maxbatch.training.recorder import Output, Record
+from maxbatch.training.session import Outcome
+from maxbatch.training.state import MakeModel
+
+
+def train(
+    config: ConfigDict,
+    *,
+    model: MakeModel | None = None,
+    objective: Loss | None = None,
+    stream: Samples | Stream | None = None,
+    outputs: Sequence[Output | Callable[[Record], object]] = (),
+    devices: Sequence[jax.Device] | None = None,
+) -> Outcome:
+    """Trains as the config says, from the newest checkpoint of `run_dir` if there is one.
+
+    Whatever is given takes the place of the config's own; batch, ramp, accumulation, sharding, checkpoints, resume and
+    metrics stay as they are. Every host must give the same.
+
+    Args:
+      config: a resolved config (`maxbatch.load_config`).
+      model: a class of `flax.nnx.Module`, or a function, that is called as `model(config, rngs=...)`. The module takes
+        tokens and segments, int32[M, L], and returns logits [M, L, V]. All its variables are `nnx.Param`.
+      objective: the loss (`maxbatch.Loss`); the cross-entropy of the next token by default.
+      stream: the data (`maxbatch.Samples`). Nothing is then held out, unless `eval_dataset_path` is stated.
+      outputs: further loggers (`maxbatch.Output`), or functions of a record; they are called by the first host.
+      devices: those to train on, all by default.
+
+    Returns:
+      Where the run stands, and the signal that stopped it, if one did.
+
+    Raises:
+      ConfigError: the config, the data, the model or the checkpoint cannot be used.
+      TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
+    """
+    check_batch_keys(config)
+    loggers = tuple(_Logger(output) for output in outputs)
+    return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
+
+
+class _Logger(Output):
+    """A user's logger: a function of a record, or an object of which only `append` has to be there."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def append(self, record: Record) -> None:
+        append = getattr(self._output, "append", self._output)
+        append(record)
+
+    def sync(self) -> None:
+        getattr(self._output, "sync", _nothing)()
+
+    def close(self) -> None:
+        getattr(self._output, "close", _nothing)()
+
+
+def _nothing() -> None:
+    """Does nothing, for a logger that holds nothing back."""
+
+
+class FedBatch(NamedTuple):
+    """A global batch on its devices, rows split over them: `stream[samples_seen : samples_seen + num_rows]`."""
+
+    tokens: jax.Array  # int32[B, L]
+    segments: jax.Array  # int32[B, L], 1.. per document within a row, 0 at padding
+    weights: jax.Array  # float32[B, L], loss weight of each token as a target; 0 at padding
+    samples_seen: int  # the position before it
+    num_rows: int  # real rows; those after them, in the last batch of a run, have no weight
+    step: int  # updates with this one, from 1
+
+    @property
+    def end(self) -> int:
+        """The position after it: what to save, and to give as `start` to go on."""
+        return self.samples_seen + self.num_rows
+
+
+class BatchFeed:
+    """The batches of a run from a position on, as an iterator and a context manager; made by `open_feed`.
+
+    Attributes:
+      mesh: the mesh of the devices that hold the batches.
+      plan: the batch plan of the run.
+    """
+
+    def __init__(self, plan: BatchPlan, placement: Placement, stream: Stream | None, first_step: int) -> None:
+        self.plan, self.mesh, self._placement = plan, placement.mesh, placement
+        self._feed = Feed(stream, plan.manager, lambda stage, _: _whole(stage.global_batch_size), placement, first_step)
+        self._rows = cache(self._make_rows)
+
+    def _make_rows(self, batch_size: int) -> Callable[[Batch], Batch]:
+        """Returns the program that turns a staged batch into rows [B, L]."""
+        arrange = self._placement.arrange(batch_size)
+        sharding = NamedSharding(self.mesh, P(*self._placement.spec[1:]))
+        return jax.jit(
+            lambda staged: arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), staged)), out_shardings=sharding
+        )
+
+    def __iter__(self) -> Iterator[FedBatch]:
+        return self
+
+    def __next__(self) -> FedBatch:
+        staged = next(self._feed)
+        planned = staged.planned
+        rows = self._rows(staged.shape.micro_batch)(staged.batch)
+        return FedBatch(*rows, planned.first_sample, planned.num_rows, planned.step)
+
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead."""
+        self._feed.__exit__()
+
+    def __enter__(self) -> BatchFeed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_feed(
+    config: ConfigDict, mesh: Mesh | None = None, *, start: int = 0, stream: Samples | Stream | None = None
+) -> BatchFeed:
+    """Opens the batches that a run of this config trains on, for a loop of one's own.
+
+    A global batch comes whole, [B, L], whatever the config says of accumulation, and two of them wait on the devices
+    while one is in use. In a ramp B grows, and a jitted step is compiled for each size.
+
+    Args:
+      config: a resolved config (`maxbatch.load_config`).
+      mesh: the devices. Rows are split over its axes "data" and "fsdp", or over its first axis if it has neither, and
+        tokens over "context". None: the mesh that the config describes, over all devices.
+      start: the position (`samples_seen`) to begin at, such as a saved `FedBatch.end`.
+      stream: one's own data in the place of the config's.
+
+    Returns:
+      An iterator of `FedBatch` that ends with the run; close it, or use it in a `with`.
+
+    Raises:
+      ConfigError: the config or the data cannot be used, or the mesh does not divide a batch.
+      ValueError: `start` is negative.
+    """
+    if start < 0:
+        raise ValueError(f"start={start}: must be at least 0")
+    check_batch_keys(config)
+    mesh = make_mesh(config) if mesh is None else mesh
+    num_hosts = len({device.process_index for device in mesh.devices.flat})
+    expansion = max(1, int(expansion_factor(config, num_hosts)))
+    opened: Stream | None = None
+    if is_loading(jax.process_index(), expansion):
+        opened = open_stream(config) if stream is None else as_stream(stream, config)
+    samples_per_epoch = broadcast(lambda: opened.samples_per_epoch if opened else None)
+
+    def planned(resume: Resume) -> BatchPlan:
+        return BatchPlan.from_config(
+            config,
+            mesh.size,
+            num_hosts,
+            num_slices=num_slices(list(mesh.devices.flat)),
+            samples_per_epoch=samples_per_epoch,
+            resume=resume,
+        )
+
+    first_step = planned(Resume()).manager.step_at(start)
+    plan = planned(Resume(first_step, start))
+    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names) or mesh.axis_names[:1]
+    _check_divides(plan, mesh, axes)
+    sharding = NamedSharding(mesh, P(None, axes, "context" if "context" in mesh.axis_names else None))
+    return BatchFeed(plan, Placement(sharding, config.max_target_length, expansion), opened, first_step)
+
+
+def _whole(batch_size: int) -> BatchShape:
+    return BatchShape(batch_size, 1)
+
+
+def _check_divides(plan: BatchPlan, mesh: Mesh, axes: tuple[str, ...]) -> None:
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    for stage in plan.stages:
+        batch = stage.global_batch_size
+        if batch % shards:
+            raise ConfigError(
+                f"global_batch_size={batch}: must be divisible by the {shards} parts that the mesh's axes "
+                f"{', '.join(axes)} split it into; works: global_batch_size={max(1, round(batch / shards)) * shards}"
+            )

@@ -1,0 +1,102 @@
+"""A user's own data as a stream: any sequence of rows that an index alone decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, Protocol
+
+import numpy as np
+from ml_collections import ConfigDict
+from numpy.typing import ArrayLike
+
+from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.stream.fingerprint import fingerprint
+from maxbatch.data.stream.reader import ReadAhead
+from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.samples import Indices, Place
+from maxbatch.data.stream.stream import Stream
+from maxbatch.system.errors import ConfigError
+
+
+class Samples(Protocol):
+    """A user's samples: `samples[i]` is always the same row, whoever asks for it and in whatever order.
+
+    One with a length has epochs: after its last sample comes the first. One without has no end. A mapping `identity`,
+    where there is one, says what defines the samples: a checkpoint is resumed only with an equal one. Without it, the
+    first sample does.
+    """
+
+    def __getitem__(self, index: int, /) -> Mapping[str, ArrayLike] | ArrayLike:
+        """Returns a row: its tokens, int32[L], or a mapping of `tokens` and, where wanted, `segments` and `weights`.
+
+        `segments` int32[L] counts the documents of the row from 1, 0 at padding (default: one document). `weights`
+        float32[L] is the loss weight of each token as a target (default: 1, and 0 where a segment begins).
+        """
+
+
+def as_stream(samples: Samples | Stream, config: ConfigDict) -> Stream:
+    """Returns a user's samples as the training stream of a run.
+
+    Raises:
+      ConfigError: the first sample is no row of `max_target_length` tokens below `vocab_size`.
+    """
+    if isinstance(samples, Stream):
+        return samples
+    rows = OwnRows(samples, config.max_target_length, config.vocab_size)
+    stated = getattr(samples, "identity", None)
+    identity = {"stream": "own", "max_target_length": config.max_target_length}
+    identity |= {"first sample": fingerprint([rows.batch([0])])} if stated is None else dict(stated)
+    ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
+    return Stream(rows, make_tokenizer(config), identity, rows.num_rows, is_endless=True, ahead=ahead)
+
+
+class OwnRows:
+    """The rows of a user's samples, checked and completed one by one."""
+
+    def __init__(self, samples: Samples, length: int, vocab_size: int) -> None:
+        self._samples, self.row_length, self._vocab_size = samples, length, vocab_size
+        self.num_rows = len(samples) if isinstance(samples, Sized) else None
+        if self.num_rows == 0:
+            raise ConfigError("stream: holds no samples; works: at least one")
+
+    def place(self, index: int) -> Place:
+        """Returns the epoch and the row of a sample."""
+        return Place(0, index) if self.num_rows is None else Place(*divmod(index, self.num_rows))
+
+    def batch(self, indices: Indices) -> Rows:
+        """Returns samples by their indices, arrays [n, L]."""
+        rows = [self._row(int(index)) for index in indices]
+        empty = {"tokens": np.int32, "segments": np.int32, "weights": np.float32}
+        if not rows:
+            return {name: np.zeros((0, self.row_length), dtype) for name, dtype in empty.items()}
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the figures of an epoch that are known without reading it."""
+        return {"samples": self.num_rows, "slots": self.num_rows and self.num_rows * self.row_length}
+
+    def _row(self, index: int) -> Rows:
+        found = self._samples[self.place(index).row]
+        row = found if isinstance(found, Mapping) else {"tokens": found}
+        if "tokens" not in row:
+            raise ConfigError(f"stream[{index}]: has no tokens; works: {{'tokens': int32[{self.row_length}]}}")
+        tokens = self._array(index, "tokens", row["tokens"], np.int32)
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise ConfigError(
+                f"stream[{index}]: tokens from {tokens.min()} to {tokens.max()} must be at least 0 and below "
+                f"vocab_size={self._vocab_size}; works: vocab_size={max(2, int(tokens.max()) + 1)}"
+            )
+        segments = self._array(index, "segments", row.get("segments", np.ones_like(tokens)), np.int32)
+        begins = np.diff(segments, prepend=-1) != 0
+        weights = row.get("weights", ~begins & (segments > 0))
+        return {"tokens": tokens, "segments": segments, "weights": self._array(index, "weights", weights, np.float32)}
+
+    def _array(self, index: int, name: str, value: ArrayLike, dtype: Any) -> np.ndarray:
+        array = np.asarray(value)
+        if array.shape != (self.row_length,):
+            raise ConfigError(
+                f"stream[{index}]: {name} of shape {array.shape} must be ({self.row_length},), a row of "
+                f"max_target_length={self.row_length} tokens"
+                + (f"; works: max_target_length={array.size}" if array.ndim == 1 and array.size > 1 else "")
+            )
+        return array.astype(dtype)

@@ -1,0 +1,191 @@
+"""The experiment trackers that `log_to` names beside TensorBoard: Weights & Biases and MLflow.
+
+Each tracked run is called by its folder and knows the config. A resumed run goes on as the same one; the tracker's id
+of it stands in `run_dir/trackers.json`. A tracker that fails while training goes on is left out, which is said once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.recorder import Output, Record
+
+IDS_FILE = "trackers.json"
+_FLUSH_S = 10.0
+_MOST_IN_A_CALL = 100  # parameters or, in tens, metrics that MLflow takes at once
+
+
+def check_loggers(config: ConfigDict) -> None:
+    """Imports what `log_to` names.
+
+    Raises:
+      ConfigError: one of them is not installed.
+    """
+    for name in _stated(config):
+        _imported(name)
+
+
+def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
+    """Returns the trackers that `log_to` names, begun or gone on with.
+
+    Raises:
+      ConfigError: a tracker cannot be reached or does not let the user in.
+    """
+    file = folder.path / IDS_FILE
+    ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run") or {}
+    loggers: list[Output] = []
+    for name in _stated(config):
+        try:
+            logger = TRACKERS[name](_imported(name), config, ids.get(name))
+        except Exception as error:  # of a service: no user, no network, a wrong address
+            works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+            said = " ".join(str(error).split())[:160]
+            raise ConfigError(f"log_to={config.log_to}: {name} cannot be used ({said}); works: {works[name]}") from None
+        ids[name] = logger.run_id
+        loggers.append(Guarded(name, logger, warn))
+    if loggers:
+        write_json(file, ids)
+    return loggers
+
+
+def _stated(config: ConfigDict) -> list[str]:
+    return [name for name in config.log_to.split(",") if name and name != "tensorboard"]
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"log_to={name}: is not installed; pip install 'maxbatch[{name}]'") from None
+
+
+def run_name(config: ConfigDict) -> str:
+    """Returns the name of a run: the last parts of its folder, so that the trials of a sweep are told apart."""
+    return "/".join(config.run_dir.rstrip("/").split("/")[-2:])
+
+
+def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
+    """Yields the finite numbers of a record by name, those of each source of a mixture too."""
+    by_source: Mapping[str, int] = record.get(Metric.SAMPLES_BY_SOURCE, {})
+    numbers = record | {f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()}
+    for name, value in numbers.items():
+        if isinstance(value, int | float) and math.isfinite(value) and name != Metric.STEP:
+            yield name, value
+
+
+def settings_of(config: ConfigDict) -> dict[str, bool | int | float | str]:
+    """Returns the config as a tracker shows it; a key that is null is left out."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in config.items()
+        if value is not None
+    }
+
+
+class Guarded(Output):
+    """A tracker without which training goes on."""
+
+    def __init__(self, name: str, logger: Output, warn: Callable[[str], None]) -> None:
+        self._name, self._logger, self._warn = name, logger, warn
+        self._has_failed = False
+
+    def append(self, record: Record) -> None:
+        self._attempt(lambda: self._logger.append(record))
+
+    def sync(self) -> None:
+        self._attempt(self._logger.sync)
+
+    def close(self) -> None:
+        self._attempt(self._logger.close)
+
+    def _attempt(self, call: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._has_failed = True
+            self._warn(f"{self._name} failed ({' '.join(str(error).split())[:160]}); the run goes on without it")
+
+
+class Wandb(Output):
+    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it on this machine, until `wandb sync`.
+
+    Its project is `WANDB_PROJECT`, else "maxbatch".
+    """
+
+    def __init__(self, wandb: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+        self.run_id = run_id or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "maxbatch"),
+            name=run_name(config),
+            id=self.run_id,
+            config=settings_of(config),
+            dir=config.run_dir,
+            resume="allow",
+        )
+
+    def append(self, record: Record) -> None:
+        """Logs the numbers of a record; it leaves out steps that a resume does again."""
+        self._run.log(dict(numbers_of(record)), step=record[Metric.STEP])
+
+    def close(self) -> None:
+        """Waits until what was logged is sent, or written."""
+        self._run.finish()
+
+
+class MLflow(Output):
+    """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else "maxbatch"."""
+
+    def __init__(self, mlflow: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+        from mlflow.entities import Metric as Point
+        from mlflow.entities import Param
+
+        self._point, self._client = Point, mlflow.MlflowClient()
+        self.run_id = run_id or self._begin(config)
+        params = [Param(name, str(value)[:6000]) for name, value in settings_of(config).items()]
+        if run_id is None:
+            for first in range(0, len(params), _MOST_IN_A_CALL):
+                self._client.log_batch(self.run_id, params=params[first : first + _MOST_IN_A_CALL])
+        self._waiting: list[Any] = []
+        self._flushed = time.monotonic()
+
+    def _begin(self, config: ConfigDict) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "maxbatch")
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        return str(self._client.create_run(experiment_id, run_name=run_name(config)).info.run_id)
+
+    def append(self, record: Record) -> None:
+        """Keeps the numbers of a record until there are enough of them."""
+        now = int(time.time() * 1000)
+        self._waiting += [self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)]
+        if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:
+            self.sync()
+
+    def sync(self) -> None:
+        """Sends what was kept."""
+        for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
+            self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL])
+        self._waiting, self._flushed = [], time.monotonic()
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.sync()
+        self._client.set_terminated(self.run_id)
+
+
+TRACKERS: dict[str, Callable[[ModuleType, ConfigDict, str | None], Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}

@@ -1,0 +1,111 @@
+"""A user's own model and loss: the protocols, and what training makes of them.
+
+Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from maxbatch.data.stream.own import Samples
+from maxbatch.data.stream.stream import Stream
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.gradients import NEXT_TOKEN, Objective
+from maxbatch.training.recorder import Output
+from maxbatch.training.state import MakeModel, abstract_model, num_parameters
+from maxbatch.training.task import TaskModel, model_of
+
+
+class Rows(NamedTuple):
+    """Rows of the stream on a device."""
+
+    tokens: jax.Array  # int32[M, L]
+    segments: jax.Array  # int32[M, L], 1.. per document within a row, 0 at padding
+    weights: jax.Array  # float32[M, L], loss weight of each token as a target; 0 at padding
+
+
+class Loss(Protocol):
+    """A user's loss: two sums over rows, so that the update does not depend on how the batch is cut."""
+
+    def __call__(self, model: Any, rows: Rows, /) -> tuple[jax.Array, jax.Array]:
+        """Returns the sum of the losses of these rows, and the sum of their weights: float scalars.
+
+        The loss of an update is the first over the second, both summed over the global batch. `model(tokens, segments)`
+        gives the logits, [M, L, V]. Rows of zero weight are padding and must add nothing.
+        """
+
+
+class Parts(NamedTuple):
+    """What a user's program puts in the place of the config's model, loss, data and loggers; None: the config's."""
+
+    model: MakeModel | None = None
+    objective: Loss | None = None
+    stream: Samples | Stream | None = None
+    outputs: tuple[Output, ...] = ()
+
+
+def objective_of(parts: Parts) -> Objective:
+    """Returns what a run minimises."""
+    if parts.model is None and parts.objective is None:
+        return NEXT_TOKEN
+    loss = parts.objective or next_token_loss
+
+    def sums(model: Any, rows: Any, _: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        loss_and_weight = loss(model, Rows(*rows[:3]))
+        return *_checked(loss_and_weight), {}
+
+    return Objective(sums, make_model=parts.model)
+
+
+def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sum of the cross-entropies of each next token, and the sum of the weights, in float32.
+
+    Its logits exist whole, float32[M, L, V]. The loss of the config's own model is fused with the last projection and
+    keeps a piece of them at a time.
+    """
+    logits = model(rows.tokens, rows.segments)
+    if logits.ndim != 3 or logits.shape[:2] != rows.tokens.shape:
+        wanted = ", ".join(map(str, rows.tokens.shape))
+        raise ConfigError(f"model: returned an array of shape {logits.shape}; it must be logits, ({wanted}, V)")
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype(jnp.float32), rows.tokens[:, 1:])
+    return jnp.sum(losses * rows.weights[:, 1:]), jnp.sum(rows.weights[:, 1:])
+
+
+def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
+    shapes = [jnp.shape(part) for part in returned] if isinstance(returned, tuple) else [jnp.shape(returned)]
+    if shapes != [(), ()]:
+        raise ConfigError(
+            f"objective: returned {', '.join(map(str, shapes))} in place of two scalars, the sum of the losses and the "
+            "sum of their weights"
+        )
+    loss, weight = (jnp.asarray(part).astype(jnp.float32) for part in returned)
+    return loss, weight
+
+
+def task_model(parts: Parts, config: ConfigDict) -> TaskModel:
+    """Returns the model of a run.
+
+    A user's is known by the shapes of its parameters. Its FLOPs are 6 per parameter and token, those of attention left
+    out (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
+
+    Raises:
+      ConfigError: the model has variables other than parameters, or the config wants what only its own model can do.
+    """
+    if parts.model is None:
+        return model_of(config)
+    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
+    if stages != 1:
+        raise ConfigError(
+            f"ici_pipeline_parallelism={config.ici_pipeline_parallelism}: stages of a pipeline need the layers of the "
+            "config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
+        )
+    _, params = abstract_model(config, make_model=parts.model)
+    shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
+    settings = {key: config[key] for key in ("opt_type", "init_weights_seed")}
+    return TaskModel({"model": "own", **settings, **shapes}, 6 * num_parameters(params))

@@ -1,0 +1,186 @@
+"""The Python API: a user's own model, loss, data and logger in a run; batches for a loop of one's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+import maxbatch
+from maxbatch.data.stream.fingerprint import fingerprint
+from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
+
+ONE = jax.devices()[:1]
+
+
+class Bigrams(nnx.Module):
+    """A model whose list of layers is not the stack of the config's own."""
+
+    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+        self.table = nnx.Embed(config.vocab_size, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
+        self.out = nnx.Linear(8, config.vocab_size, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return self.out(self.layers[0](self.table(tokens)))
+
+
+def half_loss(model: Any, rows: maxbatch.Rows) -> tuple[jax.Array, jax.Array]:
+    loss, weight = maxbatch.next_token_loss(model, rows)
+    return loss * 0.5, weight
+
+
+def test_importing_maxbatch_starts_nothing() -> None:
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import maxbatch, sys; print([m for m in ('jax', 'yaml', 'numpy') if m in sys.modules])",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.strip() == "[]"
+    assert (Path(maxbatch.__file__).parent / "py.typed").exists()
+
+
+def test_everything_exported_has_a_home_and_a_docstring() -> None:
+    for name in set(maxbatch.__all__) - {"__version__"}:
+        assert getattr(maxbatch, name).__doc__, name
+
+
+def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
+    """Losses and data do not depend on the devices or on the cut of the batch."""
+    layouts = {"one": (ONE, ()), "four": (jax.devices()[:4], ("gradient_accumulation_steps=1",))}
+    metrics = {}
+    for name, (devices, _) in layouts.items():
+        config = tiny_config("global_batch_size=16", f"per_device_batch_size={16 if len(devices) == 1 else 2}",
+                             "ici_data_parallelism=1", "steps=3", f"run_dir={tmp_path / name}")  # fmt: skip
+        maxbatch.train(config, model=Bigrams, devices=devices)
+        metrics[name] = read_metrics(tmp_path / name)
+    for one, four in zip(metrics["one"], metrics["four"], strict=True):
+        assert one["loss"] == pytest.approx(four["loss"], rel=1e-5)
+        assert one["data_fingerprint"] == four["data_fingerprint"]
+    assert metrics["one"][2]["loss"] < metrics["one"][0]["loss"]
+
+
+def test_a_users_model_resumes_and_refuses_another(tmp_path: Path) -> None:
+    base = (f"run_dir={tmp_path}", "learning_rate_schedule=constant", "eval_fraction=0.02", "eval_interval=2")
+    maxbatch.train(tiny_config(*base, "steps=2"), model=Bigrams, devices=ONE)
+    outcome = maxbatch.train(tiny_config(*base, "steps=3"), model=Bigrams, devices=ONE)
+    assert outcome.position.step == 3
+    metrics = read_metrics(tmp_path)
+    assert [m["step"] for m in metrics] == [1, 2, 3] and metrics[1]["eval_loss"] > 0
+    with pytest.raises(maxbatch.ConfigError, match="model"):
+        maxbatch.train(tiny_config(*base, "steps=4"), devices=ONE)
+
+
+def test_a_users_loss_is_summed_over_the_global_batch(tmp_path: Path) -> None:
+    runs = {}
+    for name, loss in {"own": half_loss, "configured": None}.items():
+        config = tiny_config("steps=1", "gradient_accumulation_steps=2", f"run_dir={tmp_path / name}")
+        maxbatch.train(config, objective=loss, devices=ONE)
+        runs[name] = read_metrics(tmp_path / name)[0]
+    assert runs["own"]["loss"] == pytest.approx(runs["configured"]["loss"] / 2, rel=1e-5)
+    assert runs["own"]["grad_norm"] == pytest.approx(runs["configured"]["grad_norm"] / 2, rel=1e-4)
+
+
+def test_a_loss_that_is_no_pair_of_scalars_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("steps=1", f"run_dir={tmp_path}")
+    with pytest.raises(maxbatch.ConfigError, match="two scalars"):
+        maxbatch.train(config, objective=lambda model, rows: jnp.float32(1), devices=ONE)  # type: ignore[arg-type, return-value]
+
+
+def test_a_model_with_running_statistics_is_refused(tmp_path: Path) -> None:
+    class WithDropout(Bigrams):
+        def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+            super().__init__(config, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    with pytest.raises(maxbatch.ConfigError, match="parameters"):
+        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE)
+
+
+def test_a_users_data_are_one_stream(tmp_path: Path) -> None:
+    """Rows of a list, in epochs; a logger, as a function or an object, sees every record."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 256, LENGTH) for _ in range(20)]
+    seen: list[int] = []
+
+    class Logger(maxbatch.Output):
+        is_closed = False
+
+        def append(self, record: dict[str, Any]) -> None:
+            seen.append(record["samples_seen"])
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    logger, steps = Logger(), []
+    config = tiny_config("num_epochs=2", f"run_dir={tmp_path}")
+    maxbatch.train(config, stream=rows, outputs=[logger, lambda record: steps.append(record["step"])], devices=ONE)
+    assert (seen, steps, logger.is_closed) == ([16, 32, 40], [1, 2, 3], True)
+    total = sum(int(m["data_fingerprint"], 16) for m in read_metrics(tmp_path))
+    weights = np.ones((20, LENGTH), np.float32)
+    weights[:, 0] = 0
+    once = {"tokens": np.stack(rows).astype(np.int32), "segments": np.ones((20, LENGTH), np.int32), "weights": weights}
+    assert total % 2**64 == 2 * int(fingerprint([once]), 16) % 2**64
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [(np.zeros(3), "max_target_length=3"), (np.full(LENGTH, 999), "vocab_size=1000"), ({"ids": 1}, "has no tokens")],
+)
+def test_a_users_row_that_is_none_is_refused(row: Any, rule: str, tmp_path: Path) -> None:
+    with pytest.raises(maxbatch.ConfigError, match=rule):
+        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), stream=[row], devices=ONE)
+
+
+def test_a_feed_gives_the_batches_that_train_takes_from_any_position() -> None:
+    config = tiny_config("batch_size_schedule=0:8 24:16", "per_device_batch_size=4", "train_samples=60")
+    stream = maxbatch.open_stream(config)
+    mesh = maxbatch.make_mesh(config, jax.devices()[:4])
+    with maxbatch.open_feed(config, mesh) as feed:
+        batches = list(feed)
+    assert [(b.step, b.samples_seen, b.num_rows) for b in batches] == [
+        (1, 0, 8), (2, 8, 8), (3, 16, 8), (4, 24, 16), (5, 40, 16), (6, 56, 4),
+    ]  # fmt: skip
+    for batch in batches:
+        rows = stream.read(batch.samples_seen, batch.end)
+        assert (np.asarray(batch.tokens)[: batch.num_rows] == rows["tokens"]).all()
+        assert not np.asarray(batch.weights)[batch.num_rows :].any()
+        assert len(batch.tokens.sharding.device_set) == 4
+    with maxbatch.open_feed(config, mesh, start=40) as feed:
+        assert [b.samples_seen for b in feed] == [40, 56]
+    with maxbatch.open_feed(config, mesh, start=3) as feed:
+        first = next(feed)
+        assert (first.samples_seen, first.end) == (3, 11)
+
+
+def test_a_feed_takes_a_mesh_of_ones_own() -> None:
+    config = tiny_config("global_batch_size=16", "steps=1")
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    with maxbatch.open_feed(config, mesh) as feed:
+        (batch,) = feed
+    assert batch.tokens.sharding.shard_shape(batch.tokens.shape) == (2, LENGTH)
+    with pytest.raises(maxbatch.ConfigError, match="works: global_batch_size=8"):
+        maxbatch.open_feed(
+            tiny_config("global_batch_size=9", "ici_fsdp_parallelism=1", "ici_context_parallelism=8"), mesh
+        )
+
+
+def test_a_rate_is_a_function_of_samples_seen() -> None:
+    config = tiny_config("steps=10", "learning_rate=1.0", "learning_rate_schedule=constant")
+    rate = maxbatch.LearningRate.from_config(config, num_devices=4)
+    assert rate.total_samples == 10 * 16 * 4
+    assert rate(0) == 0 and rate(rate.total_samples // 2) == 1.0
