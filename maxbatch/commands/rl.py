@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
         BatchPlan.from_config(config, args.simulate_devices)
     from maxbatch.parallel.hosts import together
     from maxbatch.rl.run import train_policy
+    from maxbatch.training.compile.flags import with_flags
 
+    config = with_flags(config)  # to join the other hosts starts JAX
     with together(report):
         outcome = train_policy(config)
     if outcome.stopped_by is None:

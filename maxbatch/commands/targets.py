@@ -10,7 +10,9 @@ from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.target import Target, find_target
+from maxbatch.training.compile.topology import parse_slice
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +40,7 @@ def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
+    config = with_flags(config, parse_slice(args.topology).version if args.topology else None)
     target = find_target(args.topology, args.slices)
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.training.compile.lowering import checked_mesh_shape

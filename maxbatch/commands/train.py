@@ -30,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
 
         simulate_devices(args.simulate_devices)
     from maxbatch.parallel.hosts import together
+    from maxbatch.training.compile.flags import with_flags
     from maxbatch.training.pretraining import train
 
+    config = with_flags(config)  # to join the other hosts starts JAX
     with together(report):
         outcome = train(config)
     if outcome.stopped_by is None:

@@ -213,6 +213,7 @@ ROWS: tuple[Key, ...] = (
     Key("generate_prompt", "text", fixes=_NOTHING, maxtext="prompt"),
     Key("peak_tflops_per_device", "real", _POSITIVE, nullable=True, fixes=_NOTHING, unit="TFLOP/s", maxtext=OURS),
     Key("compilation_cache_dir", "local", fixes=_NOTHING, maxtext="jax_cache_dir"),
+    Key("libtpu_flags", "text", fixes=_PROGRAM, maxtext=OURS),
     Key("compiled_dir", "path", fixes=_NOTHING, maxtext="compiled_trainstep_file"),
 )
 # fmt: on

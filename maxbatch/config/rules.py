@@ -135,6 +135,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     if values["load_full_state_path"] and values["batch_size"] is not None:
         rule = "empty in reinforcement learning, which starts from parameters (load_parameters_path)"
         raise fault("load_full_state_path", rule, '""')
+    flags = str(values["libtpu_flags"])
+    if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
+        raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
     if not values["run_dir"]:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}

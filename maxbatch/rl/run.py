@@ -27,6 +27,7 @@ from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import compile_here
 from maxbatch.training.session import Outcome, Session, warn
 from maxbatch.training.state import TrainState, init_opt_state
@@ -41,6 +42,7 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
+    config = with_flags(config)
     if jax.process_count() > 1:
         raise ConfigError("maxbatch rl: must run on one host, and this is one of several")
     devices = list(devices or jax.devices())

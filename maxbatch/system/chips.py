@@ -17,17 +17,21 @@ class Chip:
     hbm_gb_s: float
     ici_gb_s: float  # to other devices of its slice or node, one way, all links together
     dcn_gb_s: float  # to other slices or nodes, one way; of a GPU's single port
+    clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
 
 
 # TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 names when it is asked for
 # more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
-# pages of v4 and v5e beside it; ICI is given there for both directions and halved here.
+# pages of v4 and v5e beside it; ICI is given there for both directions and halved here. Clocks: the bfloat16 peak over
+# what the matrix units of a device do per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256
+# by the compiler's own peak). 1.05 GHz is also that of Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433),
+# and 1.5 and 1.75 GHz those of https://jax-ml.github.io/scaling-book/tpus.
 TPUS = {
-    "v4": Chip(("TPU v4",), int(30.75 * GIB), 275, 1228, 300, 6.25),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 3.125),
-    "v5p": Chip(("TPU v5",), int(95.74 * GIB), 459, 2765, 600, 6.25),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 12.5),
-    "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 6.25),
+    "v4": Chip(("TPU v4",), int(31.75 * GIB), 275, 1228, 300, 6.25, 1.05),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 3.125, 1.5),
+    "v5p": Chip(("TPU v5",), int(95.74 * GIB), 459, 2765, 600, 6.25, 1.75),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 12.5, 1.75),
+    "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 6.25, 2.2),
 }
 # NVIDIA's data sheets; NVLink is given there for both directions and halved here.
 GPUS = (

@@ -22,6 +22,7 @@ from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder, compile_here
 from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.compile.saved import SavedPrograms
@@ -50,6 +51,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
       ConfigError: the config, the data or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
+    config = with_flags(config)
     with ExitStack() as stack:
         task = partial(Pretraining, parts=parts)
         return Session(config, devices or jax.devices(), task, stack, parts.outputs).run()

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxbatch.system.chips import TPUS, Chip, chip_of
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.training.compile.topology import Slice, parse_slice
 
 if TYPE_CHECKING:
     import jax
 
-_LARGEST = 2**14  # chips of a slice, more than any has
 _MOST_CHIPS = 2**16  # of all slices together; describing them takes the compiler a second
 
 _BY_COMPILER = "the TPU compiler's"  # source of a memory size
@@ -34,8 +32,15 @@ _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# A v4 chip shows as one device, as on real slices, only if its two cores are asked to work as one.
-_CHIP_CONFIG = {"v4": {"chip_config_name": "megacore"}}
+# Variables of a TPU machine, or of anything else, that libtpu takes for the form of its own slice. They would describe
+# another one than `--topology` asks for, and a value that libtpu cannot read ends the process.
+_FORMS = ("ALT", "CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "WRAP")
+_OF_ANOTHER_SLICE = (
+    *_FORMS,
+    *(f"TPU_{form}" for form in ("CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "TOPOLOGY", "TOPOLOGY_ALT", "TOPOLOGY_WRAP")),
+    *(f"TPU_{form}" for form in ("CHIPS_PER_PROCESS_BOUNDS", "PROCESS_BOUNDS", "MEGACORE")),
+    *(f"TPU_VISIBLE_{devices}" for devices in ("CHIPS", "DEVICES", "DEVICE_PATHS")),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +81,14 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
         if num_slices > 1:
             raise ConfigError(f"--slices {num_slices}: slices are those of a topology; works: --slices 1")
         return here()
-    name = checked_topology(topology)
-    version, _, layout = name.partition(":")
-    chips = math.prod(map(int, layout.split("x")))
-    if num_slices * chips > _MOST_CHIPS:
+    sold = parse_slice(topology)
+    if num_slices * sold.num_chips > _MOST_CHIPS:
         raise ConfigError(
-            f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} chips together; "
-            f"works: --slices {_MOST_CHIPS // chips}"
+            f"--slices {num_slices}: slices of {sold.num_chips} chips must have at most {_MOST_CHIPS:,} chips together; "
+            f"works: --slices {_MOST_CHIPS // sold.num_chips}"
         )
-    devices, chip = _topology_devices(name, num_slices), TPUS[version]
-    shown_name = f"{name}, {num_slices} slices" if num_slices > 1 else name
+    devices, chip = _slice_devices(sold, num_slices), TPUS[sold.version]
+    shown_name = f"{sold}, {num_slices} slices" if num_slices > 1 else str(sold)
     return Target(shown_name, devices, chip, chip.hbm_bytes, _BY_COMPILER)
 
 
@@ -118,65 +121,24 @@ def host_memory() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
-def checked_topology(topology: str) -> str:
-    """Returns a topology's name as libtpu takes it; raises ConfigError with the nearest name if there is none."""
-    from maxbatch.config.values import nearest_name, shown
-
-    version, _, layout = topology.strip().lower().partition(":")
-    version = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}.get(version, version)
-    if version not in TPUS:
-        nearest = nearest_name(version, TPUS) or "v5p"
-        raise ConfigError(
-            f"--topology {shown(topology)}: must be VERSION:XxY[xZ], of {', '.join(TPUS)}; "
-            f"works: --topology {nearest}:{_nearest_layout(nearest, layout)}"
-        )
-    nearest_layout = _nearest_layout(version, layout)
-    if layout != nearest_layout:
-        rule = f"chips along {'three axes' if _axes(version) == 3 else 'two axes'}, in hosts of 2x2"
-        raise ConfigError(
-            f"--topology {shown(topology)}: must be {version}:{'XxYxZ'[: 2 * _axes(version) - 1]}, {rule}; "
-            f"works: --topology {version}:{nearest_layout}"
-        )
-    return f"{version}:{layout}"
-
-
-def _axes(version: str) -> int:
-    return 2 if version in ("v5e", "v6e") else 3
-
-
-def _nearest_layout(version: str, layout: str) -> str:
-    """Returns the layout itself if the version has it, else one near it."""
-    sizes = [int(size) for size in re.findall(r"\d{1,6}", layout)] if re.search(r"\d", layout) else [2, 2]
-    axes = _axes(version)
-    sizes = [max(1, size) for size in sizes]
-    if len(sizes) > axes:
-        sizes = [*sizes[: axes - 1], math.prod(sizes[axes - 1 :])]
-    sizes += [2] * (2 - len(sizes)) + [1] * (axes - max(2, len(sizes)))
-    sizes[:2] = [max(2, 2 * round(size / 2)) for size in sizes[:2]]
-    while math.prod(sizes) > _LARGEST:
-        largest = sizes.index(max(sizes))
-        sizes[largest] = max(2, sizes[largest] // 2 // 2 * 2)
-    return "x".join(map(str, sizes))
-
-
-def _topology_devices(name: str, num_slices: int) -> tuple[jax.Device, ...]:
+def _slice_devices(sold: Slice, num_slices: int) -> tuple[jax.Device, ...]:
     if importlib.util.find_spec("libtpu") is None:
         raise TrainingError(
-            f"--topology {name} needs the TPU compiler, which is not installed; run: pip install 'maxbatch[tpu]'"
+            f"--topology {sold} needs the TPU compiler, which is not installed; run: pip install 'maxbatch[tpu]'"
         )
-    for variable, value in _WITHOUT_TPU.items():
-        os.environ.setdefault(variable, value)
+    for variable in _OF_ANOTHER_SLICE:
+        os.environ.pop(variable, None)
+    os.environ.update(_WITHOUT_TPU)
     if "jax" not in sys.modules:
         os.environ["JAX_PLATFORMS"] = "cpu"  # for the host's own work
     import jax
     from jax.experimental import topologies
 
     try:
-        options = _CHIP_CONFIG.get(name.split(":")[0], {})
-        description = topologies.get_topology_desc(name, "tpu", num_slices=num_slices, **options)
+        description = topologies.get_topology_desc(str(sold), "tpu", num_slices=num_slices, **sold.options)
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
         message = " ".join(str(error).split())[:300]
         if "INVALID_ARGUMENT" in message:
-            raise ConfigError(f"--topology {name}: the TPU compiler refuses it ({message})") from error
+            raise ConfigError(f"--topology {sold}: the TPU compiler refuses it ({message})") from error
         raise TrainingError(f"the TPU compiler cannot be loaded: {message}") from error
     return tuple(description.devices)

@@ -20,7 +20,7 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile.memory import wanted_bytes
-from maxbatch.training.compile.target import Target, checked_topology, device_facts, here
+from maxbatch.training.compile.target import Target, device_facts, here
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -130,17 +130,6 @@ def test_every_size_is_a_batch_that_plans() -> None:
 )  # fmt: skip
 def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, float]) -> None:
     assert wanted_bytes(message) == tuple(round(gib * 2**30) for gib in wanted)
-
-
-@pytest.mark.parametrize(
-    "topology",
-    ["v5p:2x2x3x9", "v9:2x2", "v5e:3x4", "v5p:1x1x1", "v6e", "", "v5e:4x4x4", "tpu7x:0x0x0", "v5p:9999x9999x9999"],
-)  # fmt: skip
-def test_an_unknown_topology_names_one_that_works(topology: str) -> None:
-    with pytest.raises(ConfigError, match="works: --topology ") as refused:
-        checked_topology(topology)
-    named = str(refused.value).rpartition("--topology ")[2]
-    assert checked_topology(named) == named
 
 
 def test_recomputation_and_more_passes_cost_what_they_cost() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.parallel.mesh import lay_out
 from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.lowering import Programs, checked_mesh_shape
 from maxbatch.training.compile.memory import compile_for, known_parts
-from maxbatch.training.compile.target import find_target
+from maxbatch.training.compile.target import device_facts, find_target
 
 pytestmark = [
     pytest.mark.tpu,
@@ -36,11 +41,42 @@ NARROW = (
 )
 
 
-@pytest.mark.parametrize(("topology", "devices"), [("v4:2x2x1", 4), ("v5p:2x2x1", 4), ("tpu7x:2x2x1", 8)])
-def test_a_chip_is_one_device_and_a_tpu7x_chip_two(topology: str, devices: int) -> None:
-    target = find_target(topology)
-    assert len(target.devices) == devices
+@pytest.mark.parametrize(
+    ("topology", "slices", "devices", "hosts"),
+    [
+        ("v4:2x2x1", 1, 4, 1),
+        ("v4:4x4x4", 1, 64, 16),
+        ("v5p:2x2x1", 1, 4, 1),
+        ("v5p:4x4x4", 2, 128, 32),
+        ("v5e:1x1", 1, 1, 1),
+        ("v5e:2x4", 1, 8, 2),
+        ("v5e:16x16", 2, 512, 128),
+        ("v6e:8x16", 1, 128, 32),
+        ("tpu7x:2x2x1", 1, 8, 1),
+        ("tpu7x:4x4x4", 1, 128, 16),
+    ],
+)
+def test_devices_and_hosts_are_those_of_the_slice_that_is_sold(
+    topology: str, slices: int, devices: int, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("WRAP", "HOST_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
+        monkeypatch.setenv(variable, "of something else")  # a value that ends the process once libtpu reads it
+    target = find_target(topology, slices)
+    assert (len(target.devices), target.num_hosts) == (devices, hosts)
+    assert device_facts(target.devices)["slices"] == slices
     assert target.chip is TPUS[topology.partition(":")[0]] is chip_of(target.devices[0].device_kind)
+
+
+@pytest.mark.parametrize("topology", ["v4:4x4x4", "v5e:16x16", "v5p:4x4x4", "v6e:16x16", "tpu7x:4x4x4"])
+def test_weights_over_fsdp_are_gathered_not_summed(topology: str) -> None:
+    """Without its links that wrap around, a cube gathers by an all-reduce of zero-padded whole arrays."""
+    devices = find_target(topology).devices
+    config = load_config(overrides=["model_name=llama2-7b", *NARROW])
+    mesh = lay_out(checked_mesh_shape(config, devices), devices)
+    sharded, whole = (NamedSharding(mesh, P(axis)) for axis in ("fsdp", None))
+    weights = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=sharded)
+    text = jax.jit(lambda w: w * 2, out_shardings=whole).lower(weights).compile().as_text()
+    assert re.search(r" all-gather(-start)?\(", text) and not re.search(r" all-reduce(-start)?\(", text)
 
 
 @pytest.mark.parametrize(
