@@ -77,15 +77,17 @@ def _version_here() -> str | None:
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return None
-    for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"):
-        try:
-            if vendor.read_text().strip() == _GOOGLE:
-                version = _PCI_IDS.get((vendor.parent / "device").read_text().strip())
-                if version:
-                    return version
-        except OSError:
-            continue
-    return None
+    ids = (_pci_id(vendor.parent) for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"))
+    return next((_PCI_IDS[found] for found in ids if found in _PCI_IDS), None)
+
+
+def _pci_id(device: Path) -> str:
+    """Returns the id of a device of Google's; an empty text for any other device."""
+    try:
+        vendor, number = ((device / name).read_text().strip() for name in ("vendor", "device"))
+    except OSError:
+        return ""
+    return number if vendor == _GOOGLE else ""
 
 
 def _parse(text: str) -> dict[str, str | None]:

@@ -82,10 +82,11 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
             raise ConfigError(f"--slices {num_slices}: slices are those of a topology; works: --slices 1")
         return here()
     sold = parse_slice(topology)
-    if num_slices * sold.num_chips > _MOST_CHIPS:
+    chips = sold.num_chips
+    if num_slices * chips > _MOST_CHIPS:
         raise ConfigError(
-            f"--slices {num_slices}: slices of {sold.num_chips} chips must have at most {_MOST_CHIPS:,} chips together; "
-            f"works: --slices {_MOST_CHIPS // sold.num_chips}"
+            f"--slices {num_slices}: slices of {chips} chips must have at most {_MOST_CHIPS:,} chips together; "
+            f"works: --slices {_MOST_CHIPS // chips}"
         )
     devices, chip = _slice_devices(sold, num_slices), TPUS[sold.version]
     shown_name = f"{sold}, {num_slices} slices" if num_slices > 1 else str(sold)

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from maxbatch import BatchPlan, ConfigError, load_config
+from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
 from maxbatch.commands.fit.choices import Sizes
 from maxbatch.commands.fit.costs import cost
