@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import sys
@@ -59,7 +60,7 @@ def _dispatch(argv: list[str]) -> int:
         nearest = nearest_name(name, COMMANDS)
         works = f"nearest: {nearest}" if nearest else f"one of {', '.join(COMMANDS)}"
         raise ConfigError(f"{shown(name)}: unknown command; {works}")
-    parser = _Parser(name, COMMANDS[name])
+    parser = _Parser(name, COMMANDS[name], rest)
     body = importlib.import_module(COMMANDS[name].module)
     body.add_arguments(parser)
     try:
@@ -72,7 +73,7 @@ def _dispatch(argv: list[str]) -> int:
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line that says what to type instead."""
 
-    def __init__(self, name: str, command: Command) -> None:
+    def __init__(self, name: str, command: Command, words: Sequence[str]) -> None:
         super().__init__(
             prog=f"maxbatch {name}",
             usage=f"maxbatch {name} {command.usage}",
@@ -81,23 +82,39 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        self.words = words  # what is parsed
 
     def error(self, message: str) -> NoReturn:
         from maxbatch.config.loading import keys
 
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        message = re.sub(r"\S{81,}", lambda long: shown(long[0]), message)
-        if unknown is None:
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")
+        if len(message) == len(" ".join(unknown)):
+            message = re.sub(r"\S{81,}", lambda long: shown(long[0]), message)
             raise ConfigError(message.removeprefix("argument ").replace(": ", " ", 1))
-        flag, _, value = unknown[1].partition("=")
+        flag, _, _ = unknown[0].partition("=")
+        if flag in keys():
+            raise ConfigError(f"{shown(unknown[0])}: {self.prog} takes no config keys")
+        flags = [word for word in unknown if word.startswith("-")]
+        raise ConfigError("; ".join(map(self._unknown, flags or unknown[:1])))
+
+    def _unknown(self, word: str) -> str:
+        """Returns what is said of a flag that the command does not have."""
+        from maxbatch.config.loading import keys
+        from maxbatch.config.unknown import unknown_flag
+
+        flag, equals, value = word.partition("=")
+        after = self.words.index(word) + 1 if word in self.words else len(self.words)
+        values = [value] if equals else list(itertools.takewhile(lambda w: w[:1] not in "-", self.words[after:]))
+        if near := nearest_name(flag, self._option_string_actions, least_like=0.9):
+            return f"{shown(flag)}: unknown flag; nearest: {near}"
+        if answer := unknown_flag(flag, values, self.words):
+            return f"{shown(flag)} {answer}"
         key = flag.lstrip("-").replace("-", "_")
-        if key in keys() and not flag.startswith("-"):
-            raise ConfigError(f"{shown(unknown[1])}: {self.prog} takes no config keys")
         if key in keys():
-            works = f"{key}={shown(value) or '...'}"
-            raise ConfigError(f"{flag}: config keys are stated without dashes; works: {works}")
+            works = f"{key}={shown(values[0]) if values and values[0] else '...'}"
+            return f"{flag}: config keys are stated without dashes; works: {works}"
         nearest = nearest_name(flag, self._option_string_actions)
-        raise ConfigError(f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else ""))
+        return f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
 
 
 def _overview() -> str:

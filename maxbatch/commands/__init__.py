@@ -31,6 +31,12 @@ COMMANDS: dict[str, Command] = {
         ("maxbatch config",
          "maxbatch config run.yml model_name=llama3-8b",
          "maxbatch config per_device_batch_size")),
+    "import": Command(
+        "maxbatch.commands.import_config.command",
+        "Turn a config of MaxText, Hugging Face, DeepSpeed, Axolotl or Megatron into one of ours.",
+        "FORMAT FILE [--output FILE] [--skip-unsupported]",
+        ("maxbatch import maxtext llama2_7b.yml --output run.yml",
+         "maxbatch import auto pretrain.sh --skip-unsupported")),
     "train": Command(
         "maxbatch.commands.train",
         "Train a model; a checkpoint in run_dir is resumed.",

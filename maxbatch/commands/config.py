@@ -14,7 +14,8 @@ from rich.table import Table
 
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key, names_of
-from maxbatch.config.loading import Setting, configs_dir, find_config, keys, nearest_key, resolve
+from maxbatch.config.loading import Setting, configs_dir, find_config, keys, resolve
+from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     args.config = [text for text in args.config if text not in keys()]
     path, overrides = config_arguments(args)
     if path is not None and not os.path.exists(find_config(path)) and not re.search(r"[/.]", path):
-        raise ConfigError(f"{shown(path)}: unknown key; nearest: {nearest_key(path)}")
+        raise ConfigError(f"{shown(path)}: unknown key{hint(path, keys())}")
     settings = resolve(path, overrides)
     sections = {
         heading: [_facts(keys()[name], settings[name], comment) for name, comment in comments.items()]

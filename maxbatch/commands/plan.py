@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, check_at_most, check_divides, config_of, count, note
@@ -49,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
+    if any(re.match(r"\s*batch_size\s*=", text) for text in args.config) and config.batch_size is not None:
+        note(f"batch_size={config.batch_size} counts prompts of reinforcement learning; "
+             f"samples per update of pre-training are global_batch_size={config.batch_size}")  # fmt: skip
     for warning in plan.warnings:
         note(f"warning: {warning}")
     trained = trained_tokens_if_cached(config) if config.use_sft else None

@@ -41,6 +41,13 @@ class Setting(NamedTuple):
 _Layer = Mapping[str, Setting]
 
 
+class _Stated(NamedTuple):
+    """The entries of a layer, unread."""
+
+    kind: str
+    entries: Sequence[Entry]
+
+
 def configs_dir() -> Path:
     """Returns the folder of base.yml and models/: inside an installed package, at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -87,8 +94,15 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
 def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
     """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
     files = _chain(find_config(path)) if path is not None else []
-    above = [*files[-1:], _environment_layer(), _override_layer(overrides)]
-    below = [_base_layer(), *files[:-1]]
+    above = [*files[-1:], _Stated("environment", _environment()), _Stated("override", _overrides(overrides))]
+    _refuse_unknown(files[:-1], above, path)
+    return _settled(files[:-1], above)
+
+
+def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -> Mapping[str, Setting]:
+    """Returns the settings of what is stated below and above the preset, keys of base.yml only."""
+    below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
+    above = [_layer(*stated) for stated in stated_above]
     model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
     settings: dict[str, Setting] = {}
     for layer in [*below, *_preset_layers(str(model_name), below, above), *above]:
@@ -132,9 +146,9 @@ def _base_layer() -> _Layer:
     return _layer("base.yml", _base_entries())
 
 
-def _chain(path: Path) -> list[_Layer]:
-    """Returns the layers of the file and of the files that it builds on, the lowest first."""
-    layers: list[_Layer] = []
+def _chain(path: Path) -> list[_Stated]:
+    """Returns what the file and the files that it builds on state, the lowest first."""
+    layers: list[_Stated] = []
     seen: list[Path] = []
     while True:
         stated = list(entries(path))
@@ -148,7 +162,7 @@ def _chain(path: Path) -> list[_Layer]:
         seen.append(real)
         base = next((entry for entry in stated if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"
-        layers.insert(0, _layer(kind, (entry for entry in stated if entry is not base)))
+        layers.insert(0, _Stated(kind, [entry for entry in stated if entry is not base]))
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
         path = path.parent / base.text
@@ -193,19 +207,50 @@ def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_
     return [_layer("preset", [Entry(name, text, True, where) for name, text in stated.items()])]
 
 
-def _environment_layer() -> _Layer:
-    stated = []
+def _environment() -> list[Entry]:
+    stated, faults = [], list[str]()
     for variable, text in sorted(os.environ.items()):
         if variable.startswith(_ENVIRONMENT):
             name = variable.removeprefix(_ENVIRONMENT)
             if name != name.upper() or name.lower() not in keys():
-                nearest = f"{_ENVIRONMENT}{nearest_key(name.lower()).upper()}"
-                raise ConfigError(f"environment variable {shown(variable)}: names no config key; nearest: {nearest}")
+                faults.append(f"environment variable {shown(variable)}: names no config key{_hint(name)}")
             stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
-    return _layer("environment", stated)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    return stated
 
 
-def _override_layer(overrides: Sequence[str]) -> _Layer:
+def _hint(name: str) -> str:
+    from maxbatch.config.unknown import hint
+
+    said, separator, near = hint(name.lower(), keys()).partition("; nearest: ")
+    return f"; nearest: {_ENVIRONMENT}{near.upper()}" if separator else said
+
+
+def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: str | os.PathLike[str] | None) -> None:
+    """Raises ConfigError, which names all of them, if there are keys that the config does not have."""
+    known = keys().keys() | {"base_config"}
+    unknown = [entry for layer in (*below, *above) for entry in layer.entries if entry.name not in known]
+    if not unknown:
+        return
+    from maxbatch.config.unknown import unknown_keys
+
+    def works(key_of: Mapping[str, str]) -> bool:
+        def replaced(layer: _Stated) -> _Stated:
+            renamed = [entry._replace(name=key_of.get(entry.name, entry.name)) for entry in layer.entries]
+            return layer._replace(entries=[entry for entry in renamed if entry.name])
+
+        try:
+            _settled(*([replaced(layer) for layer in layers] for layers in (below, above)))
+        except ConfigError:
+            return False
+        return True
+
+    in_file = any(entry.where and entry.name not in known for layer in (*below, *above) for entry in layer.entries)
+    raise unknown_keys(unknown, keys(), str(path) if in_file else None, works)
+
+
+def _overrides(overrides: Sequence[str]) -> list[Entry]:
     if isinstance(overrides, str):
         text = shown(overrides)
         raise ConfigError(f'overrides="{text}": must be a list of texts; works: overrides=["{text}"]')
@@ -215,7 +260,7 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
         if not equals or not name.strip():
             raise ConfigError(f"{shown(override)}: an override is key=value; works: steps=100")
         stated.append(Entry(name.strip(), text, True, ""))
-    return _layer("override", stated)
+    return stated
 
 
 def _layer(kind: str, stated: Iterable[Entry]) -> _Layer:
@@ -226,17 +271,10 @@ def _read(entry: Entry) -> Value:
     where = f"{entry.where}: " if entry.where else ""
     if entry.name == "base_config":
         raise ConfigError(f"{where}base_config={shown(entry.text)}: is a key of config files only")
-    if entry.name not in keys():
-        raise ConfigError(f"{where}unknown key {shown(entry.name)}; nearest: {nearest_key(entry.name)}")
     try:
         return keys()[entry.name].read(entry.text, entry.plain)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
-
-
-def nearest_key(name: str) -> str:
-    """Returns the key that is most like a name, however little it is."""
-    return str(nearest_name(name, keys(), least_like=0))
 
 
 def _apply(settings: dict[str, Setting], layer: _Layer) -> None:

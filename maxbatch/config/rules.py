@@ -78,8 +78,12 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
     """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch."""
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
-            raise ConfigError(f"{name}={values[name]}: belongs to reinforcement learning, and says nothing without "
-                              f"batch_size, the prompts of a batch; works: {name}={defaults[name]}")  # fmt: skip
+            from maxbatch.config.words import look_up
+
+            row = look_up(name)
+            elsewhere = f" ({name} {row.answer()})" if row else ""
+            rule = "belongs to reinforcement learning, and says nothing without batch_size, the prompts of a batch"
+            raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {name}={defaults[name]}")
 
 
 def check_data_paths(values: Values) -> None:

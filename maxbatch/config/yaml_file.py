@@ -25,6 +25,7 @@ _PROBLEMS: dict[type[Exception], str] = {
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
 _WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices")
+_NAMES = frozenset(key.name for key in ROWS)
 
 
 class Entry(NamedTuple):
@@ -108,6 +109,8 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
         return Entry(name, ",".join(str(item.value) for item in node.value), False, where)
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
+    if name not in _NAMES and not isinstance(node, yaml.ScalarNode):
+        return Entry(name, "", False, where)  # an unknown key is refused as such, with all others
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")

@@ -39,8 +39,8 @@ NEW_RUN = Resume()
 def check_batch_keys(config: ConfigDict) -> None:
     """Raises ConfigError for batch keys of pre-training that break a rule on any devices."""
     if config.batch_size is not None:
-        rule = "states a batch of prompts, which maxbatch rl trains on"
-        works = "batch_size=null and a dataset of documents, or maxbatch rl"
+        rule = "counts prompts, which maxbatch rl trains on; the samples of an update are global_batch_size"
+        works = f"batch_size=null global_batch_size={config.batch_size} and a dataset of documents, or maxbatch rl"
         raise ConfigError(f"batch_size={config.batch_size}: {rule}; works: {works}")
     expansion_factor(config, num_hosts=None)
     if config.enable_rampup_batch_size:

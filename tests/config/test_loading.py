@@ -188,7 +188,7 @@ def test_a_chain_of_bases_that_returns_to_itself_is_refused(tmp_path: Path) -> N
 
 def test_an_unknown_key_is_named_with_its_nearest_wherever_it_is_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error_of(overrides=("stepz=3",)) == "unknown key stepz; nearest: steps"
-    assert error_of(overrides=("xyzzy=3",)).startswith("unknown key xyzzy; nearest: ")
+    assert error_of(overrides=("xyzzy=3",)) == "unknown key xyzzy (maxbatch config lists the keys)"
     assert error_of(overrides=("=3",)) == "=3: an override is key=value; works: steps=100"
     assert error_of(overrides=("base_config=a.yml",)).endswith("is a key of config files only")
     assert "works: " in error_of(overrides=("steps",))

@@ -31,7 +31,7 @@ from tests.helpers.configs import error_of, write
         ("1: 2\n", ":1: unknown key 1"),
         ("steps: many\n", ":1: steps=many: must be a whole number"),
         ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
-        ("a: &x [*x]\n", "takes one value"),
+        ("a: &x [*x]\n", "unknown key a"),
         ("a: *nothing\n", "is no valid YAML"),
         ("[" * 5000, "nested too deeply"),
     ],

@@ -11,7 +11,8 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import configs_dir, keys, nearest_key
+from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.unknown import hint
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.runs.metrics_schema import Metric
@@ -130,7 +131,7 @@ def _parameters(path: Path, entry: tuple[yaml.Node, str] | None) -> tuple[Parame
     parameters = []
     for name, node, where in pairs(path, entry[0]):
         if name not in keys():
-            raise ConfigError(f"{where}: unknown config key {shown(name)}; nearest: {nearest_key(name)}")
+            raise ConfigError(f"{where}: unknown config key {shown(name)}{hint(name, keys())}")
         if name == "run_dir":
             raise ConfigError(f"{where}: run_dir cannot be swept: each trial has its own")
         try:

@@ -1,0 +1,1 @@
+"""`maxbatch import`: configs of other programs in our words."""

@@ -1,0 +1,262 @@
+"""MaxText's configs and recipes: its defaults, its models, and the words whose values differ from ours.
+
+Facts from MaxText's documentation and `configs/base.yml` (https://github.com/AI-Hypercomputer/maxtext).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from maxbatch.commands.import_config.maxtext_data import translate_data
+from maxbatch.commands.import_config.reading import config_file_of, is_yaml, read_line, read_yaml, settings_of
+from maxbatch.commands.import_config.translation import Stated, Translation
+from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.rules import PRETRAINING_BATCH
+from maxbatch.config.values import shown, shown_path
+from maxbatch.system.errors import ConfigError
+
+# What a config means there where it says nothing; the batch, the length and the rates would be others without it.
+DEFAULTS = {
+    "per_device_batch_size": "12.0", "gradient_accumulation_steps": "1", "expansion_factor_real_data": "-1",
+    "steps": "150001", "max_target_length": "2048", "learning_rate": "3e-5", "lr_schedule_type": "cosine",
+    "warmup_steps_fraction": "0.1", "learning_rate_final_fraction": "0.1", "wsd_decay_steps_fraction": "0.1",
+    "opt_type": "adamw", "adam_b1": "0.9", "adam_b2": "0.95", "adam_eps": "1e-8", "adam_weight_decay": "0.1",
+    "gradient_clipping_threshold": "1.0", "dtype": "bfloat16", "weight_dtype": "float32", "remat_policy": "full",
+    "scan_layers": "true", "dcn_data_parallelism": "-1", "ici_fsdp_parallelism": "-1", "packing": "true",
+    "enable_data_shuffling": "true", "data_shuffle_seed": "0", "init_weights_seed": "0", "dataset_type": "tfds",
+    "eval_interval": "-1", "eval_steps": "-1", "checkpoint_period": "10000", "log_period": "100",
+    "max_num_checkpoints_to_keep": "null", "add_bos": "true", "add_eos": "true",
+}  # fmt: skip
+RAMP_DEFAULTS = {
+    "per_device_batch_size_start": "4.0", "per_device_batch_size_increment": "2.0", "global_rampup_samples": "500",
+}  # fmt: skip
+MODEL_DEFAULTS = {
+    "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
+    "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
+    "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
+}  # fmt: skip
+_BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
+_LLAMA_BLOCKS = ("llama2", "llama3", "mistral", "default")
+_MOST_BASES = 20
+
+
+def read(path: Path) -> tuple[dict[str, Stated], list[str]]:
+    """Returns the words of a config with its `base_config` chain and its model, or of a recipe; and notes on them."""
+    notes: list[str] = []
+    if is_yaml(path):
+        words = _chain(path)
+    else:
+        line, count = read_line(path)
+        words = settings_of([word.lstrip("-") if "=" in word else word for word in line])
+        words = {name: value for name, value in words.items() if name not in ("m", "c")}
+        named = config_file_of(line)
+        if named and Path(named).name != "base.yml":  # which holds MaxText's defaults
+            beside = _near(path.parent, re.sub(r"^.*configs/+|^\W*", "", named))
+            words = (_chain(beside) if beside else {}) | words
+            if beside is None:
+                notes.append(
+                    f"{shown_path(named)} is not beside {shown_path(path)}: only the command's own words are read"
+                )
+        if count > 1:
+            notes.append(f"{count} commands train in {shown_path(path)}; this is the first")
+    name = words.get("model_name", "default")
+    if isinstance(name, str) and name not in ("", "default") and name not in _presets():
+        model = _near(path.parent, f"models/{name}.yml")
+        if model:
+            words = read_yaml(model) | words
+            words["model_name"] = "default"
+            notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
+    return words, notes
+
+
+def _presets() -> set[str]:
+    return {path.stem for path in (configs_dir() / "models").glob("*.yml")}
+
+
+def _near(folder: Path, name: str) -> Path | None:
+    """Returns a file of MaxText's configs in a folder or in one above it, or None."""
+    for above in [folder, *folder.resolve().parents][:5]:
+        for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
+            if tried.is_file():
+                return tried
+    return None
+
+
+def _chain(path: Path) -> dict[str, Stated]:
+    """Returns the words of a file over those of its bases; of MaxText's base.yml only what differs is of interest."""
+    words: dict[str, Stated] = {}
+    seen: list[Path] = []
+    at: Path | None = path
+    while at is not None:
+        if at.resolve() in seen or len(seen) > _MOST_BASES:
+            raise ConfigError(f"base_config={shown_path(at)}: must not lead back to a file of its own chain")
+        seen.append(at.resolve())
+        stated = read_yaml(at)
+        base = stated.pop("base_config", "")
+        words = stated | words
+        name = base if isinstance(base, str) else ""
+        # MaxText's base.yml holds its defaults, which are known here.
+        at = None if not name or Path(name).name == "base.yml" else _near(path.parent, name)
+        if name and at is None and Path(name).name != "base.yml":
+            raise ConfigError(f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there")
+    return words
+
+
+def translate(t: Translation) -> None:
+    """Takes the words whose values differ from ours; the table of words says the others."""
+    _run(t)
+    _model(t)
+    _program(t)
+    translate_data(t)
+    _batch(t)
+
+
+def _run(t: Translation) -> None:
+    folder, name = (t.text(word) if "$" not in t.text(word) else "" for word in ("base_output_directory", "run_name"))
+    for word in ("base_output_directory", "run_name"):
+        if word in t and "$" in t.text(word):
+            t.ignore(word, "its variable is not set in the file; run_dir says where the run lies")
+    if folder and "base_output_directory" in t:
+        t.map("base_output_directory", run_dir=f"{folder.rstrip('/')}/{name}" if name else folder)
+    if name and "run_name" in t:
+        t.map("run_name", run_dir=t.settings.get("run_dir", name if "/" in name else f"runs/{name}"))
+    if t.text("lr_schedule_type") not in keys()["learning_rate_schedule"].choices:
+        t.refuse("lr_schedule_type", "cosine, wsd or constant")
+    if t.text("learning_rate_schedule_steps") in ("-1", t.text("steps")):
+        t.ignore("learning_rate_schedule_steps", "the schedule ends with the run")
+    if t.text("wsd_decay_style") == "linear":
+        t.ignore("wsd_decay_style", "wsd decays linearly")
+    optimizer = t.text("opt_type")
+    if optimizer == "adam_pax":
+        t.map("opt_type", "Adam with decoupled decay, written otherwise", opt_type="adamw")
+    for word in ("abort_on_nan_loss", "abort_on_inf_loss"):
+        if t.is_true(word) and word in t:
+            t.map(word, "the run ends at the first update that is not finite", max_consecutive_skips="1")
+        elif word in t:
+            t.ignore(word, "an update that is not finite is skipped")
+    first, count = t.number("skip_first_n_steps_for_profiler"), t.number("profiler_steps")
+    for word in ("profiler", "skip_first_n_steps_for_profiler", "profiler_steps"):
+        if word not in t:
+            continue
+        if t.text("profiler") in ("xplane", "nsys"):
+            start = int(first if first is not None else 1)
+            t.map(word, profile_steps=f"{start}:{start + int(count or 5)}")
+        else:
+            t.ignore(word, "no profile is asked for")
+
+
+def _model(t: Translation) -> None:
+    name = t.text("model_name")
+    is_preset = name in _presets()
+    if is_preset:
+        t.map("model_name", "our preset of these dimensions", model_name=name)
+    elif name in ("", "default"):
+        if "model_name" in t:
+            t.ignore("model_name", "the model's keys say it")
+    else:
+        t.refuse("model_name", f"no preset {shown(name)}; needed: its file models/{shown(name)}.yml beside this one")
+    if not is_preset:
+        scale = max(0, int(t.number("global_parameter_scale") or 1))
+        for word, default in MODEL_DEFAULTS.items():
+            if word not in t:
+                t.settings.setdefault(word, default)
+        if scale > 1:
+            t.refuse("global_parameter_scale", "state the dimensions themselves")
+    if "global_parameter_scale" in t and t.text("global_parameter_scale") in ("1", "0"):
+        t.ignore("global_parameter_scale", "1 says nothing")
+    for word in _BATCH_DIMENSIONS:
+        if word in t:
+            t.ignore(word, f"base_{word} says it")
+    if t.text("decoder_block") in _LLAMA_BLOCKS:
+        t.ignore("decoder_block", "llama's block is the default")
+    if t.items("mlp_activations") == ["silu", "linear"]:
+        t.ignore("mlp_activations", "the gated MLP of llama is the default")
+    for word, value in (("rope_type", "default"), ("attention_type", "global"), ("rope_use_scale", "false")):
+        if t.text(word) == value:
+            t.ignore(word, f"{value} is the default")
+    if t.number("rope_min_timescale") == 1:
+        t.ignore("rope_min_timescale", "1 is the default")
+
+
+def _program(t: Translation) -> None:
+    for word in ("dtype", "weight_dtype"):
+        if t.text(word) not in ("float32", "bfloat16"):
+            t.refuse(word, "float32 or bfloat16")
+    policy = t.text("remat_policy")
+    if policy not in keys()["remat_policy"].choices:
+        ours = "minimal" if policy.startswith("minimal") else "full"
+        t.map("remat_policy", "the nearest policy; the update is the same", remat_policy=ours)
+    attention = t.text("attention")
+    if attention and attention not in ("dot_product",):
+        t.map("attention", "the kernel that the devices have", attention="auto")
+    stages = [t.number(f"{net}_pipeline_parallelism") or 1 for net in ("ici", "dcn")]
+    if t.text("num_pipeline_repeats") in ("-1", "") and stages[0] * stages[1] <= 1:
+        if "num_pipeline_repeats" in t:
+            t.ignore("num_pipeline_repeats", "there is no pipeline")
+    elif t.text("num_pipeline_repeats") in ("-1", ""):
+        layers = t.number("base_num_decoder_layers") or _preset_layers(t.text("model_name"))
+        each = int(stages[0] * stages[1] * (t.number("num_layers_per_pipeline_stage") or 1))
+        t.map("num_pipeline_repeats", "layers / (stages x layers of a stage)", num_pipeline_repeats=str(layers // each))
+    if "num_layers_per_pipeline_stage" in t:
+        t.ignore("num_layers_per_pipeline_stage", "num_pipeline_repeats says it")
+    if t.text("compiled_trainstep_file"):
+        t.refuse("compiled_trainstep_file", "maxbatch compile writes the programs of this config anew")
+
+
+def _preset_layers(name: str) -> int:
+    from maxbatch.config.loading import load_config
+
+    return int(load_config(overrides=[f"model_name={name}"] if name in _presets() else []).base_num_decoder_layers)
+
+
+def _batch(t: Translation) -> None:
+    if "batch_size" in t:
+        _prompts(t)
+    elif t.is_true("enable_rampup_batch_size"):
+        g = t.number("gradient_accumulation_steps") or 1
+        code = f"; its code leaves out the {g:g} accumulation steps while it ramps" if g > 1 else ""
+        why = f"stage i begins at i x samples_per_increment; its code counts anew at every stage{code}"
+        t.map("enable_rampup_batch_size", why, enable_rampup_batch_size="true")
+        for word, default in RAMP_DEFAULTS.items():
+            text = t.text(word, default)
+            t.map(word, **{word: text.removesuffix(".0") if word == "global_rampup_samples" else text})
+    else:
+        for word in RAMP_DEFAULTS:
+            if word in t:
+                t.ignore(word, "enable_rampup_batch_size is false")
+    p = t.number("per_device_batch_size")
+    if p is not None and 0 < p < 1:
+        why = "its code loads a row per device and trains on the share"
+        t.map("per_device_batch_size", why, per_device_batch_size=t.text("per_device_batch_size"))
+    e = t.number("expansion_factor_real_data")
+    if e is not None and 0 < e < 1:
+        why = "the full batch is trained on; its code may train the share"
+        t.map("expansion_factor_real_data", why, expansion_factor_real_data=t.text("expansion_factor_real_data"))
+    others = [f"dcn_{axis}_parallelism" for axis in ("fsdp", "tensor", "context", "pipeline")]
+    if any(t.text(word) == "-1" for word in others) and "dcn_data_parallelism" not in t:
+        t.drop("dcn_data_parallelism")
+    for word in ("tokenize_train_data", "tokenize_eval_data"):
+        if t.is_true(word):
+            t.ignore(word, "data are text")
+    if "num_epoch" in t:
+        t.ignore("num_epoch", "steps says the length; epochs follow one another without a gap")
+
+
+def _prompts(t: Translation) -> None:
+    """Takes the batch of prompts of reinforcement learning, which stands in place of the rows per device."""
+    for name in PRETRAINING_BATCH:
+        if name in t:
+            t.ignore(name, "batch_size states the batch, in prompts")
+        t.drop(name)
+
+
+def equation(t: Translation) -> tuple[str, str]:
+    """Returns the batch as an equation in MaxText's words and in ours."""
+    if "batch_size" in t.settings:
+        prompts, answers = t.settings["batch_size"], t.settings.get("num_generations", "num_generations")
+        return (f"effective batch = batch_size {prompts} x num_generations {answers}",) * 2
+    p, g = t.settings["per_device_batch_size"], t.settings["gradient_accumulation_steps"]
+    there = f"global_batch_to_train = per_device_batch_size {p} x devices x gradient_accumulation_steps {g}"
+    here = f"global_batch_size_to_train_on = per_device_batch_size {p} x devices x gradient_accumulation_steps {g}"
+    return there, here

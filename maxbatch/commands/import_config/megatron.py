@@ -1,0 +1,237 @@
+"""Arguments of Megatron-LM and configs of NeMo.
+
+Facts from Megatron-LM's `arguments.py` help texts and NeMo's documentation of its GPT configs.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from maxbatch.commands.import_config.trainers import betas, optimizer, precision, seeds
+from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.values import plain_number
+from maxbatch.config.words import normal
+from maxbatch.config.words.convert import rampup_schedule
+
+DEFAULTS = {
+    "lr_decay_style": "linear", "weight_decay": "0.01", "clip_grad": "1.0", "adam_beta1": "0.9", "adam_beta2": "0.999",
+    "adam_eps": "1e-8", "seed": "1234", "optimizer": "adam",
+}  # fmt: skip
+# NeMo's names for words of Megatron-LM, by the last name of their path.
+_NEMO = {
+    "max_steps": "train_iters", "gradient_clip_val": "clip_grad", "encoder_seq_length": "seq_length",
+    "hidden_size": "hidden_size", "name": "optimizer", "val_check_interval": "eval_interval",
+    "limit_val_batches": "eval_iters", "log_every_n_steps": "log_interval", "lr": "lr", "min_lr": "min_lr",
+    "warmup_steps": "lr_warmup_iters", "splits_string": "split", "data_prefix": "data_path",
+    "explicit_log_dir": "save", "exp_dir": "save", "betas": "betas",
+}  # fmt: skip
+_SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear", "WSD": "WSD",
+              "WarmupDecay": "linear"}  # fmt: skip
+
+
+def translate(t: Translation) -> None:
+    """Takes the arguments whose values differ from ours; NeMo's paths become Megatron-LM's arguments first."""
+    _from_nemo(t)
+    model_parallel = _mesh(t)
+    _batch(t, model_parallel)
+    total = _length(t)
+    _rates(t, total)
+    optimizer(t, "optimizer")
+    betas(t, "betas")
+    seeds(t, "seed", "")
+    _precision(t)
+    _model(t)
+    _data(t)
+
+
+def _from_nemo(t: Translation) -> None:
+    for word in list(t.left()):
+        if "." not in word:
+            continue
+        path, _, last = word.rpartition(".")
+        name = _NEMO.get(last, last)
+        if last == "name" and not path.endswith("optim"):
+            name = "lr_decay_style" if path.endswith("sched") else ""
+        if name and not t.is_stated(name) and normal(name) == name:
+            t.rename(word, name)
+
+
+def _mesh(t: Translation) -> int:
+    """Takes the model-parallel sizes; returns the devices of a replica without its pipeline."""
+    tensor, context = (int(t.number(word) or 1) for word in ("tensor_model_parallel_size", "context_parallel_size"))
+    return tensor * context
+
+
+def _batch(t: Translation, in_stage: int) -> None:
+    """Takes micro-batch, global batch and ramp.
+
+    A micro-batch there is one of the pipeline's. Here a pass holds one for each stage, and p counts rows of a device.
+    """
+    micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
+    if micro:
+        rows = plain_number(Fraction(int(micro), in_stage))
+        why = "" if in_stage == 1 else f"a replica is split over {in_stage} devices"
+        t.map("micro_batch_size", why, per_device_batch_size=str(rows))
+    ramp = t.items("rampup_batch_size")
+    if len(ramp) == 1:
+        ramp = ramp[0].strip("[]").replace(",", " ").split()
+    if len(ramp) == 3 and batch and all(text.isdigit() for text in (*ramp, batch)):
+        start, rise, samples = map(int, ramp)
+        schedule = rampup_schedule(start, rise, samples, int(batch))
+        if schedule is None:
+            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", changes_data=True)
+        else:
+            t.map("rampup_batch_size", "thresholds in samples", batch_size_schedule=schedule)
+            t.ignore("global_batch_size", "the last batch of the schedule")
+            return
+    elif "rampup_batch_size" in t:
+        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", changes_data=True)
+    if "step_batch_size_schedule" in t:
+        words = (word.partition(":") for word in t.text("step_batch_size_schedule").replace(",", " ").split())
+        ours = " ".join(f"{left}:{right}" if left in ("0",) else f"{left}t:{right}" for left, _, right in words)
+        t.map("step_batch_size_schedule", "thresholds in tokens", batch_size_schedule=ours)
+        if batch:
+            t.ignore("global_batch_size", "the schedule says it")
+    elif batch:
+        t.map("global_batch_size", "kept on any number of devices", global_batch_size=batch)
+    elif micro:
+        t.settings["gradient_accumulation_steps"] = "1"
+    accumulate = t.number("accumulate_grad_batches")
+    if accumulate == 1:
+        t.ignore("accumulate_grad_batches", "the global batch says it")
+
+
+def _length(t: Translation) -> tuple[str, float] | None:
+    """Takes the run's length; returns its unit (iters or samples) and its number."""
+    for word, unit, ours in (("train_samples", "samples", "train_samples"), ("train_iters", "iters", "steps")):
+        number = t.number(word)
+        if number:
+            t.map(word, **{ours: t.text(word)})
+            return unit, number
+    return None
+
+
+def _rates(t: Translation, total: tuple[str, float] | None) -> None:
+    share = _warmup(t, total)
+    peak, last = t.number("lr"), t.number("min_lr")
+    if peak and last is not None and "min_lr" in t:
+        t.map("min_lr", "last rate / peak", learning_rate_final_fraction=f"{min(1.0, last / peak):.12g}")
+    else:
+        t.settings["learning_rate_final_fraction"] = "0"
+    kind = _SCHEDULES.get(t.text("lr_decay_style"), "")
+    if kind in ("cosine", "constant"):
+        t.map("lr_decay_style", learning_rate_schedule=kind)
+    elif kind == "linear":
+        t.map("lr_decay_style", "linear from the warmup to the end", learning_rate_schedule="wsd",
+              wsd_decay_steps_fraction=f"{1 - share:.12g}")  # fmt: skip
+    elif kind == "WSD":
+        t.map("lr_decay_style", learning_rate_schedule="wsd")
+        for unit in ("iters", "samples"):
+            decay = t.number(f"lr_wsd_decay_{unit}")
+            if decay and total and total[0] == unit:
+                t.map(f"lr_wsd_decay_{unit}", wsd_decay_steps_fraction=f"{decay / total[1]:.12g}")
+    else:
+        t.refuse("lr_decay_style", "cosine, constant, linear or WSD")
+    for unit in ("iters", "samples"):
+        end = t.number(f"lr_decay_{unit}")
+        if end and total == (unit, end):
+            t.ignore(f"lr_decay_{unit}", "the schedule ends with the run")
+
+
+def _warmup(t: Translation, total: tuple[str, float] | None) -> float:
+    share = t.number("lr_warmup_fraction")
+    if share is not None and "lr_warmup_fraction" in t:
+        t.map("lr_warmup_fraction", warmup_steps_fraction=f"{share:.12g}")
+        return share
+    for unit in ("iters", "samples"):
+        number = t.number(f"lr_warmup_{unit}")
+        if number is not None and total and total[0] == unit:
+            share = min(1.0, number / total[1])
+            t.map(f"lr_warmup_{unit}", f"warmup {unit} / {unit}", warmup_steps_fraction=f"{share:.12g}")
+            return share
+    t.settings["warmup_steps_fraction"] = "0"
+    return 0.0
+
+
+def _precision(t: Translation) -> None:
+    kind = t.text("precision").lower()
+    if kind:
+        is_half = "16" in kind
+        t.map("precision", dtype="bfloat16" if is_half else "float32", weight_dtype="float32")
+    else:
+        precision(t)
+    granularity = t.text("recompute_granularity") or t.text("activations_checkpoint_granularity")
+    for word in ("recompute_granularity", "activations_checkpoint_granularity"):
+        if word in t:
+            t.map(word, remat_policy="full" if granularity == "full" else "minimal")
+    if t.is_true("recompute_activations"):
+        t.map("recompute_activations", remat_policy="minimal")
+
+
+def _model(t: Translation) -> None:
+    hidden, heads = t.number("hidden_size"), t.number("num_attention_heads")
+    if heads and "num_query_groups" not in t:
+        t.settings["base_num_kv_heads"] = str(int(heads))
+    if hidden and heads and "kv_channels" not in t:
+        t.settings["head_dim"] = str(int(hidden // heads))
+    if hidden and "ffn_hidden_size" not in t:
+        # Its default: 4 x hidden, or the same parameters in the three matrices of a gated MLP.
+        width = int(4 * hidden * 2 / 3) // 64 * 64 if "swiglu" in t else int(4 * hidden)
+        t.settings["base_mlp_dim"] = str(width)
+    if "untie_embeddings_and_output_weights" in t:
+        tied = "false" if t.is_true("untie_embeddings_and_output_weights") else "true"
+        t.map("untie_embeddings_and_output_weights", "its opposite", logits_via_embedding=tied)
+    if t.is_true("group_query_attention"):
+        t.ignore("group_query_attention", "num_query_groups says it")
+    if "use_flash_attn" in t:
+        t.ignore("use_flash_attn", "attention=auto takes the kernel that the devices have")
+    if t.text("position_embedding_type") in ("rope", ""):
+        t.ignore("position_embedding_type", "RoPE") if "position_embedding_type" in t else None
+    elif "position_embedding_type" in t:
+        t.refuse("position_embedding_type", "rope")
+    if "normalization" in t:
+        if t.text("normalization").lower() == "rmsnorm":
+            t.ignore("normalization", "RMSNorm")
+        else:
+            t.refuse("normalization", "RMSNorm")
+    if "pipeline_model_parallel_size" in t and (t.number("pipeline_model_parallel_size") or 1) > 1:
+        t.map("pipeline_model_parallel_size", "its micro-batches are the pipeline's parts of a pass",
+              ici_pipeline_parallelism=t.text("pipeline_model_parallel_size"))  # fmt: skip
+
+
+def _data(t: Translation) -> None:
+    parts = t.text("split").replace(" ", "").split(",")
+    if "split" in t and all(part.replace(".", "", 1).isdigit() for part in parts):
+        total = sum(map(Fraction, parts))
+        held_out = float(Fraction(parts[1]) / total) if len(parts) > 1 and total else 0.0
+        t.map("split", "the second part", eval_fraction=f"{held_out:.12g}")
+    items = t.items("data_path")
+    items = items[0].split() if len(items) == 1 else items
+    if len(items) > 1 and len(items) % 2 == 0:
+        pairs = zip(items[1::2], items[::2], strict=True)
+        path = ";".join(f"{name},{weight}" for name, weight in pairs)
+    else:
+        path = ";".join(items)
+    if items:
+        why = "its .bin and .idx are not read: the same text as jsonl, or a store of maxbatch prepare"
+        t.map("data_path", why, dataset_path=path, dataset_type="jsonl")
+    kind = t.text("tokenizer_type")
+    if kind and "tokenizer_model" in t:
+        ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
+        t.map("tokenizer_type", tokenizer_type=ours)
+    elif kind:
+        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", changes_data=True)
+    if "load" in t:
+        t.ignore("load", "a checkpoint in run_dir is resumed by itself")
+
+
+def equation(t: Translation) -> tuple[str, str]:
+    """Returns the batch as an equation in Megatron's words and in ours."""
+    p = t.settings.get("per_device_batch_size", "?")
+    batch = t.settings.get("global_batch_size") or t.settings.get("batch_size_schedule", "")
+    micro = t.text("micro_batch_size")
+    if not batch:
+        return f"global batch = micro-batch-size {micro} x data-parallel size", f"per_device_batch_size {p} x devices"
+    there = f"global batch {batch} = micro-batch-size {micro} x data-parallel size x microbatches"
+    name = "global_batch_size" if "global_batch_size" in t.settings else "batch_size_schedule"
+    return there, f"{name} {batch}, in passes of at most per_device_batch_size {p} x devices"

@@ -1,0 +1,300 @@
+"""Configs of Hugging Face's Trainer, Axolotl and DeepSpeed.
+
+Facts from their documentation: transformers' TrainingArguments, Axolotl's config reference, DeepSpeed's config JSON.
+"""
+
+from __future__ import annotations
+
+import re
+
+from maxbatch.commands.import_config.translation import Translation
+
+HF_DEFAULTS = {
+    "per_device_train_batch_size": "8", "gradient_accumulation_steps": "1", "num_train_epochs": "3.0",
+    "learning_rate": "5e-5", "lr_scheduler_type": "linear", "warmup_steps": "0", "weight_decay": "0.0",
+    "adam_beta1": "0.9", "adam_beta2": "0.999", "adam_epsilon": "1e-8", "max_grad_norm": "1.0", "optim": "adamw_torch",
+    "seed": "42", "save_steps": "500", "logging_steps": "500", "eval_strategy": "no",
+}  # fmt: skip
+AXOLOTL_DEFAULTS = {
+    "micro_batch_size": "1", "num_epochs": "1", "learning_rate": "5e-5", "lr_scheduler": "cosine",
+    "warmup_ratio": "0.03", "weight_decay": "0.0", "optimizer": "adamw_torch", "max_grad_norm": "1.0", "seed": "42",
+    "adam_beta1": "0.9",
+    "adam_beta2": "0.999", "adam_epsilon": "1e-8",
+}  # fmt: skip
+DEEPSPEED_DEFAULTS: dict[str, str] = {}
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "onebitadam": "",
+               "lion": "lion", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon"}  # fmt: skip
+_AUTO = "auto is filled in from the Trainer's arguments; needed: the value"
+
+
+def hf(t: Translation) -> None:
+    """Takes the words of TrainingArguments."""
+    _old_words(t)
+    _batch_per_device(t, "per_device_train_batch_size")
+    steps = _length(t, "max_steps", "num_train_epochs")
+    _rates(t, "lr_scheduler_type", steps)
+    optimizer(t, "optim")
+    seeds(t, "seed", "data_seed")
+    precision(t)
+    _when(t)
+
+
+def _old_words(t: Translation) -> None:
+    """Takes the older names of words for newer ones."""
+    for old, new in (("per_gpu_train_batch_size", "per_device_train_batch_size"),
+                     ("evaluation_strategy", "eval_strategy")):  # fmt: skip
+        if old in t:
+            t.rename(old, new)
+
+
+def axolotl(t: Translation) -> None:
+    """Takes the words of an Axolotl config."""
+    if "batch_size" in t and "gradient_accumulation_steps" not in t:
+        passes = (t.number("batch_size") or 1) // (t.number("micro_batch_size") or 1)
+        t.map("batch_size", "batch_size / micro_batch_size passes", gradient_accumulation_steps=f"{max(1, passes):g}")
+    elif "gradient_accumulation_steps" not in t:
+        t.settings["gradient_accumulation_steps"] = "1"
+    _batch_per_device(t, "micro_batch_size")
+    steps = _length(t, "max_steps", "num_epochs")
+    _rates(t, "lr_scheduler", steps)
+    optimizer(t, "optimizer")
+    seeds(t, "seed", "")
+    precision(t)
+    _when(t)
+    _axolotl_data(t)
+
+
+def _axolotl_data(t: Translation) -> None:
+    size = t.number("val_set_size")
+    if "val_set_size" in t and size is not None and 0 < size < 1:
+        t.map("val_set_size", eval_fraction=t.text("val_set_size"))
+    elif size == 0:
+        t.map("val_set_size", eval_fraction="0")
+    paths = t.mappings("datasets")
+    if paths and all(item.get("path") for item in paths):
+        kinds = {str(item.get("type", "completion")) for item in paths}
+        if kinds <= {"completion", "pretrain"}:
+            why = "its files, downloaded to that path; state dataset_type if they are not jsonl"
+            t.map("datasets", why, dataset_path=";".join(item["path"] for item in paths), dataset_type="jsonl")
+        else:
+            t.refuse("datasets", f"type {', '.join(sorted(kinds))}: documents of plain text (type: completion)", True)
+    base = t.text("base_model")
+    if base:
+        t.map("base_model", "its folder, downloaded to that path", load_parameters_path=base)
+
+
+def deepspeed(t: Translation) -> None:
+    """Takes the words of a DeepSpeed config."""
+    batch, micro, steps = (t.text(word) for word in (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))  # fmt: skip
+    for word in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+                 "gradient_clipping"):  # fmt: skip
+        if t.text(word) == "auto":
+            t.refuse(word, _AUTO, changes_data=word != "gradient_clipping")
+    if batch and "auto" not in (batch, micro, steps):
+        t.map("train_batch_size", "kept on any number of devices", global_batch_size=batch)
+        if micro:
+            t.map("train_micro_batch_size_per_gpu", per_device_batch_size=micro)
+            if steps:
+                t.ignore("gradient_accumulation_steps", "it follows: train_batch_size / (micro x GPUs)")
+    elif micro and micro != "auto" and not steps:
+        t.settings["gradient_accumulation_steps"] = "1"
+    _deepspeed_optimizer(t)
+    for word in list(t.left()):
+        if word.startswith(("zero_optimization.", "zero_")):
+            t.ignore(word, "where parameters and moments lie: ici_fsdp_parallelism")
+        elif word.startswith(("activation_checkpointing.", "comms_logger.", "flops_profiler.", "tensorboard.", "aio.",
+                              "wandb.", "csv_monitor.", "autotuning.", "communication_data_type")):  # fmt: skip
+            t.ignore(word, "how it computes or logs")
+    if t.is_true("bf16.enabled"):
+        t.map("bf16.enabled", dtype="bfloat16", weight_dtype="float32")
+    if t.is_true("fp16.enabled"):
+        t.map("fp16.enabled", "bfloat16 needs no loss scale", dtype="bfloat16", weight_dtype="float32")
+    for word in list(t.left()):
+        if word.startswith(("fp16.", "bf16.", "amp.")):
+            t.ignore(word, "of the loss scale, which float32 and bfloat16 do not need")
+
+
+def _deepspeed_optimizer(t: Translation) -> None:
+    optimizer(t, "optimizer.type")
+    for name, key in (("lr", "learning_rate"), ("weight_decay", "adam_weight_decay"), ("eps", "adam_eps")):
+        word = f"optimizer.params.{name}"
+        if t.text(word) == "auto":
+            t.refuse(word, _AUTO)
+        elif word in t:
+            t.map(word, **{key: t.text(word)})
+    betas(t, "optimizer.params.betas")
+    total, warmup = t.number("scheduler.params.total_num_steps"), t.number("scheduler.params.warmup_num_steps")
+    kind = {"WarmupCosineLR": "cosine", "WarmupDecayLR": "wsd", "WarmupLR": "constant"}.get(t.text("scheduler.type"))
+    if "scheduler.type" not in t:
+        return
+    if kind is None or (total is None and warmup):
+        t.refuse("scheduler.type", "WarmupLR, WarmupDecayLR or WarmupCosineLR with total_num_steps")
+        return
+    share = (warmup or 0) / total if total else 0.0
+    schedule = {"learning_rate_schedule": kind, "warmup_steps_fraction": f"{share:.12g}"}
+    if kind == "wsd":
+        schedule |= {"wsd_decay_steps_fraction": f"{1 - share:.12g}", "learning_rate_final_fraction": "0"}
+    t.map("scheduler.type", **schedule)
+    if total:
+        t.map("scheduler.params.total_num_steps", steps=str(int(total)))
+    if "scheduler.params.warmup_num_steps" in t:
+        t.map("scheduler.params.warmup_num_steps", warmup_steps_fraction=f"{share:.12g}")
+    if "scheduler.params.warmup_max_lr" in t and t.text("scheduler.params.warmup_max_lr") != "auto":
+        t.map("scheduler.params.warmup_max_lr", learning_rate=t.text("scheduler.params.warmup_max_lr"))
+    if t.number("scheduler.params.warmup_min_lr") == 0:
+        t.ignore("scheduler.params.warmup_min_lr", "a warmup starts from 0")
+
+
+# --- what they share ----------------------------------------------------------------------------------------
+
+
+def _batch_per_device(t: Translation, word: str) -> None:
+    t.map(word, "rows of a device in one pass", per_device_batch_size=t.text(word))
+    if t.text("gradient_accumulation_steps"):
+        t.map("gradient_accumulation_steps", gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
+
+
+def _length(t: Translation, steps: str, epochs: str) -> float | None:
+    """Takes the length of the run; returns its updates, if they are stated."""
+    number = t.number(steps)
+    if number is not None and number > 0:
+        t.map(steps, steps=t.text(steps))
+        if epochs in t:
+            t.ignore(epochs, f"{steps} says the length")
+        else:
+            t.drop(epochs)
+        return number
+    if steps in t:
+        t.ignore(steps, "the epochs say the length")
+    t.map(epochs, num_epochs=t.text(epochs))
+    return None
+
+
+def _rates(t: Translation, word: str, steps: float | None) -> None:
+    """Takes the schedule of the learning rate and its warmup."""
+    kind = t.text(word).lower()
+    warmup = _warmup(t, steps)
+    schedule = {
+        "linear": {"learning_rate_schedule": "wsd", "learning_rate_final_fraction": "0",
+                   "wsd_decay_steps_fraction": f"{1 - warmup:.12g}"},
+        "cosine": {"learning_rate_schedule": "cosine", "learning_rate_final_fraction": "0"},
+        "constant": {"learning_rate_schedule": "constant", "warmup_steps_fraction": "0"},
+        "constant_with_warmup": {"learning_rate_schedule": "constant"},
+    }.get(kind)  # fmt: skip
+    if schedule is None:
+        t.refuse(word, "linear, cosine, constant or constant_with_warmup")
+    else:
+        t.map(word, "after the warmup, to the end of the run", **schedule)
+    ratio = t.number("cosine_min_lr_ratio")
+    if "cosine_min_lr_ratio" in t and ratio is not None and kind == "cosine":
+        t.map("cosine_min_lr_ratio", learning_rate_final_fraction=t.text("cosine_min_lr_ratio"))
+
+
+def _warmup(t: Translation, steps: float | None) -> float:
+    """Takes the warmup; returns it as a share of the run."""
+    updates, ratio = t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
+    if updates >= 1:
+        if steps is None:
+            t.refuse("warmup_steps", "a share of the run: state warmup_ratio, or max_steps beside it")
+            return 0.0
+        share = min(1.0, updates / steps)
+        t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
+        if "warmup_ratio" in t:
+            t.ignore("warmup_ratio", "warmup_steps says it")
+        else:
+            t.drop("warmup_ratio")
+        return share
+    share = updates or ratio
+    if "warmup_steps" in t or "warmup_ratio" not in t:
+        t.map("warmup_steps", warmup_steps_fraction=f"{share:.12g}")
+    if t.text("warmup_ratio"):
+        t.map("warmup_ratio", warmup_steps_fraction=f"{share:.12g}")
+    return share
+
+
+def optimizer(t: Translation, word: str) -> None:
+    """Takes the name of an optimizer: adamw_torch_fused and its like are adamw."""
+    name = t.text(word).lower()
+    if not name:
+        return
+    ours = next((_OPTIMIZERS[known] for known in sorted(_OPTIMIZERS, key=len, reverse=True)
+                 if re.match(rf"(distributed_?)?(fused_?)?{known}(_|$|8bit)", name)), "")  # fmt: skip
+    if not ours or "8bit" in name:
+        t.refuse(word, "adamw, lion, adafactor, muon or sgd, with moments of the parameters' dtype")
+        return
+    t.map(word, opt_type=ours)
+
+
+def betas(t: Translation, word: str) -> None:
+    """Takes a pair of decays."""
+    pair = t.items(word)
+    if len(pair) == 2:
+        t.map(word, adam_b1=pair[0], adam_b2=pair[1])
+    elif word in t:
+        t.refuse(word, "two numbers")
+
+
+def seeds(t: Translation, word: str, of_data: str) -> None:
+    """Takes the seeds of the parameters and of the data's order."""
+    seed = t.text(word)
+    data = t.text(of_data) if of_data and of_data in t else seed
+    t.map(word, init_weights_seed=seed, data_shuffle_seed=data)
+
+
+def precision(t: Translation) -> None:
+    """Takes bf16 and fp16: float32 parameters, computed in bfloat16."""
+    asked = False
+    for word, why in (("bf16", ""), ("fp16", "bfloat16 needs no loss scale")):
+        if t.is_true(word) or (word in t and t.text(word) in ("auto", "full")):
+            t.map(word, why, dtype="bfloat16", weight_dtype="float32")
+            asked = True
+        elif word in t:
+            t.ignore(word, "false says nothing")
+    if not asked:
+        t.settings |= {"dtype": "float32", "weight_dtype": "float32"}
+    if "gradient_checkpointing" in t:
+        policy = "none" if t.text("gradient_checkpointing").lower() == "false" else "full"
+        t.map("gradient_checkpointing", remat_policy=policy)
+
+
+def _when(t: Translation) -> None:
+    """Takes when it evaluates and saves, which change nothing that is trained."""
+    every = {word: t.text(word) for word in ("eval_steps", "save_steps", "logging_steps")}
+    evaluates, saves = t.text("eval_strategy"), t.text("save_strategy")
+    for word, ours in (("save_steps", "checkpoint_period"), ("logging_steps", "log_period")):
+        number = t.number(word)
+        if number is not None and number >= 1:
+            t.map(word, **{ours: str(int(number))})
+        elif every[word]:
+            t.ignore(word, "a share of the run; it changes nothing that is trained")
+    if saves == "no":
+        t.map("save_strategy", enable_checkpointing="false")
+    elif "save_strategy" in t:
+        t.ignore("save_strategy", "checkpoint_period says when")
+    period = t.number("eval_steps") or t.number("logging_steps")
+    if evaluates == "steps" or (not evaluates and "eval_steps" in t):
+        t.map("eval_strategy" if evaluates else "eval_steps", eval_interval=str(max(1, int(period or 1))))
+    elif evaluates:
+        t.map("eval_strategy", "" if evaluates == "no" else "eval_interval says when", eval_interval="-1")
+    if "eval_steps" in t and t.is_left("eval_steps"):
+        t.ignore("eval_steps", "eval_interval says when")
+    for word in ("evals_per_epoch", "saves_per_epoch"):
+        if word in t:
+            t.ignore(word, "eval_interval and checkpoint_period count updates; it changes nothing that is trained")
+    if "eval_batch_size" in t:
+        t.map("eval_batch_size", eval_per_device_batch_size=t.text("eval_batch_size"))
+    if "resume_from_checkpoint" in t:
+        t.ignore("resume_from_checkpoint", "a checkpoint in run_dir is resumed by itself")
+
+
+def per_device_equation(t: Translation, p: str, g: str) -> tuple[str, str]:
+    """Returns the batch as an equation in their words and in ours."""
+    rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
+    batch = t.settings.get("global_batch_size")
+    if batch:
+        there = f"train_batch_size {batch} = {p} x {g} x GPUs"
+        here = f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
+        return there, here
+    there = f"{p} {rows} x {g} {steps} x GPUs"
+    return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"

@@ -1,0 +1,172 @@
+"""The translation of another program's config: what became of each of its words, and the config of ours.
+
+A format (`maxtext`, `hf`, ...) takes the words whose values need more than another name. The table of words
+(`maxbatch.config.words`) says the rest; a word that it does not know is not supported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from maxbatch.config.loading import keys
+from maxbatch.config.values import shown
+from maxbatch.config.words import Word, look_up
+from maxbatch.system.errors import ConfigError
+
+Stated = str | list[object]  # a value as it is written, or a list
+
+MAPPED, IGNORED, UNSUPPORTED = "mapped", "ignored", "not supported"
+# At these values a word that is not supported says nothing.
+_NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
+_ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
+
+
+class Fate(NamedTuple):
+    """What became of a word."""
+
+    word: str
+    value: str
+    fate: str  # MAPPED, IGNORED or UNSUPPORTED
+    says: str  # what it was mapped to, why it is ignored, what would be needed
+    changes_data: bool = False  # of what is not supported: the batch or the data would be others without it
+
+
+class Translation:
+    """The words that a file states, of which a format takes what it knows.
+
+    Attributes:
+      settings: the config of ours, as texts.
+      fates: what became of the words.
+    """
+
+    def __init__(self, words: Mapping[str, Stated], defaults: Mapping[str, str], framework: str) -> None:
+        self.framework = framework
+        self.settings: dict[str, str] = {}
+        self.fates: list[Fate] = []
+        self._stated, self._defaults = dict(words), dict(defaults)
+        self._left = [*words, *(word for word in defaults if word not in words)]
+        self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
+
+    def __contains__(self, word: str) -> bool:
+        """Returns whether the file states the word, other than as nothing."""
+        return word in self._stated and self.text(word).lower() not in ("", "null", "none", "~")
+
+    def text(self, word: str, default: str = "") -> str:
+        """Returns the value of a word as text: as stated, else the other program's default."""
+        value = self._stated.get(word, self._defaults.get(word, default))
+        return value.strip() if isinstance(value, str) else json.dumps(value)
+
+    def items(self, word: str) -> list[str]:
+        """Returns the items of a list; of a text, itself."""
+        value = self._stated.get(word, self._defaults.get(word, ""))
+        return [str(item) for item in value] if isinstance(value, list) else [value] if value else []
+
+    def number(self, word: str) -> float | None:
+        """Returns the value of a word as a number, or None."""
+        try:
+            return float(self.text(word).replace("_", ""))
+        except ValueError:
+            return None
+
+    def mappings(self, word: str) -> list[dict[str, str]]:
+        """Returns the items of a list of mappings; none if it holds anything else."""
+        value = self._stated.get(word, [])
+        items = value if isinstance(value, list) else []
+        return [item for item in items if isinstance(item, dict)] if all(isinstance(i, dict) for i in items) else []
+
+    def left(self) -> list[str]:
+        """Returns the words that are not taken yet."""
+        return list(self._left)
+
+    def is_left(self, word: str) -> bool:
+        """Returns whether a word is not taken yet."""
+        return word in self._left
+
+    def is_stated(self, word: str) -> bool:
+        """Returns whether the file states the word, also as nothing."""
+        return word in self._stated
+
+    def rename(self, word: str, name: str) -> None:
+        """Takes a word as another one of the same framework."""
+        self._stated[name] = self._stated.pop(word)
+        self._written[name] = word
+        self._left = [name if left == word else left for left in self._left if left != name]
+
+    def drop(self, word: str) -> None:
+        """Takes a default that does not apply."""
+        if word in self._left and word not in self._stated:
+            self._left.remove(word)
+
+    def is_true(self, word: str) -> bool:
+        """Returns whether a switch is on."""
+        return self.text(word).lower() in ("true", "1", "yes", "on")
+
+    def map(self, word: str, why: str = "", **settings: str) -> None:
+        """Takes a word as these settings of ours; one that our keys refuse is not supported."""
+        try:
+            for name, text in settings.items():
+                keys()[name].read(text)
+        except ConfigError as error:
+            self.refuse(word, str(error), changes_data=any(_states_data(name) for name in settings))
+            return
+        self.settings |= settings
+        said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
+        self._tell(word, MAPPED, f"{said}: {why}" if why else said)
+
+    def ignore(self, word: str, why: str) -> None:
+        """Takes a word that changes nothing that is trained."""
+        self._tell(word, IGNORED, why)
+
+    def refuse(self, word: str, why: str, changes_data: bool = False) -> None:
+        """Takes a word that has no counterpart and would change what is trained."""
+        self._tell(word, UNSUPPORTED, why, changes_data)
+
+    def finish(self) -> None:
+        """Takes all that is left as the table of words says."""
+        for word in list(self._left):
+            self._by_table(word)
+
+    def _by_table(self, word: str) -> None:
+        value, row = self.text(word), self._row(word)
+        if row is not None and row.is_same and word not in self._stated and row.keys[0] in self.settings:
+            self._left.remove(word)  # a default, of what another word states
+            return
+        name = word.rpartition(".")[2]
+        is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
+        if is_ours and (row is None or row.word != word or row.here[0] == "!"):
+            self.map(word, **{word: value})
+        elif row is None:
+            self.refuse(word, "not in the table of words; maxbatch config lists what there is")
+        elif row.is_same:
+            self.map(word, **{row.keys[0]: value})
+        elif row.is_ignored:
+            self.ignore(word, row.why)
+        elif _says_nothing(name, value):
+            self.ignore(word, f"{shown(value) or 'empty'} says nothing")
+        else:
+            self.refuse(word, row.why, row.changes_data or any(_states_data(key) for key in row.keys))
+
+    def _row(self, word: str) -> Word | None:
+        row = look_up(word, self.framework)
+        return look_up(word, "nemo") if row is None and self.framework == "megatron" else row
+
+    def _tell(self, word: str, fate: str, says: str, changes_data: bool = False) -> None:
+        if word in self._left:
+            self._left.remove(word)
+        given = word in self._stated
+        value = shown(self.text(word), 40) if given or word in self._defaults else ""
+        self.fates.append(
+            Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, changes_data)
+        )
+
+
+def _says_nothing(name: str, value: str) -> bool:
+    return value.lower() in _NOTHING or (value in ("1", "1.0") and name.endswith(_ONE_IS_NOTHING))
+
+
+def _states_data(name: str) -> bool:
+    from maxbatch.config.keys import Fixes
+
+    return bool(keys()[name].fixes & (Fixes.BATCH | Fixes.STREAM))

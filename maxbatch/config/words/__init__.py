@@ -1,0 +1,95 @@
+"""The words of other frameworks: what each is here, or why it is nothing here (`words.txt`).
+
+Read when a word is asked for, since most runs ask for none. Hints, the docs and `maxbatch import` are made from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+FRAMEWORKS = {
+    "maxtext": "MaxText", "hf": "Hugging Face", "deepspeed": "DeepSpeed", "axolotl": "Axolotl",
+    "megatron": "Megatron-LM", "nemo": "NeMo", "keras": "Keras", "torch": "PyTorch", "lightning": "Lightning",
+    "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter",
+}  # fmt: skip
+
+
+class Word(NamedTuple):
+    """A row of the table."""
+
+    word: str  # as it is written there; * stands for any text
+    whose: tuple[str, ...]  # keys of FRAMEWORKS
+    here: str  # as words.txt says it: KEY, ~KEY ..., -, ! or !!
+    why: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that say it here; none for a word without a counterpart."""
+        return () if self.here[0] in "-!" else tuple(self.here.lstrip("~").split())
+
+    @property
+    def is_same(self) -> bool:
+        """Whether it is one key here, with the same value."""
+        return self.here[0] not in "-!~"
+
+    @property
+    def is_ignored(self) -> bool:
+        """Whether it changes nothing that is trained, so that it can be left out."""
+        return self.here == "-"
+
+    @property
+    def changes_data(self) -> bool:
+        """Whether leaving it out would change the batch or the data."""
+        return self.here == "!!"
+
+    def answer(self) -> str:
+        """Returns what is said to someone who uses the word here."""
+        names = ", ".join(FRAMEWORKS[name] for name in self.whose)
+        if self.is_same:
+            return f"({names}) is {self.keys[0]}: {self.why}"
+        if self.keys:
+            return f"({names}) is said by {' and '.join(self.keys)}: {self.why}"
+        rule = "is nothing here, leave it out" if self.is_ignored else "is not supported"
+        return f"({names}) {rule}: {self.why}"
+
+
+@functools.cache
+def rows() -> tuple[Word, ...]:
+    """Returns the table, in its order."""
+    lines = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
+    cells = ([cell.strip() for cell in line.split("|")] for line in lines if "|" in line and not line.startswith("#"))
+    return tuple(Word(word, tuple(whose.split(", ")), here, why) for word, whose, here, why in cells)
+
+
+@functools.cache
+def _by_word() -> Mapping[str, tuple[Word, ...]]:
+    found: dict[str, tuple[Word, ...]] = {}
+    for row in rows():
+        found[row.word] = (*found.get(row.word, ()), row)
+    return found
+
+
+def normal(word: str) -> str:
+    """Returns a flag or a name as the table writes it: without leading dashes, `-` as `_`, in lower case."""
+    return word.lstrip("-").replace("-", "_").lower()
+
+
+def look_up(word: str, whose: str | None = None) -> Word | None:
+    """Returns the row of a word: of one framework, or (None) of any; None: the table does not know it.
+
+    A path of a nested file is looked up whole, then by its last name.
+    """
+    name = normal(word)
+    # MaxText's configs are flat: what a nested mapping holds there is of another model.
+    tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
+    for tried in dict.fromkeys(tried_names):
+        exact = _by_word().get(tried, ())
+        patterns = (row for row in rows() if "*" in row.word and fnmatchcase(tried, row.word))
+        for row in (*exact, *patterns):
+            if whose is None or whose in row.whose:
+                return row
+    return None

@@ -1,0 +1,18 @@
+"""Values of other frameworks' words as ours, where the words alone say too little."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+
+def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
+    """Returns `batch_size_schedule` for Megatron-LM's `--rampup-batch-size START RISE SAMPLES`, up to a global batch.
+
+    None where the batch is not reached in whole steps, which Megatron-LM refuses as well.
+    """
+    if min(start, rise, samples) < 1 or batch <= start or (batch - start) % rise:
+        return None
+    n = (batch - start) // rise
+    thresholds = {math.ceil(Fraction(i * samples, n)): start + i * rise for i in range(n + 1)}
+    return " ".join(f"{threshold}:{size}" for threshold, size in thresholds.items())

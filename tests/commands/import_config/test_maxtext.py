@@ -1,0 +1,136 @@
+"""`maxbatch import maxtext`: its documentation's batch, its defaults, its chains, its recipes."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from maxbatch import BatchPlan, ConfigError, RampupBatchManager
+from maxbatch.config.values import exact
+from tests.helpers.imports import imported
+
+SYNTHETIC = "base_config: base.yml\ndataset_type: synthetic\n"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_batch_keys_give_what_its_documentation_promises(tmp_path: Path, seed: int) -> None:
+    """Its page on batch size: `global_batch_to_train`, `global_batch_to_load`, `num_increments` and their like."""
+    draw = random.Random(seed)
+    hosts = draw.choice([1, 2, 4])
+    devices = hosts * draw.choice([1, 2, 4])
+    g, steps = draw.choice([1, 1, 2, 3, 8]), draw.randint(50, 3000)
+    start, rise, n = draw.randint(1, 8), draw.randint(1, 4), draw.randint(1, 5)
+    samples = draw.randint(1, 20_000)
+    e = draw.choice([e for e in (-1, 1, 2, 4) if hosts % max(e, 1) == 0])
+    p = start + rise * n
+    is_ramp = draw.random() < 0.5
+    text = f"{SYNTHETIC}per_device_batch_size: {p}.0\ngradient_accumulation_steps: {g}\nsteps: {steps}\n"
+    text += f"expansion_factor_real_data: {e}.0\nenable_rampup_batch_size: {is_ramp}\n"
+    text += f"per_device_batch_size_start: {start}.0\nper_device_batch_size_increment: {rise}.0\n"
+    text += f"global_rampup_samples: {samples}\n"
+    config, fates = imported("maxtext", tmp_path / "m.yml", text)
+    plan = BatchPlan.from_config(config, devices, hosts)
+    assert plan.global_batch_size_to_train_on == p * devices * g
+    assert plan.global_batch_size_to_load == p * devices * g * max(e, 1)
+    assert plan.total_steps == steps
+    assert plan.num_increments == (n if is_ramp else None)
+    if not is_ramp:
+        return
+    apart = Fraction(samples, n)
+    assert plan.samples_per_increment is not None and exact(plan.samples_per_increment) == apart
+    manager = RampupBatchManager.from_config(config, devices)
+    for seen in (0, samples // 3, samples // 2, samples - 1, samples, 2 * samples):
+        stage = min(n, seen * n // samples)
+        assert manager.batch_size_at(seen) == (start + stage * rise) * devices * g
+    assert ("leaves out" in fates["enable_rampup_batch_size"].says) == (g > 1)
+
+
+def test_what_is_not_stated_is_maxtexts_default(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC)
+    assert (config.per_device_batch_size, config.steps, config.max_target_length) == (12, 150_001, 2048)
+    assert (config.learning_rate, config.base_emb_dim, config.vocab_size) == (3e-5, 2048, 32_000)
+    assert fates["per_device_batch_size"].value == "12.0 (default)"
+
+
+def test_a_chain_of_bases_and_a_models_file_are_read(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.yml").write_text("base_emb_dim: 64\nmlp_activations: ['silu', 'linear']\n")
+    (tmp_path / "middle.yml").write_text("base_config: base.yml\nsteps: 7\nper_device_batch_size: 3\n")
+    text = "base_config: middle.yml\nmodel_name: mine\nsteps: 9\ndataset_type: synthetic\n"
+    config, fates = imported("maxtext", tmp_path / "m.yml", text)
+    assert (config.steps, config.per_device_batch_size, config.base_emb_dim) == (9, 3, 64)
+    assert fates["mlp_activations"].fate == "ignored"
+
+
+def test_a_preset_of_ours_takes_its_models_dimensions(tmp_path: Path) -> None:
+    config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: llama3-8b\n")
+    assert (config.model_name, config.base_emb_dim, config.max_target_length) == ("llama3-8b", 4096, 2048)
+
+
+RECIPE = r"""#!/bin/bash
+# python3 train.py base.yml steps=1
+export DATASET_TYPE="synthetic"
+export STEPS=30
+for ARGUMENT in "$@"; do export "$ARGUMENT"; done
+bash preflight.sh
+export LIBTPU_INIT_ARGS="--xla_tpu_a=true --xla_tpu_b=true"
+python3 -m maxtext.trainers.pre_train.train "${ROOT:-$PWD}/configs"/base.yml model_name=llama2-7b\
+  base_output_directory=$OUTPUT_PATH per_device_batch_size=4\
+  steps=$STEPS max_target_length=4096 attention='flash' sa_block_q=1024 dataset_type=${DATASET_TYPE}
+"""
+
+
+def test_a_shell_recipe_is_read_with_its_variables(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "recipe.sh", RECIPE)
+    assert (config.per_device_batch_size, config.steps, config.max_target_length) == (4, 30, 4096)
+    assert (config.dataset_type, config.model_name) == ("synthetic", "llama2-7b")
+    assert fates["base_output_directory"].fate == "ignored" and "xla_tpu_a" not in fates
+
+
+def test_lines_of_key_value_are_read(tmp_path: Path) -> None:
+    text = "per_device_batch_size=4\nsteps=30\ndataset_type=synthetic\n"
+    config, _ = imported("maxtext", tmp_path / "lines.txt", text)
+    assert (config.per_device_batch_size, config.steps) == (4, 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dataset_type: tfds\ndataset_path: data\ndataset_name: 'c4/en:3.0.1'\n",
+         ("arrayrecord", "data/c4/en/3.0.1/*-train.array_record*")),
+        ("dataset_type: hf\nhf_path: parquet\nhf_train_files: d/*.parquet\n", ("parquet", "d/*.parquet")),
+        ("dataset_type: grain\ngrain_train_files: a/*,0.3;b/*,0.7\n", ("arrayrecord", "a/*,0.3;b/*,0.7")),
+    ],
+)  # fmt: skip
+def test_its_data_become_ours(tmp_path: Path, text: str, expected: tuple[str, str]) -> None:
+    config, _ = imported("maxtext", tmp_path / "m.yml", text)
+    assert (config.dataset_type, config.dataset_path) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dataset_type: c4_mlperf\n",
+        "use_dpo: true\n",
+        "grain_train_mixture_config_path: m.json\ndataset_type: grain\n",
+        "train_data_columns: ['chosen', 'rejected']\ndataset_type: tfds\n",
+        "per_device_batch_size: $BATCH\n",
+    ],
+)
+def test_a_word_of_the_batch_or_the_data_is_never_dropped(tmp_path: Path, text: str) -> None:
+    _, fates = imported("maxtext", tmp_path / "m.yml", text)
+    assert any(fate.fate == "not supported" and fate.changes_data for fate in fates.values())
+
+
+def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) -> None:
+    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nshared_experts: 0\n")
+    assert fates["a_new_word"].fate == fates["num_experts"].fate == "not supported"
+    assert fates["shared_experts"].fate == "ignored"  # at 0 it says nothing
+
+
+def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
+        imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")

@@ -1,0 +1,20 @@
+"""`maxbatch import` in tests: a file's text in, what became of its words and the config out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from maxbatch import load_config
+from maxbatch.commands.import_config.command import translated, written
+from maxbatch.commands.import_config.translation import Fate
+
+
+def imported(name: str, path: Path, text: str) -> tuple[ConfigDict, dict[str, Fate]]:
+    """Returns the config that a file becomes, and what became of each word."""
+    path.write_text(text)
+    translation, _ = translated(name, path)
+    run = path.with_name("imported.yml")
+    run.write_text(written(translation, path.name))
+    return load_config(run), {fate.word: fate for fate in translation.fates}
