@@ -78,6 +78,13 @@ COMMANDS: dict[str, Command] = {
         'RUN_DIR [--prompt "..."] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]',
         ('maxbatch generate runs/default --prompt "def main("',
          'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7')),
+    "score": Command(
+        "maxbatch.commands.score",
+        "Print the log-probabilities, loss and perplexity that a model gives to texts, tokens or conversations.",
+        "MODEL FILE [key=value ...] [--json] [--simulate-devices N]",
+        ("maxbatch score runs/default page.jsonl",
+         "maxbatch score smollm2 chats.jsonl --json",
+         "maxbatch score runs/default/checkpoints/200 page.jsonl dtype=bfloat16")),
     "rl": Command(
         "maxbatch.commands.rl",
         "Train a policy with GRPO: prompts, sampled responses, rewards.",

@@ -82,6 +82,10 @@ class _FileTokenizer(ABC):
         """Returns the text of ids."""
         return self.decode(ids)
 
+    def begins_with_bos(self) -> bool:
+        """Returns whether the tokenizer's own rules put its beginning-of-text token before a text."""
+        return False
+
     def chat_template(self) -> ChatTemplate:
         """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
         raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
@@ -197,6 +201,10 @@ class HuggingFaceTokenizer(_FileTokenizer):
             return self._template
         except ConfigError:
             return None
+
+    def begins_with_bos(self) -> bool:
+        """Returns whether the tokenizer's post-processor puts its beginning-of-text token before a text."""
+        return self._library.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
 
     @cached_property
     def _template(self) -> ChatTemplate:

@@ -45,6 +45,8 @@ class Tokenizer(Protocol):
 
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
+    def begins_with_bos(self) -> bool: ...  # whether its own rules put bos before a text
+
     def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
 
     def chat_template_if_any(self) -> ChatTemplate | None: ...
@@ -76,6 +78,10 @@ class ByteTokenizer:
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids."""
         return self.decode(ids)
+
+    def begins_with_bos(self) -> bool:
+        """Returns False: bytes have no rules of their own."""
+        return False
 
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError: bytes have no chat template."""

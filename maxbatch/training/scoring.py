@@ -1,0 +1,80 @@
+"""Log-probabilities of given tokens, batched, on any mesh.
+
+Rows of about one length share a program: each length is rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from maxbatch.model.loss import token_logprobs
+from maxbatch.parallel.pipeline import make_pipeline
+from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches
+from maxbatch.training.state import abstract_model, with_layers
+
+_SHORTEST_ROW = 16
+_TOKENS_AT_ONCE = 4096  # of a batch shard
+
+
+class Scorer:
+    """A model that gives tokens their log-probabilities.
+
+    Args:
+      config: the model's; its `dtype` is that of the computation, the softmax is float32.
+      mesh: the mesh of the parameters.
+      params: parameters of a `Decoder`.
+    """
+
+    def __init__(self, config: ConfigDict, mesh: Mesh, params: nnx.State) -> None:
+        pipeline = make_pipeline(config, mesh, BATCH_AXES)
+        # Outside of the pipeline its devices share the rows, as in an eval.
+        row_axes = (*BATCH_AXES, "pipeline")
+        graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline)
+        self._row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        parts = pipeline_microbatches(config, mesh.shape["pipeline"])
+        self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
+        self._params = params
+
+        def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+            if pipeline:
+                params = with_layers(params, pipeline.stage_order)
+            decoder = nnx.merge(graphdef, params)
+            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=self._row_shards)[0]
+
+        rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
+        self._score = jax.jit(score, in_shardings=(None, rows, rows), out_shardings=NamedSharding(mesh, P()))
+
+    def __call__(self, rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns float32[n - 1] for each row of n tokens: of each token after the first, given those before it."""
+        found = [np.zeros(0, np.float32)] * len(rows)
+        by_length: dict[int, list[int]] = {}
+        for number, row in enumerate(rows):
+            if len(row) > 1:
+                length = max(self._least_length, 1 << (len(row) - 1).bit_length())
+                by_length.setdefault(length, []).append(number)
+        for length, numbers in by_length.items():
+            most = self._row_unit * max(1, self._row_shards * _TOKENS_AT_ONCE // (length * self._row_unit))
+            most = min(most, self._row_unit * -(-len(numbers) // self._row_unit))
+            for begin in range(0, len(numbers), most):
+                some = numbers[begin : begin + most]
+                logprobs_MxL = self._batch([rows[number] for number in some], most, length)
+                for number, logprobs_L in zip(some, logprobs_MxL, strict=False):
+                    found[number] = logprobs_L[1 : len(rows[number])]
+        return found
+
+    def _batch(self, rows: Sequence[np.ndarray], num_rows: int, length: int) -> np.ndarray:
+        tokens_MxL, segments_MxL = np.zeros((2, num_rows, length), np.int32)
+        for place, row in enumerate(rows):
+            tokens_MxL[place, : len(row)] = row
+            segments_MxL[place, : len(row)] = 1
+        return jax.device_get(self._score(self._params, tokens_MxL, segments_MxL))
