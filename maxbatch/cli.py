@@ -1,8 +1,4 @@
-"""The command line: arguments in, exit codes out.
-
-Exit codes: 0 done; 2 the user's input is at fault (one line on standard error); 75 stopped early on request
-with a checkpoint saved; 1 anything else.
-"""
+"""The command line: arguments in, exit codes (`EXIT_CODES`) out."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from typing import NoReturn
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
+from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,14 +56,25 @@ def _dispatch(argv: list[str]) -> int:
         nearest = nearest_name(name, COMMANDS)
         works = f"nearest: {nearest}" if nearest else f"one of {', '.join(COMMANDS)}"
         raise ConfigError(f"{shown(name)}: unknown command; {works}")
-    parser = _Parser(name, COMMANDS[name], rest)
+    parser = make_parser(name, rest)
     body = importlib.import_module(COMMANDS[name].module)
-    body.add_arguments(parser)
     try:
         args = parser.parse_intermixed_args(rest)
     except SystemExit as stop:  # --help; whatever is wrong is a ConfigError
         return int(stop.code or 0)
     return body.run(args)
+
+
+def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Returns the parser of a command, which raises ConfigError instead of ending the process.
+
+    Args:
+      name: the command.
+      arguments: what it will parse, for messages that name all that is unknown.
+    """
+    parser = _Parser(name, COMMANDS[name], arguments)
+    importlib.import_module(COMMANDS[name].module).add_arguments(parser)
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,10 +128,12 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     examples = "\n".join(f"  {command.examples[0]}" for command in COMMANDS.values())
+    codes = "\n".join(f"  {code:<2}  {meaning}" for code, meaning in EXIT_CODES.items())
     return (
         "maxbatch COMMAND [CONFIG.yml] [key=value ...] [--flags]\n\n"
         f"Trains language models in JAX with an exact batch.\n\ncommands:\n{commands}\n\n"
         f"examples:\n{examples}\n\n"
+        f"exit codes:\n{codes}\n\n"
         "No config file means the packaged configs/base.yml, which lists every key with its unit or rule;\n"
         "environment variables MAXBATCH_KEY override files, key=value overrides both.\n"
         "maxbatch COMMAND --help shows a command's flags; maxbatch --version the version."

@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{shown(path)}: unknown key{hint(path, keys())}")
     settings = resolve(path, overrides)
     sections = {
-        heading: [_facts(keys()[name], settings[name], comment) for name, comment in comments.items()]
+        heading: [
+            _facts(keys()[name], settings[name], comment) | {"section": heading} for name, comment in comments.items()
+        ]
         for heading, comments in _sections().items()
     }
     facts = {facts["key"]: facts for section in sections.values() for facts in section}

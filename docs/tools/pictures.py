@@ -1,0 +1,112 @@
+"""The pictures of the site, drawn from plans: `python docs/tools/pictures.py` writes docs/images/*.svg."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from maxbatch import BatchPlan, load_config
+
+IMAGES = Path(__file__).parents[1] / "images"
+LAYOUT = (("per_device_batch_size=3", "gradient_accumulation_steps=2"), 3)
+RAMP = (("batch_size_schedule=0:32 768:64 1536:96 2304:128", "steps=68"), 4)
+COLOURS = ("#3f51b5", "#00897b", "#ef6c00", "#8e24aa")
+WIDTH = 720
+
+
+def text(x: float, y: float, said: str, **style: str | int) -> str:
+    """Returns a line of text; `anchor`, `size`, `fill` and `weight` style it."""
+    anchor, size, fill = style.get("anchor", "start"), style.get("size", 14), style.get("fill", "#263238")
+    weight = f' font-weight="{style["weight"]}"' if "weight" in style else ""
+    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{fill}"{weight}'
+    return f"<text {place}>{escape(said)}</text>"
+
+
+def rectangle(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>'
+
+
+def picture(title: str, height: int, parts: Iterator[str]) -> str:
+    """Returns an SVG on a white card, which is readable on light and on dark pages."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        f'role="img" font-family="Roboto, Helvetica, Arial, sans-serif">\n<title>{escape(title)}</title>\n'
+    )
+    card = f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>\n'
+    return head + card + "\n".join(parts) + "\n</svg>\n"
+
+
+def plan_of(stated: tuple[tuple[str, ...], int]) -> BatchPlan:
+    overrides, devices = stated
+    return BatchPlan.from_config(load_config(overrides=overrides), devices)
+
+
+def layout(plan: BatchPlan) -> str:
+    """Draws which sample lands on which device in which micro-batch: a row per micro-batch, a box per sample."""
+    batch, left, top, row = plan.global_batch_size_to_train_on, 132, 82, 58
+    shards, passes = plan.batch_shards, plan.gradient_accumulation_steps
+    column = (WIDTH - left - 16) / shards
+
+    def parts() -> Iterator[str]:
+        yield text(16, 30, f"One update: stream[s : s+{batch}], {batch} samples", size=18, weight=600)
+        for device in range(shards):
+            colour = COLOURS[device % len(COLOURS)]
+            yield text(
+                left + column * (device + 0.5), top - 12, f"device {device}", anchor="middle", fill=colour, weight=600
+            )
+        for j in range(passes):
+            y = top + j * row
+            yield text(16, y + 27, f"micro-batch {j}", weight=600)
+            for device in range(shards):
+                first, end = plan.samples_of(0, j, device)
+                box = (column - 12) / (end - first)
+                for place, sample in enumerate(range(first, end)):
+                    x = left + column * device + 6 + place * box
+                    yield rectangle(x + 2, y, box - 4, 42, COLOURS[device % len(COLOURS)])
+                    yield text(x + box / 2, y + 26, f"S{sample + 1}", anchor="middle", fill="#ffffff")
+        said = "one gradient: the sum over all samples, divided once by the tokens that count"
+        yield text(WIDTH / 2, top + passes * row + 18, said, anchor="middle", fill="#546e7a")
+
+    return picture("Which sample lands on which device", top + passes * row + 36, parts())
+
+
+def ramp(plan: BatchPlan) -> str:
+    """Draws the global batch of each stage against `samples_seen`."""
+    left, right, top, bottom = 70, WIDTH - 24, 60, 270
+    total, largest = plan.total_samples or 1, max(stage.global_batch_size for stage in plan.stages)
+
+    def across(samples: int) -> float:
+        return left + (right - left) * samples / total
+
+    def up(batch: int) -> float:
+        return bottom - (bottom - top) * batch / largest
+
+    def parts() -> Iterator[str]:
+        yield text(16, 30, "Global batch against samples_seen", size=18, weight=600)
+        for number, stage in enumerate(plan.stages):
+            x, end, y = (
+                across(stage.first_sample),
+                across(stage.first_sample + stage.num_samples),
+                up(stage.global_batch_size),
+            )
+            yield rectangle(x + 1, y, end - x - 2, bottom - y, COLOURS[number % len(COLOURS)])
+            yield text(left - 10, y + 5, str(stage.global_batch_size), anchor="end")
+            yield text((x + end) / 2, y + 24, f"{stage.num_steps} updates", anchor="middle", fill="#ffffff")
+            yield text((x + end) / 2, y + 42, f"of {stage.global_batch_size}", anchor="middle", fill="#ffffff", size=12)
+            yield text(x, bottom + 20, f"{stage.first_sample:,}", anchor="middle")
+        yield text(right, bottom + 20, f"{total:,}", anchor="end")
+        yield text((left + right) / 2, bottom + 44, "samples_seen", anchor="middle", fill="#546e7a")
+
+    return picture("The batch grows with samples_seen", bottom + 60, parts())
+
+
+def pictures() -> dict[str, str]:
+    """Returns the SVG of each file of docs/images/."""
+    return {"layout.svg": layout(plan_of(LAYOUT)), "ramp.svg": ramp(plan_of(RAMP))}
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(exist_ok=True)
+    for name, svg in pictures().items():
+        (IMAGES / name).write_text(svg, encoding="utf-8")
