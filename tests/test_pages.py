@@ -23,7 +23,7 @@ from tests.helpers.pages import PAGES, REASONS, TOP, Command, blocks_of, command
 from tests.helpers.tiny import read_metrics
 
 TEXTS = [f"document {number}: the quick brown fox jumps over the lazy dog" for number in range(40)]
-FAST = ("plan", "config", "data", "prepare")
+FAST = ("plan", "config", "data", "prepare", "import")
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 
 TINY = {

@@ -66,7 +66,7 @@ def commands_in(block: Block) -> Iterator[Command]:
         for part in re.split(r"^\$ ", block.text, flags=re.M)[1:]:
             line, _, shown = part.partition("\n")
             yield from (command._replace(shown=shown, reason=block.reason) for command in _in_line(line))
-    if block.language == "sh":
+    if block.language == "sh" and not block.title:
         for line in block.text.replace("\\\n", " ").splitlines():
             yield from (command._replace(reason=block.reason) for command in _in_line(line))
 
