@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.system.storage import AnyPath
 
 _FILE = "devices.json"
 
@@ -23,7 +23,7 @@ class DevicesUsed:
     mesh: dict[str, int]  # axis to size
 
 
-def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
+def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
     """Adds the devices of a session that starts; entries of updates that will be redone are dropped."""
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
     if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
@@ -31,7 +31,7 @@ def record_devices(run_dir: Path, devices: DevicesUsed) -> None:
     write_json(run_dir / _FILE, [dataclasses.asdict(entry) for entry in history])
 
 
-def read_devices(run_dir: Path) -> list[DevicesUsed]:
+def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
     """Returns what a run trained on, the oldest first; nothing for a run that recorded none."""
     names = [field.name for field in dataclasses.fields(DevicesUsed)]
 

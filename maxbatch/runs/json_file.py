@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 
-def read_json(path: Path, remedy: str, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], Any] = lambda value: value) -> Any:
     """Returns what `parse` makes of a JSON file; None if there is no file, or it holds null.
 
     Raises:
@@ -22,13 +22,15 @@ def read_json(path: Path, remedy: str, parse: Callable[[Any], Any] = lambda valu
         return None if value is None else parse(value)
     except FileNotFoundError:
         return None
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); {remedy}") from None
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: AnyPath, value: Any) -> None:
     """Writes a JSON file, one line for each item.
 
     Raises:

@@ -8,12 +8,13 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
+from maxbatch.system.appending import open_appender
+from maxbatch.system.errors import ConfigError, TrainingError, cannot_read
+from maxbatch.system.storage import AnyPath, RemotePath
 
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
@@ -41,10 +42,7 @@ class StepLog:
         kept = self._kept(old, step)
         if kept != old:
             folder.write(name, b"".join(kept))
-        try:
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-        except OSError as error:
-            raise cannot_write(self._path, error) from None
+        self._file = open_appender(self._path, b"".join(kept))
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
         return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
@@ -53,21 +51,11 @@ class StepLog:
         """Adds a line, whole or not at all; a number that is not finite becomes null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        end = self._file.tell()
-        try:
-            written = self._file.write(line)
-            while written < len(line):  # the disk is nearly full: the rest fits, or raises
-                written += self._file.write(line[written:])
-        except OSError as error:
-            self._file.truncate(end)
-            raise cannot_write(self._path, error) from None
+        self._file.append(line)
 
     def sync(self) -> None:
-        """Returns once every line so far is on disk."""
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot_write(self._path, error) from None
+        """Returns once every line so far is on disk, or in the store."""
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
@@ -117,7 +105,7 @@ class MetricsLog(StepLog):
         return not (is_next and growth and record["global_batch_size"] % growth)
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: AnyPath) -> list[dict[str, Any]]:
     """Returns the lines of `metrics.jsonl`, one per update; none if there is no file yet.
 
     A torn last line is left out: the run was killed while it wrote it, or is writing it now.
@@ -137,19 +125,21 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
-def samples_seen_at(run_dir: Path, step: int) -> list[int]:
+def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     """Returns what the lines of `metrics.jsonl` say of the position after a step; usually there is one."""
     records = filter(None, map(_parse, _lines(run_dir / _NAME)))
     return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
 
 
-def _lines(path: Path) -> list[bytes]:
+def _lines(path: AnyPath) -> list[bytes]:
     try:
-        if os.path.lexists(path) and not path.is_file():
+        if not isinstance(path, RemotePath) and os.path.lexists(path) and not path.is_file():
             raise ConfigError(f"{path}: must be a file")
         return path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
+    except (ConfigError, TrainingError):
+        raise
     except OSError as error:
         raise cannot_read(path, error) from None
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.system.storage import AnyPath
 
 OUTCOME_FILE = "outcome.json"
 
@@ -31,12 +31,12 @@ class RecordedOutcome(NamedTuple):
     reason: str = ""
 
 
-def write_outcome(run_dir: Path, outcome: RecordedOutcome) -> None:
+def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
     """Records how a run ended."""
     write_json(run_dir / OUTCOME_FILE, outcome._asdict())
 
 
-def read_outcome(run_dir: Path) -> RecordedOutcome | None:
+def read_outcome(run_dir: AnyPath) -> RecordedOutcome | None:
     """Returns how a run ended, None for one that did not."""
 
     def parse(found: Any) -> RecordedOutcome:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
-from maxbatch.system.errors import cannot_read
+from maxbatch.system.errors import ConfigError, TrainingError, cannot_read
+from maxbatch.system.storage import AnyPath, RemotePath, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
+_COMMITTED = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
 class Position(NamedTuple):
@@ -65,7 +65,7 @@ class DamagedError(Exception):
     """A checkpoint that cannot be trusted; the message is the reason."""
 
 
-def read_record(run_dir: Path, step: int) -> CheckpointRecord:
+def read_record(run_dir: AnyPath, step: int) -> CheckpointRecord:
     """Returns what the JSON of a checkpoint says, once nothing contradicts it.
 
     A checkpoint whose checksum over its JSON holds is believed. One of an older version has none; it must agree with
@@ -77,11 +77,13 @@ def read_record(run_dir: Path, step: int) -> CheckpointRecord:
     """
     path = run_dir / "checkpoints" / str(step) / "position" / "metadata"
     try:
-        saved: Any = json.loads(path.read_bytes().decode()) if path.is_file() else None
+        saved: Any = json.loads(_content(path))
         own = saved.pop(_OWN_CHECKSUM, None)
         if _checksum(saved) != own and not (own is None and saved.keys() == set(CheckpointRecord._fields)):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
+    except (ConfigError, TrainingError):
+        raise
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -95,17 +97,31 @@ def read_record(run_dir: Path, step: int) -> CheckpointRecord:
     return record
 
 
-def committed_steps(run_dir: Path) -> list[int]:
+def committed_steps(run_dir: AnyPath) -> list[int]:
     """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number."""
     folder = run_dir / "checkpoints"
     try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
+        names = subfolders(folder)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise cannot_read(folder, error) from None
-    return sorted((int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)), reverse=True)
+    steps = sorted((int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)), reverse=True)
+    return [step for step in steps if is_committed(folder / str(step))]
+
+
+def is_committed(checkpoint: AnyPath) -> bool:
+    """Returns whether a folder named by a step is a whole checkpoint: on a disk always, since it was renamed there."""
+    return not isinstance(checkpoint, RemotePath) or (checkpoint / _COMMITTED).is_file()
+
+
+def _content(path: AnyPath) -> str:
+    if isinstance(path, RemotePath):
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            return "null"
+    return path.read_bytes().decode() if path.is_file() else "null"
 
 
 def _whole(value: Any) -> int:

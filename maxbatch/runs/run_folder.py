@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import sys
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
+from maxbatch.system.leases import Lease, take_lease
 from maxbatch.system.locks import take_lock
+from maxbatch.system.storage import AnyPath, RemotePath, as_path, probe
 
-CRITICAL_BATCH_FILE = Path("critical-batch", "critical_batch.json")  # of a run that was measured
+CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
+LEASE_FILE = ".lease"  # in an object store, which locks no files
 _FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
 
 class RunFolder:
-    """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock.
+    """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock, or its lease.
 
-    The lock goes with the process, also when it is killed, so nothing is left that blocks the next start.
+    The lock goes with the process, also when it is killed, so nothing is left that blocks the next start. The lease of
+    a folder in an object store lapses.
 
     Raises:
       ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
     """
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
-        self.path = Path(run_dir).expanduser().absolute()
-        self._lock: BinaryIO | None = self._taken_lock(run_dir) if writes else None
+        self.path: AnyPath = as_path(run_dir)
+        self._lock: BinaryIO | Lease | None = None
+        if writes:
+            remote = isinstance(self.path, RemotePath)
+            self._lock = self._taken_lease(run_dir) if remote else self._taken_lock(run_dir)
+
+    def _taken_lease(self, run_dir: str) -> Lease:
+        assert isinstance(self.path, RemotePath)
+        probe(self.path)
+        lease = take_lease(self.path / LEASE_FILE, say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+        if isinstance(lease, str):
+            raise ConfigError(f"run_dir={run_dir}: {lease} is training in it; wait for it, or give another run_dir")
+        return lease
+
+    def check(self) -> None:
+        """Raises TrainingError once another process has taken the folder over."""
+        if isinstance(self._lock, Lease):
+            self._lock.check()
 
     def _taken_lock(self, run_dir: str) -> BinaryIO:
+        assert isinstance(self.path, Path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_kinds(run_dir)

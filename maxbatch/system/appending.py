@@ -1,0 +1,116 @@
+"""Files that grow at their end: on a disk by appending, in an object store by parts.
+
+An object cannot be appended to. The lines wait in memory and go to the store every `PERIOD_S`, and whenever somebody
+asks (`sync`): a small object is written anew, a large one is joined with the new lines inside of the store, so that
+what is sent does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
+from maxbatch.system.joining import join
+from maxbatch.system.storage import AnyPath, RemotePath
+
+PERIOD_S = 25.0
+REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least
+
+
+class Appender(Protocol):
+    """A file that grows at its end."""
+
+    def append(self, line: bytes) -> None:
+        """Adds a line, whole or not at all."""
+
+    def sync(self) -> None:
+        """Returns once every line so far can be read by others, and outlives a crash."""
+
+    def close(self) -> None:
+        """Syncs and closes the file."""
+
+
+def open_appender(path: AnyPath, content: bytes) -> Appender:
+    """Opens a file whose content is known, to append to it."""
+    return _Object(path, content) if isinstance(path, RemotePath) else _File(path)
+
+
+class _File:
+    def __init__(self, path: AnyPath) -> None:
+        self._path = path
+        try:
+            self._file = open(str(path), "ab", buffering=0)  # noqa: SIM115  closed by close()
+        except OSError as error:
+            raise cannot_write(path, error) from None
+
+    def append(self, line: bytes) -> None:
+        end = self._file.tell()
+        try:
+            written = self._file.write(line)
+            while written < len(line):  # the disk is nearly full: the rest fits, or raises
+                written += self._file.write(line[written:])
+        except OSError as error:
+            self._file.truncate(end)
+            raise cannot_write(self._path, error) from None
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot_write(self._path, error) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Object:
+    def __init__(self, path: RemotePath, content: bytes) -> None:
+        self._path = path
+        self._size = len(content)  # of the object
+        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # while it is written anew
+        self._new = bytearray()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._failure: BaseException | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="maxbatch-append", daemon=True)
+        self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        with self._lock:
+            self._new += line
+
+    def sync(self) -> None:
+        self._write()
+        if self._failure:
+            raise self._failure
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._failure is None:
+            self._write()
+
+    def _write_on(self) -> None:
+        while not self._closed.wait(PERIOD_S):
+            try:
+                self._write()
+            except (ConfigError, TrainingError, OSError) as error:
+                self._failure = error  # raised on the thread that records
+                return
+
+    def _write(self) -> None:
+        with self._writing:
+            with self._lock:
+                lines = bytes(self._new)
+            if not lines:
+                return
+            if self._head is not None:
+                whole = self._head + lines
+                self._path.write_bytes(whole)
+                self._head = whole if len(whole) <= REWRITTEN_BYTES else None
+            else:
+                join(self._path, self._size, lines)
+            self._size += len(lines)
+            with self._lock:
+                del self._new[: len(lines)]

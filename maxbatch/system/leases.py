@@ -1,0 +1,170 @@
+"""Leases: one writer of a folder in an object store, where files cannot be locked.
+
+A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
+lapses once nobody has renewed it for `LAPSE_S`. Whoever finds one decides by watching its version, never by comparing
+the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
+from maxbatch.system.storage import RemotePath
+
+LAPSE_S = 30.0  # after its last renewal
+RENEW_S = 15.0
+_LOOK_S = 1.0
+_END_WAIT_S = 5.0
+
+
+class Lease:
+    """A held lease; `close` gives it back.
+
+    Attributes:
+      lost: why it is no longer held, None while it is.
+    """
+
+    lost: str | None = None
+
+    def __init__(self, path: RemotePath, version: str, holder: dict[str, Any]) -> None:
+        self._path, self._version, self._holder = path, version, holder
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="maxbatch-lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while not self._closed.wait(RENEW_S):
+            try:
+                self._write()
+            except StoreFailed:
+                continue  # nobody else can take it over either while the store does not answer
+            except (ConfigError, TrainingError, OSError) as error:
+                self.lost = str(error)
+                return
+            if self.lost:
+                return
+
+    def _write(self) -> None:
+        version = self._path.write_if(_content(self._holder), self._version)
+        if version is None:
+            found = _look(self._path)
+            if found is None or found[0].get("token") != self._holder["token"]:
+                self.lost = f"{self._path.parent}: another process trains in it now"
+                return
+            version = found[1]  # ours: the answer to an earlier try was lost on its way
+        self._version = version
+
+    def check(self) -> None:
+        """Raises TrainingError once the lease was lost: another process may be writing."""
+        if self.lost:
+            raise TrainingError(f"{self.lost}; this one stops")
+
+    def close(self) -> None:
+        """Gives the lease back; a store that does not answer keeps it until it lapses."""
+        self._closed.set()
+        self._thread.join(_END_WAIT_S)
+        if self._thread.is_alive() or self.lost:
+            return
+        remover = threading.Thread(target=self._remove, name="maxbatch-lease-end", daemon=True)
+        remover.start()
+        remover.join(_END_WAIT_S)
+
+    def _remove(self) -> None:
+        try:
+            self._path.unlink_if(self._version)
+        except (ConfigError, TrainingError, OSError):
+            return  # it lapses
+
+
+def take_lease(path: RemotePath, say: Callable[[str], None]) -> Lease | str:
+    """Takes a lease, waiting for the lapse of one that another process holds.
+
+    Returns:
+      The lease; the holder in words if it renewed its lease meanwhile, or another process was faster.
+    """
+    holder = _this_process()
+    watched: tuple[str, float] | None = None  # the version, and since when it is known
+    while True:
+        found = _look(path)
+        if found is None or _is_dead(found[0]) or (watched and time.monotonic() - watched[1] >= LAPSE_S):
+            version = path.write_if(_content(holder), found[1] if found else None)
+            if version is not None:
+                return Lease(path, version, holder)
+            found = _look(path)
+            if found and found[0].get("token") == holder["token"]:  # the answer to the first try was lost
+                return Lease(path, found[1], holder)
+            if found and not _is_dead(found[0]):
+                return _in_words(found[0])
+            continue
+        other, version = found
+        if watched is None:
+            watched = (version, time.monotonic())
+            say(f"{path.parent}: {_in_words(other)} holds its lease; waiting up to {LAPSE_S:.0f} s for it to lapse")
+        elif version != watched[0]:
+            return _in_words(other)
+        time.sleep(_LOOK_S)
+
+
+def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
+    try:
+        content, version = path.read_version()
+    except FileNotFoundError:
+        return None
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        holder = {}
+    return (holder if isinstance(holder, dict) else {}), version
+
+
+def _content(holder: dict[str, Any]) -> bytes:
+    return json.dumps(holder | {"renewed": time.time()}).encode()
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "token": os.urandom(8).hex(),
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "pid": pid,
+        "born": _born(pid),
+        "started": time.time(),
+    }
+
+
+def _machine() -> str:
+    """Returns what tells this machine, this boot of it and its process numbers from others; "" where nothing does."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _born(pid: int) -> str | None:
+    """Returns when a process of this machine started, in ticks since the boot; None if it does not live."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _is_dead(holder: dict[str, Any]) -> bool:
+    """Returns whether the holder was a process of this machine that no longer lives."""
+    is_here = holder.get("machine") == _machine() != "" and holder.get("host") == socket.gethostname()
+    return is_here and isinstance(holder.get("pid"), int) and _born(holder["pid"]) != holder.get("born")
+
+
+def _in_words(holder: dict[str, Any]) -> str:
+    age = max(0.0, time.time() - float(holder.get("renewed") or time.time()))
+    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (renewed {age:.0f} s ago)"
