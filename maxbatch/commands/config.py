@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
     args.config = [text for text in args.config if text not in keys()]
     path, overrides = config_arguments(args)
-    if path is not None and not os.path.exists(find_config(path)) and not re.search(r"[/.]", path):
+    if path is not None and not os.path.exists(str(find_config(path))) and not re.search(r"[/.]", path):
         raise ConfigError(f"{shown(path)}: unknown key{hint(path, keys())}")
     settings = resolve(path, overrides)
     sections = {

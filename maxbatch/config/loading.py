@@ -23,6 +23,7 @@ from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, ref
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_path, is_remote
 
 _ENVIRONMENT = "MAXBATCH_"
 AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
@@ -55,12 +56,14 @@ def configs_dir() -> Path:
     return checkout if (checkout / "base.yml").is_file() else package / "configs"
 
 
-def find_config(name: str | os.PathLike[str]) -> Path:
+def find_config(name: str | os.PathLike[str]) -> AnyPath:
     """Returns the file of a config: a path, or the name of one that comes with the package.
 
     `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` are the same packaged file in every folder; `llama3-8b` is
     a preset. A file that is there wins over a name.
     """
+    if is_remote(name):
+        return as_path(name)
     path = Path(name)
     return path if os.path.exists(path) else _packaged(os.fspath(name)) or path
 
@@ -146,10 +149,10 @@ def _base_layer() -> _Layer:
     return _layer("base.yml", _base_entries())
 
 
-def _chain(path: Path) -> list[_Stated]:
+def _chain(path: AnyPath) -> list[_Stated]:
     """Returns what the file and the files that it builds on state, the lowest first."""
     layers: list[_Stated] = []
-    seen: list[Path] = []
+    seen: list[AnyPath] = []
     while True:
         stated = list(entries(path))
         real = path.resolve()
@@ -167,7 +170,7 @@ def _chain(path: Path) -> list[_Stated]:
             return layers
         path = path.parent / base.text
         # MaxText's files say `base_config: base.yml`; without such a file beside them, ours is meant.
-        if not os.path.exists(path):
+        if not os.path.exists(str(path)):
             path = _packaged(base.text) or path
 
 

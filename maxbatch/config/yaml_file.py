@@ -13,6 +13,7 @@ import yaml
 from maxbatch.config.keys import ROWS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 _MOST_BYTES = 2**20
 _PROBLEMS: dict[type[Exception], str] = {
@@ -37,7 +38,7 @@ class Entry(NamedTuple):
     where: str  # file and line, or what else states it, for messages
 
 
-def entries(path: Path) -> Iterator[Entry]:
+def entries(path: AnyPath) -> Iterator[Entry]:
     """Yields the keys of a config file.
 
     Raises:
@@ -49,7 +50,7 @@ def entries(path: Path) -> Iterator[Entry]:
             yield _entry(name, value_node, where)
 
 
-def compose(path: Path, what: str = "config file") -> yaml.Node | None:
+def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
     """Returns a YAML or JSON file as a tree of nodes, None for an empty one; `what` names it in messages.
 
     Raises:
@@ -62,16 +63,19 @@ def compose(path: Path, what: str = "config file") -> yaml.Node | None:
         raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({error.problem})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{shown_path(path)}: is no valid YAML ({getattr(error, 'reason', '')})") from None
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         problem = _PROBLEMS.get(type(error), f"cannot be read ({reason})")
         raise ConfigError(f"{what} {shown_path(path)}: {problem}") from None
 
 
-def _text(path: Path) -> str:
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe or a device may never end
-        raise OSError(0, "not a regular file")
+def _text(path: AnyPath) -> str:
+    if isinstance(path, Path):
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe or a device may never end
+            raise OSError(0, "not a regular file")
     with path.open("rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
@@ -81,7 +85,7 @@ def _text(path: Path) -> str:
     return text.replace("\t", " ") if path.suffix.lower() == ".json" else text
 
 
-def pairs(path: Path, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
+def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
     """Yields the keys of a mapping, their values, and where they stand: file and line.
 
     Raises:

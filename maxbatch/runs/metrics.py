@@ -13,7 +13,7 @@ from typing import Any
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_read
+from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath, RemotePath
 
 _NAME = "metrics.jsonl"
@@ -138,8 +138,6 @@ def _lines(path: AnyPath) -> list[bytes]:
         return path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    except (ConfigError, TrainingError):
-        raise
     except OSError as error:
         raise cannot_read(path, error) from None
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_read
+from maxbatch.system.errors import cannot_read
 from maxbatch.system.storage import AnyPath, RemotePath, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
@@ -82,8 +82,6 @@ def read_record(run_dir: AnyPath, step: int) -> CheckpointRecord:
         if _checksum(saved) != own and not (own is None and saved.keys() == set(CheckpointRecord._fields)):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
-    except (ConfigError, TrainingError):
-        raise
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

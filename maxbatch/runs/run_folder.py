@@ -67,6 +67,7 @@ class RunFolder:
         return lock
 
     def _check_kinds(self, run_dir: str) -> None:
+        assert isinstance(self.path, Path)
         for name in (*_FILES, *_FOLDERS):
             path, kind = self.path / name, "file" if name in _FILES else "folder"
             if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):

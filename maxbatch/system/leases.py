@@ -20,8 +20,9 @@ from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
 from maxbatch.system.storage import RemotePath
 
 LAPSE_S = 30.0  # after its last renewal
-RENEW_S = 15.0
+RENEW_S = 20.0
 _LOOK_S = 1.0
+_BLIND_S = 5.0  # a look that takes longer saw nothing of the holder meanwhile: the store was down
 _END_WAIT_S = 5.0
 
 
@@ -93,7 +94,10 @@ def take_lease(path: RemotePath, say: Callable[[str], None]) -> Lease | str:
     holder = _this_process()
     watched: tuple[str, float] | None = None  # the version, and since when it is known
     while True:
+        begun = time.monotonic()
         found = _look(path)
+        if watched and time.monotonic() - begun > _BLIND_S:
+            watched = (watched[0], time.monotonic())
         if found is None or _is_dead(found[0]) or (watched and time.monotonic() - watched[1] >= LAPSE_S):
             version = path.write_if(_content(holder), found[1] if found else None)
             if version is not None:

@@ -32,7 +32,12 @@ _PASSING_TYPES = (
     "ProxyError", "ReadTimeout", "ChunkedEncodingError", "ChecksumError", "IncompleteRead", "FSTimeoutError",
     "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
 )  # fmt: skip
-_PASSING_TEXT = re.compile(r"SlowDown|reduce your request rate|ServiceUnavailable|InternalError|RequestTimeout\b", re.I)
+_TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # it raises a text
+_PASSING_TEXT = re.compile(
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|SlowDown|reduce your request rate|ServiceUnavailable|InternalError|"
+    r"RequestTimeout\b"
+)
+_FORBIDDEN = re.compile(r"Forbidden|AccessDenied|PERMISSION_DENIED")
 _CREDENTIALS = re.compile(
     r"NoCredentials|PartialCredentials|Unable to locate credentials|ExpiredToken|InvalidAccessKeyId|"
     r"SignatureDoesNotMatch|InvalidToken|TokenRefresh|DefaultCredentialsError|RefreshError|Invalid Credentials|"
@@ -44,7 +49,7 @@ _HOW_TO_SIGN_IN = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), or give the machine a role",
 }
 _WHAT_IT_NEEDS = {
-    "gs": "roles/storage.objectUser on the bucket",
+    "gs": "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket",
     "s3": "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket",
 }
 
@@ -110,14 +115,33 @@ def meaning(error: BaseException, url: str) -> BaseException:
     """
     if isinstance(error, FileNotFoundError | FileExistsError | ConfigError | TrainingError):
         return error
+    if known := refusal(error, url):
+        return known
+    is_clients = any(status_of(one) for one in chain(error)) or type(error).__name__ in ("HttpError", "ClientError")
+    if isinstance(error, OSError | ValueError) or is_clients:
+        return StoreRefused(f"{url}: the store refuses ({_short(error)})")
+    return error
+
+
+def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | StoreFull | None:
+    """Returns what a store refuses or fails to do, in one line; None for an error about what lies in it."""
     scheme, bucket = split(url)[:2]
+    if isinstance(error, StoreRefused | StoreFailed | StoreFull):
+        return error
     errors = chain(error)
     said = " ".join(f"{type(one).__name__}: {one}" for one in errors)
     code = next(filter(None, map(status_of, errors)), None)
+    if code is None and (told := _TENSORSTORE.search(said)):
+        code = int(told[1])
     if _CREDENTIALS.search(said) or code == 401:
         return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
                             f"{_HOW_TO_SIGN_IN[scheme]}")  # fmt: skip
-    if code == 403 or isinstance(error, PermissionError) or "Forbidden" in said or "AccessDenied" in said:
+    if (
+        code == 403
+        or isinstance(error, PermissionError)
+        or "Forbidden" in said
+        or re.search("AccessDenied|PERMISSION_DENIED", said)
+    ):
         return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {_WHAT_IT_NEEDS[scheme]}")
     if code == 507 or "QuotaExceeded" in said:
         return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
@@ -126,9 +150,7 @@ def meaning(error: BaseException, url: str) -> BaseException:
     passing = code in _PASSING_CODES or _PASSING_TEXT.search(said) or any(map(_is_passing, errors))
     if passing:
         return StoreFailed(f"{url}: the store does not answer ({_short(error)})")
-    if isinstance(error, OSError | ValueError) or code or type(error).__name__ in ("HttpError", "ClientError"):
-        return StoreRefused(f"{url}: the store refuses ({_short(error)})")
-    return error
+    return None
 
 
 def missing_bucket(url: str) -> StoreRefused:

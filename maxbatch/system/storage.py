@@ -293,6 +293,14 @@ def remove_tree(path: AnyPath) -> None:
         RemotePath(found).unlink(missing_ok=True)
 
 
+def move_tree(source: AnyPath, target: AnyPath) -> None:
+    """Moves a folder within the disk or the bucket that it lies in."""
+    if isinstance(source, RemotePath) and isinstance(target, RemotePath):
+        source.rename(target)
+    else:
+        Path(str(source)).rename(str(target))
+
+
 def subfolders(folder: AnyPath) -> list[str]:
     """Returns the names of the folders that lie directly in a folder; FileNotFoundError if it is not there."""
     if isinstance(folder, RemotePath):

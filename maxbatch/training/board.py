@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import cannot_write
+from maxbatch.system.storage import AnyPath, RemotePath
 from maxbatch.training.loggers import numbers_of
 
 _FLUSH_S = 120.0
+_UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload
 SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # beside the hyperparameters
 
 
@@ -26,14 +29,24 @@ class Board:
     Events of updates after `step`, which will be redone, are purged.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: AnyPath, step: int) -> None:
+        self._folder, self._files = folder, 0
+        self._stack = contextlib.ExitStack()
+        self._here = Path(str(folder))
+        if isinstance(folder, RemotePath):
+            # An object cannot grow: events go to a file here, which is uploaded for others to see.
+            self._here = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-")))
+        self._open()
         with self._writing():
-            self._writer = EventsWriter(str(folder / "events"))
             self._writer.write_event(
                 Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
             )
         self._flushed = time.monotonic()
+
+    def _open(self) -> None:
+        with self._writing():
+            self._writer = EventsWriter(str(self._here / "events"), f".{self._files}" if self._files else "")
+        self._files += 1
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds the numbers of a record.
@@ -74,9 +87,23 @@ class Board:
         """Returns once every event so far is with the system."""
         with self._writing():
             self._writer.flush()
+        self._upload()
         self._flushed = time.monotonic()
+
+    def _upload(self) -> None:
+        """Writes the events so far to an object store; a file that has grown large is followed by another one."""
+        if not isinstance(self._folder, RemotePath):
+            return
+        newest = Path(self._writer._file_name)
+        (self._folder / newest.name).write_bytes(newest.read_bytes())
+        if newest.stat().st_size > _UPLOADED_BYTES:
+            self._writer.close()
+            self._open()
 
     def close(self) -> None:
         """Closes the file."""
-        with self._writing():
-            self._writer.close()
+        with self._stack:
+            if isinstance(self._folder, RemotePath):
+                self.sync()
+            with self._writing():
+                self._writer.close()

@@ -11,19 +11,20 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
+from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
-from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, read_record
+from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
 from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
+from maxbatch.system.storage import AnyPath, RemotePath, move_tree, remove_tree, subfolders
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.state import TrainState
@@ -74,7 +75,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        run_dir: Path,
+        run_dir: AnyPath,
         keep: int | None,
         identity: dict[str, dict[str, Any]],
         warn: Callable[[str], None],
@@ -98,14 +99,29 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder.mkdir(exist_ok=True)
+        is_remote = isinstance(self._folder, RemotePath)
+        if is_remote:
+            broadcast(self._remove_unfinished)
+        # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
+        mode = AtomicityMode.COMMIT_FILE if is_remote else AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, cleanup_tmp_directories=True, enable_async_checkpointing=True
+            max_to_keep=self._keep,
+            cleanup_tmp_directories=not is_remote,
+            enable_async_checkpointing=True,
+            atomicity_options=AtomicityOptions(mode=mode),
         )
         handlers = {name: arrays_handler() for name in ("params", "opt_state")}
         handlers["position"] = ocp.JsonCheckpointHandler()
         path = self._stack.enter_context(plain_path(self._folder))
         manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
         return self._stack.enter_context(contextlib.closing(manager))
+
+    def _remove_unfinished(self) -> None:
+        """Removes from an object store what a killed run left of a checkpoint."""
+        with contextlib.suppress(FileNotFoundError):
+            for name in subfolders(self._folder):
+                if not is_committed(self._folder / name):
+                    remove_tree(self._folder / name)
 
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
@@ -189,7 +205,7 @@ class Checkpoints:
         except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # a damaged file can make the reader raise anything
-            if failure := os_error(error):
+            if failure := os_error(error, self._folder):
                 raise cannot_read(self._folder / str(step), failure) from error
             damage = reason(error)
         damage = next(filter(None, gather(damage)), None)
@@ -209,7 +225,7 @@ class Checkpoints:
                 target = target.with_name(target.name + "+")
             with self._writing():
                 target.parent.mkdir(exist_ok=True)
-                (self._folder / str(step)).rename(target)
+                move_tree(self._folder / str(step), target)
             return str(target)
 
         self._warn(
@@ -245,6 +261,6 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if failure := os_error(error):
+            if failure := os_error(error, self._folder):
                 raise cannot_write(self._folder, failure) from error
             raise

@@ -17,6 +17,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.huggingface import read_parameters
 from maxbatch.training.state import TrainState, abstract_model
@@ -30,7 +31,7 @@ def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDi
     """
     if is_huggingface_folder(path):
         return load_config(overrides=["model_name=auto", f"load_parameters_path={path}", *overrides])
-    return load_config(_find_checkpoint(path).parent.parent / "config.yml", overrides)
+    return load_config(str(_find_checkpoint(path).parent.parent / "config.yml"), overrides)
 
 
 def load_parameters(
@@ -67,7 +68,7 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
         try:
             return checkpointer.restore(folder / "params", args=restore_as(abstract_params))
         except (OSError, ValueError, KeyError) as error:
-            if failure := os_error(error):
+            if failure := os_error(error, checkpoint):
                 raise cannot_read(checkpoint, failure) from None
             raise ConfigError(
                 f"load_parameters_path={path}: its parameters do not fit this model ({reason(error)})"
@@ -86,7 +87,7 @@ def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:
             params = checkpointer.restore(folder / "params", args=restore_as(abstract.params))
             return TrainState(params, checkpointer.restore(folder / "opt_state", args=restore_as(abstract.opt_state)))
         except (OSError, ValueError, KeyError) as error:
-            if failure := os_error(error):
+            if failure := os_error(error, checkpoint):
                 raise cannot_read(checkpoint, failure) from None
             raise ConfigError(
                 f"load_full_state_path={path}: is of another model or optimizer ({reason(error)}); "
@@ -94,8 +95,8 @@ def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:
             ) from error
 
 
-def _find_checkpoint(path: str | Path) -> Path:
-    folder = Path(path).expanduser().absolute()
+def _find_checkpoint(path: str | Path) -> AnyPath:
+    folder = as_path(path)
     if (folder / "params").is_dir():
         return folder
     for step in committed_steps(folder):

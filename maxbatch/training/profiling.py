@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import jax
+
+from maxbatch.system.storage import AnyPath, RemotePath, copy_tree, remove_tree
 
 
 class Profiler:
     """Traces the updates of a window: `"10:13"` is 10, 11 and 12, `""` none.
 
-    TensorBoard's profile plugin and Perfetto read the trace in `folder`.
+    TensorBoard's profile plugin and Perfetto read the trace in `folder`. A folder in an object store gets it at the end
+    of the window, since the profiler writes to disks only.
     """
 
-    def __init__(self, window: str, folder: Path) -> None:
+    def __init__(self, window: str, folder: AnyPath) -> None:
         first, _, end = window.partition(":")
         self._steps = range(int(first), int(end)) if window else range(0)
         self._folder = folder
-        self._tracing = False
+        self._writes_to: Path | None = None  # while it traces
 
     def before(self, step: int) -> None:
-        if step in self._steps and not self._tracing:
-            jax.profiler.start_trace(str(self._folder))
-            self._tracing = True
+        if step in self._steps and not self._writes_to:
+            is_remote = isinstance(self._folder, RemotePath)
+            self._writes_to = Path(tempfile.mkdtemp(prefix="maxbatch-") if is_remote else str(self._folder))
+            jax.profiler.start_trace(str(self._writes_to))
 
     def ends_after(self, step: int) -> bool:
-        return self._tracing and step == self._steps[-1]
+        return self._writes_to is not None and step == self._steps[-1]
 
     def after(self, step: int) -> None:
         if self.ends_after(step):
-            jax.profiler.stop_trace()
-            self._tracing = False
+            self._end()
+
+    def _end(self) -> None:
+        jax.profiler.stop_trace()
+        written, self._writes_to = self._writes_to, None
+        if written and isinstance(self._folder, RemotePath):
+            copy_tree(written, self._folder)
+            remove_tree(written)
 
     def __enter__(self) -> Profiler:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._tracing:
-            jax.profiler.stop_trace()
+        if self._writes_to:
+            self._end()

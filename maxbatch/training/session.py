@@ -200,6 +200,7 @@ class Session(Generic[B]):
             step, first_sample = batch.planned.step, batch.planned.first_sample
             if last_end == step - 1 and self.stop.before(step):
                 break
+            self.folder.check()
             profiler.before(step)
             rates = rate.at(first_sample), rate.batch_ratio_at(first_sample)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped

@@ -1,0 +1,84 @@
+"""One writer of a folder in an object store."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxbatch.system import leases
+from maxbatch.system.errors import TrainingError
+from maxbatch.system.leases import Lease, take_lease
+from maxbatch.system.storage import RemotePath, as_path
+from tests.helpers.stores import Store
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LAPSE_S", 2.0)
+    monkeypatch.setattr(leases, "RENEW_S", 0.5)
+    monkeypatch.setattr(leases, "_LOOK_S", 0.1)
+
+
+@pytest.fixture
+def path(store: Store) -> RemotePath:
+    found = as_path(store.bucket() + "/run/.lease")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def test_of_starts_at_the_same_time_one_gets_the_lease(path: RemotePath) -> None:
+    taken: list[Lease | str] = []
+    threads = [threading.Thread(target=lambda: taken.append(take_lease(path, lambda _: None))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (held,) = [one for one in taken if isinstance(one, Lease)]
+    held.check()
+    refused = [one for one in taken if isinstance(one, str)]
+    assert len(refused) == 3 and all("process " in one and "renewed " in one for one in refused)
+    held.close()
+    assert not path.exists()
+
+
+def test_a_lease_of_a_process_here_that_no_longer_lives_is_taken_over_at_once(path: RemotePath) -> None:
+    take = (
+        "import os, sys; from maxbatch.system.leases import take_lease; from maxbatch.system.storage import as_path\n"
+        "print(take_lease(as_path(sys.argv[1]), print), flush=True); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", take, str(path)], check=False, timeout=60)
+    assert path.exists()
+    said: list[str] = []
+    started = time.monotonic()
+    held = take_lease(path, said.append)
+    assert isinstance(held, Lease) and said == [] and time.monotonic() - started < leases.LAPSE_S
+    held.close()
+
+
+def test_a_lease_of_another_machine_is_waited_for_until_it_lapses(path: RemotePath) -> None:
+    path.write_bytes(json.dumps({"host": "elsewhere", "machine": "x", "pid": 7, "renewed": time.time() - 5}).encode())
+    said: list[str] = []
+    started = time.monotonic()
+    held = take_lease(path, said.append)
+    assert isinstance(held, Lease) and time.monotonic() - started >= leases.LAPSE_S
+    assert len(said) == 1 and "process 7 on elsewhere (renewed 5 s ago) holds its lease; waiting up to" in said[0]
+    held.close()
+
+
+def test_a_holder_whose_lease_was_taken_over_stops(path: RemotePath) -> None:
+    held = take_lease(path, lambda _: None)
+    assert isinstance(held, Lease)
+    held.check()
+    path.write_bytes(b'{"token": "of another"}')
+    end = time.monotonic() + 10
+    while not held.lost and time.monotonic() < end:
+        time.sleep(0.1)
+    with pytest.raises(TrainingError, match="another process trains in it now; this one stops"):
+        held.check()
+    held.close()
+    assert path.read_bytes() == b'{"token": "of another"}', "what is not ours stays"
