@@ -66,7 +66,9 @@ def test_a_lease_of_another_machine_is_waited_for_until_it_lapses(path: RemotePa
     started = time.monotonic()
     held = take_lease(path, said.append)
     assert isinstance(held, Lease) and time.monotonic() - started >= leases.LAPSE_S
-    assert len(said) == 1 and "process 7 on elsewhere (renewed 5 s ago) holds its lease; waiting up to" in said[0]
+    assert (
+        len(said) == 1 and "process 7 on elsewhere (renewed " in said[0] and "holds its lease; waiting up to" in said[0]
+    )
     held.close()
 
 

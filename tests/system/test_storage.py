@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.system import object_stores, storage
+from maxbatch.system import object_stores, remote_path
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused
 from maxbatch.system.storage import AnyPath, RemotePath, as_path, is_remote, probe, remove_tree, subfolders
@@ -67,7 +67,7 @@ def test_a_file_that_is_written_bit_by_bit_appears_whole_or_not_at_all(
     folder: AnyPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(storage, "_UPLOAD_BYTES", 5 << 20)
+    monkeypatch.setattr(remote_path, "_UPLOAD_BYTES", 5 << 20)
     content = bytes(range(256)) * (6 << 12)  # 6 MiB: several parts of an upload
     with writing_atomically(folder / "large") as file:
         for begin in range(0, len(content), 1 << 20):

@@ -1,0 +1,240 @@
+"""A path in an object store, with the methods of pathlib that make sense there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import io
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import IO, Any, NamedTuple, Self
+
+from maxbatch.system import preconditions
+from maxbatch.system.object_stores import file_system, missing_bucket, persist, split
+
+_UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
+
+
+class Status(NamedTuple):
+    """What pathlib's `stat()` says of an object, as far as a store knows it."""
+
+    st_size: int  # bytes
+    version: str  # changes whenever the object is written
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class RemotePath:
+    """A path in an object store, with the methods of pathlib that make sense there.
+
+    Its methods raise FileNotFoundError as pathlib's do, and for anything else one line: ConfigError where the store
+    refuses (permission, credentials, no such bucket), TrainingError where it does not answer or is full.
+    """
+
+    url: str  # scheme://bucket/name, no slash at the end
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str | PurePosixPath) -> RemotePath:
+        return RemotePath(f"{self.url}/{str(name).strip('/')}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        return PurePosixPath(self.name).stem
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> RemotePath:
+        above = self.url.rpartition("/")[0]
+        return self if above.endswith(("/", ":")) else RemotePath(above)
+
+    def with_name(self, name: str) -> RemotePath:
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> RemotePath:
+        return self.with_name(self.stem + suffix)
+
+    def relative_to(self, folder: RemotePath) -> PurePosixPath:
+        """Returns the rest of the path below a folder."""
+        return PurePosixPath(self.url.removeprefix(folder.url + "/"))
+
+    def expanduser(self) -> Self:
+        return self
+
+    def absolute(self) -> Self:
+        return self
+
+    def resolve(self) -> Self:
+        return self
+
+    @property
+    def file_system(self) -> Any:
+        """The fsspec file system that the path lies in."""
+        return file_system(split(self.url)[0])
+
+    def exists(self) -> bool:
+        """Returns whether an object, or a folder with objects, is there."""
+        return self._kind() is not None
+
+    def is_file(self) -> bool:
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        return self._kind() == "directory"
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def _kind(self) -> str | None:
+        try:
+            return str(self._info()["type"])
+        except FileNotFoundError:
+            return None
+
+    def _info(self) -> dict[str, Any]:
+        return persist(self.url, lambda: self.file_system.info(self.url))
+
+    def stat(self) -> Status:
+        info = self._info()
+        version = next((info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), "")
+        return Status(int(info["size"] or 0), str(version).strip('"'))
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yields what lies directly in the folder, in order of the names."""
+        for url, _ in self._entries():
+            yield RemotePath(url)
+
+    def folders(self) -> list[RemotePath]:
+        """Returns the folders that lie directly in this one, by one listing."""
+        return [RemotePath(url) for url, kind in self._entries() if kind == "directory"]
+
+    def _entries(self) -> list[tuple[str, str]]:
+        found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
+        entries = {self._url_of(entry): entry["type"] for entry in found}
+        return sorted((url, kind) for url, kind in entries.items() if url != self.url)
+
+    def files(self) -> list[tuple[RemotePath, int]]:
+        """Returns every object below the folder with its size, in order of the names; none if there is none."""
+
+        def find() -> Any:
+            return self.file_system.find(self.url, detail=True)
+
+        found = persist(self.url, find).values()
+        entries = {self._url_of(entry): int(entry["size"] or 0) for entry in found if entry["type"] == "file"}
+        return sorted((RemotePath(url), size) for url, size in entries.items())
+
+    def _url_of(self, entry: dict[str, Any]) -> str:
+        return f"{split(self.url)[0]}://{entry['name'].rstrip('/')}"
+
+    def glob(self, pattern: str) -> Iterator[RemotePath]:
+        """Yields what the pattern matches below the folder, in order of the names; `*` stays within a name."""
+        head, _, rest = pattern.partition("/")
+        if not re.search(r"[*?[]", head):
+            below = self / head
+            yield from below.glob(rest) if rest else ([below] if below.exists() else [])
+            return
+        try:
+            entries = self._entries()
+        except FileNotFoundError:
+            return
+        for url, kind in entries:
+            if fnmatch.fnmatchcase(url.rpartition("/")[2], head):
+                if not rest:
+                    yield RemotePath(url)
+                elif kind == "directory":
+                    yield from RemotePath(url).glob(rest)
+
+    def read_bytes(self) -> bytes:
+        data: bytes = persist(self.url, lambda: self.file_system.cat_file(self.url))
+        return data
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Returns the bytes from `begin` to before `end`, by one request."""
+
+        def read() -> bytes:
+            data: bytes = self.file_system.cat_file(self.url, start=begin, end=end)
+            if len(data) != end - begin:
+                raise ConnectionError(f"{len(data)} of {end - begin} bytes came")
+            return data
+
+        return persist(self.url, read) if end > begin else b""
+
+    def write_bytes(self, data: bytes) -> int:
+        """Writes the object, whole or not at all."""
+        with _writing(self):
+            persist(self.url, lambda: self.file_system.pipe_file(self.url, data))
+        return len(data)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> int:
+        return self.write_bytes(text.encode(encoding))
+
+    def open(self, mode: str = "rb") -> IO[Any]:
+        """Opens the object, in mode r, rb, w or wb; a written one appears when it is closed."""
+        if mode not in ("r", "rb", "w", "wb"):
+            raise ValueError(f"mode {mode!r}: objects are read or written whole")
+        if "w" in mode:
+            file = persist(self.url, lambda: self.file_system.open(self.url, "wb", block_size=_UPLOAD_BYTES))
+        else:
+            file = persist(self.url, lambda: self.file_system.open(self.url, "rb"))
+        return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Removes the object."""
+        try:
+            persist(self.url, lambda: self.file_system.rm_file(self.url))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def read_version(self) -> tuple[bytes, str]:
+        """Returns the content and its version, which changes with every write."""
+        return persist(self.url, lambda: preconditions.read(self.file_system, self.url))
+
+    def write_if(self, data: bytes, version: str | None) -> str | None:
+        """Writes the object if it still has a version, or if there is none (None).
+
+        Returns:
+          The new version; None if another process was faster, and nothing was written.
+        """
+        with _writing(self):
+            return persist(self.url, lambda: preconditions.write(self.file_system, self.url, data, version))
+
+    def unlink_if(self, version: str) -> bool:
+        """Removes the object if it still has a version; returns whether it did."""
+        return persist(self.url, lambda: preconditions.remove(self.file_system, self.url, version))
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a folder is there once an object lies below it."""
+
+    def rename(self, target: RemotePath) -> RemotePath:
+        """Moves the object, or every object of the folder, one after the other: not at once."""
+        moved = [(self, 0)] if self.is_file() else self.files()
+        if not moved:
+            raise FileNotFoundError(self.url)
+        for path, _ in moved:
+            goal = target.url + path.url.removeprefix(self.url)
+            persist(self.url, lambda path=path, goal=goal: self.file_system.cp_file(path.url, goal))  # type: ignore[misc]
+        for path, _ in moved:
+            path.unlink(missing_ok=True)
+        return target
+
+
+@contextlib.contextmanager
+def _writing(path: RemotePath) -> Iterator[None]:
+    """Says of a write to a bucket that is not there what is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise missing_bucket(path.url) from None
