@@ -14,7 +14,8 @@ from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, cannot_read
-from maxbatch.system.storage import AnyPath, RemotePath
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.

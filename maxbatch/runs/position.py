@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.system.errors import cannot_read
-from maxbatch.system.storage import AnyPath, RemotePath, subfolders
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
 _COMMITTED = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed

@@ -12,7 +12,8 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
 from maxbatch.system.leases import Lease, take_lease
 from maxbatch.system.locks import take_lock
-from maxbatch.system.storage import AnyPath, RemotePath, as_path, probe
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, as_path, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 LEASE_FILE = ".lease"  # in an object store, which locks no files

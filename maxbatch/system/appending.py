@@ -13,7 +13,8 @@ from typing import Protocol
 
 from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
 from maxbatch.system.joining import join
-from maxbatch.system.storage import AnyPath, RemotePath
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 PERIOD_S = 25.0
 REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from maxbatch.system.object_stores import persist, split
-from maxbatch.system.storage import RemotePath
+from maxbatch.system.remote_path import RemotePath
 
 _LARGEST_PART = 5 << 30  # of S3; the smallest, but for the last, has 5 MiB
 

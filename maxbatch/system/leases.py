@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
-from maxbatch.system.storage import RemotePath
+from maxbatch.system.remote_path import RemotePath
 
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0

@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from maxbatch.system.object_stores import refusal, s3_endpoint
-from maxbatch.system.storage import AnyPath, RemotePath
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 # Pauses of TensorStore's own between tries of a request; it gives up after about two minutes.

@@ -15,7 +15,8 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import cannot_write
-from maxbatch.system.storage import AnyPath, RemotePath
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 from maxbatch.training.loggers import numbers_of
 
 _FLUSH_S = 120.0

@@ -24,7 +24,8 @@ from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
 from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
-from maxbatch.system.storage import AnyPath, RemotePath, move_tree, remove_tree, subfolders
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, move_tree, remove_tree, subfolders
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.state import TrainState

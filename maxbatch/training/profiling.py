@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from maxbatch.system.storage import AnyPath, RemotePath, copy_tree, remove_tree
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, copy_tree, remove_tree
 
 
 class Profiler:

@@ -13,7 +13,8 @@ import pytest
 from maxbatch.system import leases
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.leases import Lease, take_lease
-from maxbatch.system.storage import RemotePath, as_path
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import as_path
 from tests.helpers.stores import Store
 
 

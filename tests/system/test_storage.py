@@ -12,7 +12,8 @@ import pytest
 from maxbatch.system import object_stores, remote_path
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused
-from maxbatch.system.storage import AnyPath, RemotePath, as_path, is_remote, probe, remove_tree, subfolders
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, as_path, is_remote, probe, remove_tree, subfolders
 from tests.helpers.stores import SCHEMES, Store
 
 
