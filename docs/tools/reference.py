@@ -92,7 +92,7 @@ def python_page() -> str:
     code, _, after = rest.partition("\n\nImporting")
     code = "\n".join(line.removeprefix("    ") for line in code.splitlines())
     names = sorted(set(maxbatch.__all__) - {"__version__"}, key=str.lower)
-    listed = "\n".join(f"::: {getattr(maxbatch, name).__module__}.{name}\n" for name in names)
+    listed = "\n".join(f"::: maxbatch.{name}\n" for name in names)
     return f"# Python\n\n{summary}```python\n{code}\n```\n\nImporting{after}\n\n{listed}"
 
 

@@ -26,8 +26,14 @@ _PROBE = """
 """
 
 
-def ask(page: Path, script: str, dark: bool = False) -> tuple[Any, list[str]]:
+def ask(page: Path, script: str, dark: bool = False, served_at: str = "") -> tuple[Any, list[str]]:
     """Open a page, wait until it is drawn and run the body of an async function in it.
+
+    Args:
+      page: the file of the page.
+      script: the body of the function.
+      dark: whether the reader prefers dark pages.
+      served_at: the address of a server of the page's folder on 127.0.0.1; "": the page is opened as a file.
 
     Returns:
       What it returned, and every line that the page wrote to the console.
@@ -37,12 +43,13 @@ def ask(page: Path, script: str, dark: bool = False) -> tuple[Any, list[str]]:
         pytest.skip("no Chromium here (apt-get install chromium)")
     probed = page.with_name(f"probed-{page.name}")
     probed.write_text(page.read_text().replace("</body>", _PROBE % script + "</body>"))
+    address = f"{served_at}/{probed.name}" if served_at else probed.resolve().as_uri()
     result = subprocess.run(
         [
             chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'chromium'}",
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={page.parent / 'chromium'}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1400,1000",
-            "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", probed.resolve().as_uri(),
+            "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", address,
         ],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
