@@ -17,10 +17,13 @@ from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
+from maxbatch.system.stopping import watch_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `maxbatch` with these arguments (by default the process's) and returns the exit code."""
+    if argv is None:
+        watch_signals()
     if sys.stdout is None:  # closed by whoever started the process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):

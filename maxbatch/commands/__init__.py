@@ -108,8 +108,9 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         "maxbatch.commands.report.command",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
-        "RUN_DIR [RUN_DIR ...] [--output FILE]",
+        "RUN_DIR [RUN_DIR ...] [--output FILE] [--watch [SECONDS]]",
         ("maxbatch report runs/default",
-         "maxbatch report runs/a runs/b --output compared.html")),
+         "maxbatch report runs/a runs/b --output compared.html",
+         "maxbatch report runs/default --watch")),
 }
 # fmt: on

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING
 
 from maxbatch.config.values import shown
@@ -86,4 +88,7 @@ def local_path(text: str) -> str:
 
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
-    print(f"maxbatch: {text}", file=sys.stderr)
+    line = f"maxbatch: {text}"
+    if sys.stderr.isatty():
+        line = textwrap.fill(line, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    print(line, file=sys.stderr)

@@ -6,8 +6,6 @@ import os
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -16,11 +14,12 @@ from maxbatch.commands.arguments import add_config, config_of, local_path
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
-from maxbatch.data.store.builder import Progress, build_store, num_cores
+from maxbatch.data.store.builder import build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError
 
 
@@ -60,7 +59,7 @@ def run(args: Namespace) -> int:
     else:
         begin = time.perf_counter()
         try:
-            with _progress_bar(source.size) as progress:
+            with bytes_bar(source.size, "tokenising") as progress:
                 store = build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
@@ -145,16 +144,3 @@ def _restated(typed: list[str], settings: dict[str, str]) -> list[str]:
     """Returns the typed arguments with some keys replaced."""
     kept = [text for text in typed if text.split("=", 1)[0] not in settings]
     return [*kept, *(f"{key}={value}" for key, value in settings.items())]
-
-
-@contextmanager
-def _progress_bar(total_bytes: int) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total_bytes)
-        yield lambda done: bar.advance(task, done)

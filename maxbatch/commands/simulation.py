@@ -54,7 +54,7 @@ def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
     hosts agree on the update after which they stop. Returns the exit code of the run.
     """
     port = _free_port()
-    with Stopping() as stop, contextlib.ExitStack() as closing:
+    with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
         logs = [closing.enter_context(tempfile.TemporaryFile()) for _ in range(1, num_hosts)]
         hosts: list[subprocess.Popen[bytes]] = []
         closing.callback(_end, hosts)

@@ -6,11 +6,36 @@
   const div = (number) => document.getElementById(`plot${number}`);
   const isPanel = (figure) => "lines" in figure;
   const config = { responsive: true, displaylogo: false, showTips: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "sendChartToCloud"] };
+  const windows = [1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]; // drawn updates that the slider takes the mean of
   let axis = "steps";
+  let smoothing = 1;
 
   // What hovering shows beside the value; one list per run, shared by all of its lines.
   const places = runs.map(({ axes }) =>
     axes.steps.map((step, i) => [step, axes.samples[i], axes.tokens[i], axes.time[i]]));
+
+  // At each place the mean of the last `smoothing` values, of fewer at the start; null is left out.
+  function smoothed(values) {
+    let sum = 0, count = 0;
+    return values.map((value, i) => {
+      const gone = i >= smoothing ? values[i - smoothing] : null;
+      if (value !== null) { sum += value; count += 1; }
+      if (gone !== null) { sum -= gone; count -= 1; }
+      return value === null ? null : sum / count;
+    });
+  }
+
+  // The slider draws its mean over each line, which stays below it, exact and faint; where a panel has a faint line of
+  // its own, its mean takes the place of the line above it.
+  function traces(line, figure, unitOfTime) {
+    if (smoothing === 1 || !figure.smooths || line.style !== "line") return [trace(line, unitOfTime)];
+    const faint = figure.lines.find(({ run, style }) => run === line.run && style === "faint");
+    const source = faint ?? line;
+    const over = trace({ ...source, style: "line" }, unitOfTime);
+    over.y = over.text = smoothed(over.y);
+    over.name = `${source.column}, mean of ${smoothing}`;
+    return faint ? [over] : [{ ...trace({ ...line, style: "faint" }, unitOfTime), showlegend: false }, over];
+  }
 
   function trace(line, unitOfTime) {
     const run = runs[line.run];
@@ -54,10 +79,10 @@
   function draw(number) {
     const figure = figures[number];
     if (!isPanel(figure)) return Plotly.react(div(number), figure.data, themed(figure.layout), config);
-    const traces = figure.lines.map((line) => trace(line, figure.units.time.includes("hours") ? "h" : "s"));
-    return Plotly.react(div(number), traces, themed({
+    const drawn = figure.lines.flatMap((line) => traces(line, figure, figure.units.time.includes("hours") ? "h" : "s"));
+    return Plotly.react(div(number), drawn, themed({
       uirevision: axis,
-      showlegend: runs.length === 1 && traces.length > 1, // the names of several runs stand beside the axis buttons
+      showlegend: runs.length === 1 && drawn.length > 1, // the names of several runs stand beside the axis buttons
       xaxis: { title: { text: figure.units[axis] }, uirevision: axis },
       yaxis: { title: { text: figure.unit }, tickformat: figure.isLog ? "" : figure.tickFormat, type: figure.isLog ? "log" : "linear", uirevision: figure.isLog },
     }), config);
@@ -85,6 +110,12 @@
     press(axisButtons, button);
     figures.forEach((figure, number) => isPanel(figure) && draw(number));
   }));
+  const slider = document.getElementById("smoothing");
+  if (slider) slider.addEventListener("input", () => {
+    smoothing = windows[Number(slider.value)];
+    slider.nextElementSibling.value = smoothing === 1 ? "off" : `mean of ${smoothing}`;
+    figures.forEach((figure, number) => isPanel(figure) && figure.smooths && draw(number));
+  });
   document.querySelectorAll("[data-log]").forEach((button) => button.addEventListener("click", () => {
     const figure = figures[button.dataset.log];
     figure.isLog = !figure.isLog;

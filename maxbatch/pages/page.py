@@ -16,6 +16,14 @@ from maxbatch.system.errors import ConfigError, TrainingError
 AXES = ("steps", "samples", "tokens", "time")
 
 
+# A page holds all that it needs; nothing in it may load or send anything else.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'"
+)
+_LONG = 60  # characters of a text that a table may fold
+
+
 class RunColumns(NamedTuple):
     """The columns of a run that are drawn."""
 
@@ -27,8 +35,9 @@ class RunColumns(NamedTuple):
 class Page:
     """A page; its parts appear in the order in which they are added."""
 
-    def __init__(self, title: str) -> None:
-        self._title = title
+    def __init__(self, title: str, reloads_s: int = 0) -> None:
+        """Begins a page; one that `reloads_s` is above 0 loads itself anew so often, in seconds."""
+        self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
         self._figures: list[dict[str, Any]] = []
         self._runs: list[RunColumns] = []
@@ -51,12 +60,13 @@ class Page:
         names = "".join(
             f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs) if len(runs) > 1
         )
+        slider = '<input type="range" id="smoothing" min="0" max="10" value="0"><output>off</output>'
         hint = '<span class="hint">drag to zoom, double-click to zoom out</span>'
-        self._body.append(f'<nav class="axes">against {buttons}{names}{hint}</nav>')
+        self._body.append(f'<nav class="axes">against {buttons}<label>smoothing {slider}</label>{names}{hint}</nav>')
         drawn = {panel: _lines(panel, runs) for panel in panels}
         self._add([
             (panel, {"units": units, "unit": panel.unit, "isLog": panel.is_log, "tickFormat": panel.tick_format,
-                     "lines": lines})
+                     "smooths": panel.smooths, "lines": lines})
             for panel, lines in drawn.items() if lines
         ])  # fmt: skip
 
@@ -97,8 +107,10 @@ class Page:
         ]
         data = json.dumps({"runs": runs, "figures": self._figures}, allow_nan=False, separators=(",", ":"))
         title = html.escape(self._title)
+        reload = f'<meta http-equiv="refresh" content="{self._reloads_s}">' if self._reloads_s else ""
         return (
             f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">{reload}'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
             f"<style>{_asset('page.css')}</style></head>\n<body><h1>{title}</h1>\n"
@@ -133,8 +145,10 @@ def details(summary: str, *parts: str, is_open: bool = False) -> str:
     return f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: bool = False) -> str:
-    """Returns a table, with or without the colour of its run before each row.
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: bool = False, marked: int | None = None
+) -> str:
+    """Returns a table, with or without the colour of its run before each row; the row `marked` stands out.
 
     Whole numbers get thousands separators, None is a dash.
     """
@@ -144,7 +158,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: 
         cells = [_cell(value) for value in row]
         if has_swatches:
             cells[0] = cells[0].replace(">", f">{_swatch(index)}", 1)
-        body.append(f"<tr>{''.join(cells)}</tr>")
+        body.append(f"<tr{' class=best' if index == marked else ''}>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
@@ -160,7 +174,8 @@ def _cell(value: object) -> str:
     if value is None:
         return '<td class="number">–</td>'
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"<td>{html.escape(str(value))}</td>"
+        text = str(value)
+        return f"<td{' class=long' if len(text) > _LONG else ''}>{html.escape(text)}</td>"
     is_large = isinstance(value, int) or abs(value) >= 1000
     return f'<td class="number">{f"{value:,.0f}" if is_large else f"{value:.5g}"}</td>'
 

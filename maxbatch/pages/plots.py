@@ -32,6 +32,7 @@ class Panel(NamedTuple):
     lines: tuple[tuple[str, str], ...]  # column and style: `line`, `faint`, `stairs` or `points`
     is_log: bool = False  # whether the y axis starts logarithmic
     tick_format: str = "~g"  # d3 format of the y axis
+    smooths: bool = True  # whether the page's slider smooths its lines
 
 
 def colour(index: int) -> str:

@@ -21,11 +21,14 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
     ))  # fmt: skip
     if figures := _figures(trials, metric, sweep["log_keys"]):
         page.figures(figures)
-    page.add(table(["trial", *keys, metric, "steps", "status"], [
-        [t["number"], *(t["overrides"][key] for key in keys), t["value"], t["steps"],
+    is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]  # the best first
+    rows = [
+        [rank if ranked else None, t["number"], *(t["overrides"][key] for key in keys), t["value"], t["steps"],
          t["status"] + (f": {t['reason']}" if t["reason"] else "")]
-        for t in trials
-    ]))  # fmt: skip
+        for rank, (t, ranked) in enumerate(zip(trials, is_ranked, strict=True), start=1)
+    ]  # fmt: skip
+    best = 0 if any(is_ranked) else None
+    page.add(table(["rank", "trial", *keys, metric, "steps", "status"], rows, marked=best))
 
 
 def _figures(trials: Sequence[Mapping[str, Any]], metric: str, log_keys: Sequence[str]) -> list[Figure]:

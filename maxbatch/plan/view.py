@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from fractions import Fraction
 
 from ml_collections import ConfigDict
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,10 +14,8 @@ from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.terminal import PipeConsole
+from maxbatch.system.terminal import PipeConsole, PlainTable
 
-# Wider than any table here: a terminal wraps a long line, but a table would cut it off.
-WIDTH = 400
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
 _GAP = "..."
 
@@ -79,8 +78,8 @@ run
 
 
 def plan_console() -> Console:
-    """Returns a console for standard output that folds nothing; it colours on a terminal only."""
-    return PipeConsole(width=WIDTH, highlight=False, markup=False, emoji=False)
+    """Returns a console for standard output that folds nothing in a pipe; it colours on a terminal only."""
+    return PipeConsole()
 
 
 def equation(plan: BatchPlan) -> str:
@@ -104,7 +103,7 @@ def equation(plan: BatchPlan) -> str:
 def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
     """Prints the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
-    console.print(_numbers(plan), soft_wrap=True, end="")
+    console.print(_numbers(plan, console.width), soft_wrap=True, end="")
     try:
         rate = LearningRate.from_config(config, plan.manager)
     except ConfigError:
@@ -131,7 +130,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     ]
     heads += ["lr scale"] if scaled else []
     heads += ["lr first", "lr last"] if rate else []
-    table = _table(*heads, justify="right")
+    table = PlainTable(*heads, justify="right")
     for index in _abridged(len(plan.stages), _MOST_STAGES):
         if index is None:
             table.add_row(*[_GAP] * len(heads))
@@ -164,7 +163,7 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
     settings = settings_of(plan)
     together = _counted(plan.num_devices // plan.batch_shards, "device")
     replicas = _counted(plan.batch_shards, "replica")
-    table = _table("in the words of", "one update", f"write there, on {replicas} of {together}")
+    table = PlainTable("in the words of", "one update", f"write there, on {replicas} of {together}")
     for own in settings:
         table.add_row(own.framework, own.update, own.settings)
         for line in own.ramp:
@@ -181,7 +180,7 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
     together = devices // plan.batch_shards
     shards = _abridged(plan.batch_shards, _MOST_SHARDS)
     owners = [_GAP if shard is None else _devices(shard * together, together) for shard in shards]
-    table = _table("micro-batch", "holds", *owners)
+    table = PlainTable("micro-batch", "holds", *owners)
     table.columns[0].justify = "right"
     for j in _abridged(plan.stages[stage].gradient_accumulation_steps, _MOST_MICRO_BATCHES):
         if j is None:
@@ -194,8 +193,8 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
     return table
 
 
-def _numbers(plan: BatchPlan) -> Text:
-    """Returns every number by its name and in groups, one per line."""
+def _numbers(plan: BatchPlan, most: int) -> Text:
+    """Returns every number by its name and in groups, one per line of at most so many columns."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
     title = ""
     for line in _NUMBERS.strip().splitlines():
@@ -212,15 +211,10 @@ def _numbers(plan: BatchPlan) -> Text:
     for title, group in groups.items():
         text.append(f"\n{title}\n", style="bold")
         for name, number, meaning in group:
-            text.append(f"  {name:<29}  {number:>{width}}  ").append(f"{meaning}\n", style="dim")
+            head = f"  {name:<29}  {number:>{width}}  "
+            folded = textwrap.wrap(meaning, max(20, most - len(head)))
+            text.append(head).append(f"\n{' ' * len(head)}".join(folded) + "\n", style="dim")
     return text
-
-
-def _table(*heads: str, justify: JustifyMethod = "left") -> Table:
-    table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
-    for head in heads:
-        table.add_column(head, justify=justify, no_wrap=True)
-    return table
 
 
 def _first_and_last_rate(plan: BatchPlan, stage: Stage, rate: LearningRate) -> list[str]:

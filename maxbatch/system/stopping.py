@@ -1,19 +1,35 @@
-"""Requests to stop a command, by SIGTERM or Ctrl-C."""
+"""Requests to stop a command, by SIGTERM or Ctrl-C: answered at once, also while compiled code runs."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
+import threading
+import time
 from types import FrameType
 from typing import Any, Self
 
+from maxbatch.system.errors import EXIT_FAILED
+
+_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C
+_REPEAT_S = 0.2  # within which a second Ctrl-C is the first one again
+_waits: list[str] = []  # what a signal makes the command wait for, the innermost last
+_has_watch = False
+
 
 class Stopping:
-    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt."""
+    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt.
+
+    `waits_for` completes "stopping ...", which the first signal prints at once; "": something else says it.
+    """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self) -> None:
+    def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # of the signal that asked
+        self._waits_for = waits_for
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -23,12 +39,63 @@ class Stopping:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal_name == "SIGINT":
             raise KeyboardInterrupt
+        if self.signal_name is None and not _has_watch:
+            _say(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
+        _waits.append(self._waits_for)
         return self
 
     def __exit__(self, *exc: object) -> None:
+        _waits.pop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def watch_signals() -> None:
+    """Starts the thread that answers the signals of a command, whatever its main thread does meanwhile.
+
+    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself; what it
+    leaves on disk is what a kill leaves, and children end with it.
+    """
+    global _has_watch
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _has_watch = True
+    threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
+
+
+def _watch(reading: int) -> None:
+    asked: float | None = None
+    while True:
+        number = os.read(reading, 1)[0]
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        if asked is None:
+            asked = time.monotonic() if number == signal.SIGINT else None
+            if _waits and _waits[-1]:
+                _say(number, _waits[-1])
+            elif not _waits and number == signal.SIGINT:
+                threading.Timer(1.0, _say, (number, "as soon as what runs now has ended")).start()
+        elif number == signal.SIGINT and time.monotonic() - asked > _REPEAT_S:
+            time.sleep(_GRACE_S)
+            _write("maxbatch: interrupted\n")
+            os._exit(EXIT_FAILED)
+
+
+def _say(number: int, waits_for: str) -> None:
+    if waits_for:
+        again = "; again to stop now" if number == signal.SIGINT else ""
+        _write(f"maxbatch: {signal.Signals(number).name}: stopping {waits_for}{again}\n")
+
+
+def _write(line: str) -> None:
+    """Writes a line to standard error, past Python's buffers; a bar that stands in the line is cleared."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = sys.stderr.fileno()
+        clear = "\r\x1b[K" if os.isatty(descriptor) else ""
+        os.write(descriptor, (clear + line).encode())

@@ -1,14 +1,33 @@
-"""Consoles for output that may be piped into a reader who leaves early."""
+"""Consoles and tables that keep to the width of a terminal, and output that may be piped.
+
+Output to a pipe or a file is never folded: its lines are as long as what they say.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+PIPE_WIDTH = 400  # wider than any table here: nothing is cut off
 
 
-class PipeConsole(Console):
+class PlainConsole(Console):
+    """A console of plain text: the width of the terminal, or no limit to speak of."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"highlight": False, "markup": False, "emoji": False, **settings})
+        if not self.is_terminal and "width" not in settings:
+            self.width = PIPE_WIDTH
+
+
+class PipeConsole(PlainConsole):
     """A console that raises BrokenPipeError where rich would end the process with exit code 1."""
 
     def on_broken_pipe(self) -> None:
@@ -16,7 +35,7 @@ class PipeConsole(Console):
         raise BrokenPipeError
 
 
-class TrainingConsole(Console):
+class TrainingConsole(PlainConsole):
     """A console without which training goes on when its reader leaves."""
 
     def on_broken_pipe(self) -> None:
@@ -27,3 +46,49 @@ class TrainingConsole(Console):
 def discard_output() -> None:
     """Sends standard output nowhere, so that the interpreter does not flush into a closed pipe when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class PlainTable(Table):
+    """A table without lines, of which no cell is cut off.
+
+    Where its columns do not fit next to each other, they follow in further tables, each of which begins with the first
+    column. Only a cell that is wider than the terminal by itself is folded, between words.
+    """
+
+    def __init__(self, *heads: str, justify: JustifyMethod = "left") -> None:
+        super().__init__(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
+        for head in heads:
+            self.add_column(head, justify=justify, no_wrap=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = [self._measure_column(console, options.update(max_width=10_000), c).maximum for c in self.columns]
+        if sum(widths) <= options.max_width:
+            yield from super().__rich_console__(console, options)
+            return
+        for number, part in enumerate(_parts(widths, options.max_width)):
+            table = Table(box=None, header_style=self.header_style, padding=(0, 2, 0, 0))
+            is_wide = sum(widths[i] for i in part) > options.max_width
+            told = [row for row in range(self.row_count) if any(str(self.columns[i]._cells[row]) for i in part)]
+            table.rows = [self.rows[row] for row in told]
+            for place, i in enumerate(part):
+                folds = is_wide and place == len(part) - 1
+                cells = [self.columns[i]._cells[row] for row in told]
+                table.columns.append(
+                    dataclasses.replace(self.columns[i], _index=place, _cells=cells, no_wrap=not folds)
+                )
+            if number:
+                yield Text()
+            yield from table.__rich_console__(console, options)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+
+def _parts(widths: list[int], width: int) -> list[list[int]]:
+    """Returns the columns of each table, as many as fit, the first column in all of them."""
+    parts: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:
+            parts.append([0])
+        parts[-1].append(column)
+    return parts

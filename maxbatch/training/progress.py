@@ -1,18 +1,20 @@
-"""The progress of a run: a bar on a terminal, plain greppable lines otherwise."""
+"""The progress of a run: plain greppable lines, and below them a bar on a terminal."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.system.bars import progress_bar
+from maxbatch.system.terminal import PlainConsole
 from maxbatch.training.recorder import not_finite
 
 
 class RunProgress:
-    """Shows one run's updates: as a bar on a terminal, else as a line every `log_period` updates.
+    """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
 
     A run starts after `first_step` updates of `total_steps`; `num_stages` is 1 without a ramp.
     """
@@ -22,8 +24,7 @@ class RunProgress:
         self._num_stages, self._log_period = num_stages, log_period
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (BarColumn(bar_width=16), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("left"), console=Console(highlight=False))
+            self._bar = progress_bar(PlainConsole())
             self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -40,10 +41,9 @@ class RunProgress:
         if self._bar is not None:
             self._bar.start()  # once: not before the first update, so that what is printed until then stays whole
             self._bar.update(self._task, completed=step, description=line)
-            if remarks:
-                self._bar.console.print(" | ".join([line, *remarks]))
-        elif remarks or step % self._log_period == 0 or step in (1, self._total):
-            self._console.print(" | ".join([line, *remarks]))
+        if remarks or step % self._log_period == 0 or step in (1, self._total):
+            console = self._bar.console if self._bar is not None else self._console
+            console.print(" | ".join([line, *remarks]))
 
     def _line(self, record: dict[str, Any]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]

@@ -22,7 +22,7 @@ from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.learning_rate import LearningRate
-from maxbatch.plan.view import WIDTH, equation, ramp_table
+from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
@@ -79,7 +79,7 @@ class Session(Generic[B]):
         use_persistent_cache(config)
         if is_first():
             check_loggers(config)
-        self.console = TrainingConsole(width=WIDTH, highlight=False, markup=False, quiet=not is_first())
+        self.console = TrainingConsole(quiet=not is_first())
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())

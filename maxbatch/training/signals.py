@@ -23,7 +23,7 @@ class StopRequest(Stopping):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("after this update")
         self._several_hosts = jax.process_count() > 1
         if threading.current_thread() is not threading.main_thread():
             self.numbers = ()

@@ -29,7 +29,6 @@ from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
-_WIDTH = 400  # wider than any table here: nothing is cut off
 TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 
 
@@ -68,9 +67,9 @@ def run(args: argparse.Namespace) -> int:
     """
     measured = MeasuredRun.read(Path(args.run), args.simulate_devices or _num_devices())
     folder = (measured.path / CRITICAL_BATCH_FILE).parent
-    console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
+    console = TrainingConsole()
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
-    with Stopping() as stop, locked(folder) as lock:
+    with Stopping("once the branch that runs has saved") as stop, locked(folder) as lock:
         plan = _plan(measured, args, folder)
         branches = Branches(measured, plan, folder)
         _introduce(plan, branches, console)

@@ -7,8 +7,6 @@ import functools
 import shlex
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from maxbatch.commands.critical_batch.branches import Branches
 from maxbatch.commands.critical_batch.critical_size import (
     CriticalSize,
@@ -21,6 +19,7 @@ from maxbatch.commands.critical_batch.critical_size import (
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan
 from maxbatch.system.errors import TrainingError
+from maxbatch.system.terminal import PlainTable
 
 TOLERANCE_UNIT = "nats per token, absolute"
 _HEADS = ("checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base", "within")
@@ -153,11 +152,9 @@ class Measurement:
             "command": self.command,
         }
 
-    def table(self) -> Table:
+    def table(self) -> PlainTable:
         """Returns the table of all branches; `*` marks the critical batch of a checkpoint."""
-        table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
-        for head in _HEADS:
-            table.add_column(head, justify="right", no_wrap=True)
+        table = PlainTable(*_HEADS, justify="right")
         for fork, branches, critical in self.forks:
             place = [f"{fork.step:,}", f"{fork.samples_seen:,}"]
             for branch in branches:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import BinaryIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from maxbatch.commands.critical_batch.branches import Branches
 from maxbatch.commands.critical_batch.plan import Branch
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
+from maxbatch.system.bars import progress_bar
 from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
+from maxbatch.system.terminal import PlainConsole
 
 
 class BranchRuns:
@@ -57,16 +58,15 @@ class BranchRuns:
             self._left.pop(0)
 
 
-class BranchProgress(Progress):
+class BranchProgress:
     """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        columns = (BarColumn(24), TextColumn("{task.description}"), TimeRemainingColumn(), TextColumn("left"))
-        super().__init__(*columns, console=Console(highlight=False), disable=not console.is_terminal)
+        self._progress = progress_bar(PlainConsole(), disable=not console.is_terminal)
         self._lines, self._branches = console, branches
         self._current: Branch | None = None
         total = sum(branch.samples for branch in branches.all)
-        self._bar = self.add_task("", total=total, completed=self._samples_done())
+        self._bar = self._progress.add_task("", total=total, completed=self._samples_done())
 
     def _samples_done(self) -> int:
         return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
@@ -75,11 +75,18 @@ class BranchProgress(Progress):
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
         name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
-        self.update(self._bar, completed=self._samples_done() + samples, description=name)
-        if self.disable and branch != self._current:
+        self._progress.update(self._bar, completed=self._samples_done() + samples, description=name)
+        if self._progress.disable and branch != self._current:
             self._lines.print(name + (f", from sample {samples:,} on" if samples else ""))
         self._current = branch
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar."""
-        (self._lines if self.disable else self.console).print(line)
+        (self._lines if self._progress.disable else self._progress.console).print(line)
+
+    def __enter__(self) -> BranchProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxbatch.commands.arguments import local_path
+from maxbatch.commands.arguments import count, local_path, note
 from maxbatch.commands.report.plans import config_differences, plan_of
-from maxbatch.commands.report.runs import MOST_POINTS, PANELS, SUMMARY_HEADS, ReportedRun
+from maxbatch.commands.report.runs import PANELS, STAGE_HEADS, SUMMARY_HEADS, ReportedRun, fitted
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.json_file import read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
+from maxbatch.system.stopping import Stopping
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
 _LONG_S = 3 * 3600
+_WATCH_S, _POLL_S = 10, 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=local_path, metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
+        help=f"follow the runs: write the page anew every so often (default {_WATCH_S}), until Ctrl-C",
     )  # fmt: skip
 
 
@@ -39,15 +46,36 @@ def run(args: argparse.Namespace) -> int:
     paths = [Path(text) for text in args.runs]
     beside = paths[0] if len(paths) == 1 else Path()
     output = Path(args.output or beside / "report.html")
-    make_page(paths).write(output)
-    print(output)
+    make_page(paths, args.watch or 0).write(output)
+    print(output, flush=True)
+    if args.watch:
+        _watch(paths, output, args.watch)
     return 0
 
 
-def make_page(paths: Sequence[Path]) -> Page:
-    """Returns the page of these folders."""
+def _watch(paths: Sequence[Path], output: Path, seconds: int) -> None:
+    """Writes the page anew while the runs go on, until a signal."""
+    note(f"the page follows the runs and loads itself anew every {seconds} s; Ctrl-C ends")
+    with Stopping("after this page") as stop:
+        drawn, written = _changed(paths), time.monotonic()
+        while not stop.is_asked:
+            time.sleep(_POLL_S)
+            if time.monotonic() - written >= seconds and (changed := _changed(paths)) > drawn:
+                make_page(paths, seconds).write(output)
+                drawn, written = changed, time.monotonic()
+    make_page(paths).write(output)  # the last one stays as it is
+
+
+def _changed(paths: Sequence[Path]) -> float:
+    """Returns when the metrics of the runs last changed."""
+    files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]
+    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+
+
+def make_page(paths: Sequence[Path], reloads_s: int = 0) -> Page:
+    """Returns the page of these folders; with `reloads_s` it loads itself anew so often, in seconds."""
     names = _names(paths)
-    page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}")
+    page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
     runs: list[ReportedRun] = []
     for path, name in zip(paths, names, strict=True):
         if SweepFolder(path).is_sweep:
@@ -81,6 +109,7 @@ def _add_sweep(page: Page, path: Path, name: str, is_one_of_many: bool) -> list[
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
+    runs = fitted(runs)
     is_long = max(run.seconds for run in runs) > _LONG_S
     page.add(
         heading("Runs" if len(runs) > 1 else "Run"),
@@ -95,11 +124,11 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
         "step_time_s, which leaves evals and saves out. Diamonds: evals."
     ))  # fmt: skip
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
-        apart = -(-len(thinned.records) // MOST_POINTS)
         page.add(paragraph(
-            f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in {apart}, "
-            "the first of each stage, those with an eval, and the last."
+            f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "
+            f"{thinned.apart}, the first of each stage, those with an eval, and the last."
         ))  # fmt: skip
+    page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
     plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
     page.add(heading("Batch plan"), *plans, config_differences(runs))
 

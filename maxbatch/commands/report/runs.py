@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ SMOOTHED_LOSS = "smoothed loss"
 PANELS = (
     Panel("Loss", "loss per token (nats)", ((M.LOSS, "faint"), (SMOOTHED_LOSS, "line"), (M.EVAL_LOSS, "points"))),
     Panel("Global batch", "samples per update", ((M.GLOBAL_BATCH_SIZE, "stairs"),)),
-    Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),)),
+    Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),), smooths=False),
     Panel("Throughput", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),), tick_format="~s"),
     Panel("Step time", "seconds per update", ((M.STEP_TIME_S, "line"),), is_log=True),
     Panel("Gradient norm", "norm before clipping", ((M.GRAD_NORM, "line"),), is_log=True),
@@ -41,6 +42,8 @@ PANELS = (
 )  # fmt: skip
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 MOST_POINTS = 20_000
+MOST_BYTES = 1_200_000  # of the columns of all runs on a page
+_AXES = (M.STEP, M.SAMPLES_SEEN, M.TOKENS_SEEN)
 _ALWAYS_DRAWN = (M.EVAL_LOSS, M.EVAL_PASS_AT_1)
 
 
@@ -53,6 +56,7 @@ class ReportedRun:
     config: ConfigDict | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
     devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
+    most_points: int = MOST_POINTS  # that are drawn, but for evals and the starts of stages
 
     @classmethod
     def read(cls, path: Path, name: str) -> ReportedRun:
@@ -64,13 +68,17 @@ class ReportedRun:
         return cls(name, path, config, read_metrics(path), read_devices(path))
 
     @property
+    def apart(self) -> int:
+        """Updates from one that is drawn to the next."""
+        return max(1, -(-len(self.records) // self.most_points))
+
+    @property
     def drawn(self) -> list[int]:
         """Indices of the records that are drawn: all, or every k-th, the starts of stages, the evals and the last."""
-        apart = max(1, -(-len(self.records) // MOST_POINTS))
         return [
             i
             for i, record in enumerate(self.records)
-            if i % apart == 0
+            if i % self.apart == 0
             or i == len(self.records) - 1
             or record[M.STAGE] != self.records[i - 1][M.STAGE]
             or any(key in record for key in _ALWAYS_DRAWN)
@@ -107,7 +115,7 @@ class ReportedRun:
     def summary(self) -> list[object]:
         """Returns the cells of `SUMMARY_HEADS`."""
         if not self.records:
-            return [self.name, 0, *[None] * 7]
+            return [self.name, 0, *[None] * 9]
         last = self.records[-1]
         first = self.records[0][M.GLOBAL_BATCH_SIZE]
         most = max(record[M.GLOBAL_BATCH_SIZE] for record in self.records)
@@ -118,12 +126,43 @@ class ReportedRun:
             most if first == most else f"{first:,} to {most:,}",
             self._smoothed_loss()[-1], evals[-1] if evals else None, statistics.median(rates) if rates else None,
             f"{self.seconds:,.1f} s",
+            *([f"{self.devices[-1].num_devices:,} x {self.devices[-1].device_kind}", self.devices[-1].num_hosts]
+              if self.devices else [None, None]),
         ]  # fmt: skip
 
+    def stage_rates(self) -> list[list[object]]:
+        """Returns the cells of `STAGE_HEADS` for each stage of the ramp, the medians of its updates."""
+        rows: list[list[object]] = []
+        for stage in sorted({record[M.STAGE] for record in self.records}):
+            own = [record for record in self.records if record[M.STAGE] == stage]
+            medians = (
+                _median([record.get(name) for record in own]) for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
+            )
+            rows.append([self.name, stage, max(record[M.GLOBAL_BATCH_SIZE] for record in own), len(own), *medians])
+        return rows
 
+
+def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
+    """Returns the runs with as many points of each as keep their columns within `MOST_BYTES` of a page."""
+    fitting = []
+    for run in runs:
+        sample = run.records[:: max(1, len(run.records) // 100)]
+        drawn = [[record.get(name) for name in (*_AXES, *COLUMNS)] for record in sample]
+        each = len(json.dumps(drawn)) / max(1, len(sample)) + 25  # and the time and the smoothed loss
+        most = max(100, min(MOST_POINTS, int(MOST_BYTES / len(runs) / each)))
+        fitting.append(dataclasses.replace(run, most_points=most))
+    return fitting
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return statistics.median(numbers) if numbers else None
+
+
+STAGE_HEADS = ("run", "stage", "global batch", "updates", "median tokens/s", "median step time (s)", "median MFU")
 SUMMARY_HEADS = (
     "run", "steps", "samples", "tokens", "global batch", "smoothed loss", "last eval loss", "median tokens/s",
-    "time in updates",
+    "time in updates", "devices", "hosts",
 )  # fmt: skip
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import local_path
+from maxbatch.commands.sweep.progress import SweepProgress
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
@@ -22,9 +23,7 @@ from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepF
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.stopping import Stopping
-from maxbatch.system.terminal import TrainingConsole
-
-_WIDTH = 400  # wider than any table here: nothing is cut off
+from maxbatch.system.terminal import PlainTable, TrainingConsole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,18 +44,20 @@ def run(args: argparse.Namespace) -> int:
     """
     sweep = SweepFile.read(args.file)
     folder = SweepFolder(sweep.sweep_dir)
-    console = TrainingConsole(width=_WIDTH, highlight=False, markup=False)
+    console = TrainingConsole()
     if args.retry_failed and sweep.sampler == "optuna":
         raise ConfigError(
             "--retry-failed: a study of sampler optuna keeps its failed trials; works: a larger number of trials"
         )
     if args.retry_failed:
         forget_failed(folder, sweep.metric)
-    with Stopping() as stop:
+    with Stopping("once the trials that run have saved") as stop:
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
-        runs = TrialRuns(folder, study, sweep.metric, console.print)
-        has_ended = Supervisor(runs, sweep.parallel, console.print).train(stop)
+        num_ended = sum(trial.is_finished for trial in folder.trials())
+        with SweepProgress(console, num_ended, study.num_trials) as progress:
+            runs = TrialRuns(folder, study, sweep.metric, progress)
+            has_ended = Supervisor(runs, sweep.parallel, progress.say).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
         # In a storage that machines share, only the trials of this machine are known.
@@ -69,17 +70,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TrialRuns:
-    """The trials of a sweep for the supervisor, each told to the user (`say`) in a line at its start and its end."""
+    """The trials of a sweep for the supervisor, each told to the user in a line at its start and its end."""
 
-    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, say: Callable[[str], None]) -> None:
-        self._folder, self._study, self._metric, self._say = folder, study, metric, say
+    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, progress: SweepProgress) -> None:
+        self._folder, self._study, self._metric, self._progress = folder, study, metric, progress
 
     def next(self) -> ChildRun[Trial] | None:
         if (claimed := self._study.next()) is None:
             return None
         trial = claimed.trial
         resumed = " resumed" if (trial.folder / "metrics.jsonl").exists() else ""
-        self._say(f"trial {trial.number}{resumed}: {trial.title}")
+        self._progress.say(f"trial {trial.number}{resumed}: {trial.title}")
         arguments = [str(self._folder.base), *trial.stated, f"run_dir={trial.folder}"]
         return ChildRun(trial, trial.folder, arguments, claimed.claim)
 
@@ -99,7 +100,10 @@ class TrialRuns:
         run.claim.close()
         value = "" if result.value is None else f" {self._metric} {result.value:.4f}"
         reason = f" ({result.reason})" if result.reason else ""
-        self._say(f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}")
+        counted = "" if end.status is None else f" ({self._progress.ended()})"
+        self._progress.say(
+            f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}{counted}"
+        )
 
 
 def forget_failed(folder: SweepFolder, metric: str) -> None:
@@ -128,10 +132,8 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
 
 def results_table(results: Sequence[Result], metric: str) -> Table:
     """Returns the table of a sweep's trials."""
-    table = Table(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
     swept = list(results[0].trial.overrides)
-    for head in ["trial", *swept, metric, "steps"]:
-        table.add_column(head, justify="right", no_wrap=True)
+    table = PlainTable("trial", *swept, metric, "steps", justify="right")
     table.add_column("status", no_wrap=True)
     for result in results:
         value = "-" if result.value is None else f"{result.value:.4f}"

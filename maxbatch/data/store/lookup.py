@@ -41,13 +41,15 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         return _prepared_store(config, tokenizer, key)
     from maxbatch.data.store.builder import build_store, default_workers
     from maxbatch.data.store.documents import DocumentSource
+    from maxbatch.system.bars import bytes_bar
 
     source = DocumentSource.from_config(config, key)
     folder = cache_folder(config) / signature(source, tokenizer, config)
     if (store := open_folder(folder)) is not None:
         return store
     try:
-        return build_store(folder, source, tokenizer, config, workers=default_workers(source))
+        with bytes_bar(source.size, f"tokenising {key}") as progress:
+            return build_store(folder, source, tokenizer, config, workers=default_workers(source), progress=progress)
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write tokenised data to "

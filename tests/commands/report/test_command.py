@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
-from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, smoothed
+from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
+from maxbatch.pages.page import plotly_js
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
+from tests.helpers.command import start, wait_until
 from tests.helpers.reports import make_sweep, write_run
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
@@ -93,13 +96,66 @@ def test_long_runs_are_thinned_by_a_rule_that_the_page_states() -> None:
         Path("a"), steps,
         stage=lambda step: int(step > 30_001), eval_loss=lambda step: 2.5 if step == 777 else ...,
     )  # fmt: skip
-    run = ReportedRun.read(Path("a"), "a")
+    (run,) = fitted([ReportedRun.read(Path("a"), "a")])
     drawn = [run.records[i]["step"] for i in run.drawn]
     assert {1, 777, 30_002, steps} <= set(drawn) and len(drawn) < MOST_POINTS
     make_page([Path("a")]).write(Path("page.html"))
     text = Path("page.html").read_text()
-    assert f"of {steps:,} updates {len(drawn):,} are drawn: 1 in 3," in text
+    assert f"of {steps:,} updates {len(drawn):,} are drawn: 1 in {run.apart}," in text
     assert page_data(Path("page.html"))["runs"][0]["axes"]["steps"] == drawn
+
+
+def test_a_page_of_long_runs_stays_small_beside_the_plotting_library() -> None:
+    number = lambda step: 1 / (step + 0.1)  # noqa: E731  of many digits
+    names = ("loss", "grad_norm", "tokens_per_second", "step_time_s", "mfu", "gradient_noise_scale")
+    for name in ("a", "b"):
+        write_run(Path(name), 12_000, **dict.fromkeys(names, number))
+    make_page([Path("a"), Path("b")]).write(Path("page.html"))
+    assert len(Path("page.html").read_bytes()) - len(plotly_js()) < 1_500_000
+    runs = page_data(Path("page.html"))["runs"]
+    assert all(len(run["axes"]["steps"]) > 1000 and run["axes"]["steps"][-1] == 12_000 for run in runs)
+
+
+def test_the_page_may_load_nothing_and_says_so() -> None:
+    write_run(Path("a"), 3)
+    make_page([Path("a")]).write(Path("page.html"))
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', Path("page.html").read_text())
+    assert policy and policy[1].startswith("default-src 'none';") and "http" not in policy[1]
+
+
+def test_every_stage_has_its_throughput_and_every_run_its_devices() -> None:
+    write_run(Path("a"), 6, stage=lambda step: int(step > 3), tokens_per_second=lambda step: 100.0 * step)
+    record_devices(Path("a"), DevicesUsed(1, "TPU v5p", 16, 4, 1, {}))
+    (run,) = [ReportedRun.read(Path("a"), "a")]
+    assert [row[1:5] for row in run.stage_rates()] == [[0, 16, 3, 200.0], [1, 16, 3, 500.0]]
+    make_page([Path("a")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert "Throughput by stage" in text and '<td>16 x TPU v5p</td><td class="number">4</td>' in text
+
+
+def test_a_sweep_ranks_its_trials_and_marks_the_best() -> None:
+    make_sweep()
+    make_page([Path("sw")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert text.count("<tr class=best>") == 1
+    ranks = re.findall(r"<tr(?: class=best)?><td class=\"number\">(1|2|–)</td><td class=\"number\">\d</td>", text)
+    assert ranks == ["1", "2", "–"]
+
+
+def test_watch_follows_a_run_until_it_is_stopped() -> None:
+    write_run(Path("a"), 3)
+    process = start("report", "a", "--watch", "1")
+    page = Path("a/report.html")
+    wait_until(page.exists, process)
+    assert '<meta http-equiv="refresh" content="1">' in page.read_text()
+    first = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
+    with Path("a/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(first | {"step": 4, "samples_seen": 64}) + "\n")
+    wait_until(lambda: page_data(page)["runs"][0]["axes"]["steps"][-1] == 4, process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "refresh" not in page.read_text().split("</head>")[0].split("<style>")[0]
 
 
 def test_smoothing_is_the_mean_of_the_last_updates() -> None:
@@ -145,7 +201,13 @@ def test_where_the_devices_are_unknown_the_page_says_that_it_planned_for_one() -
 
 
 def test_the_ramp_table_shows_every_stage() -> None:
-    write_run(Path("a"), 3, "enable_rampup_batch_size=true", global_batch_size=lambda step: 4)
+    write_run(
+        Path("a"),
+        3,
+        "enable_rampup_batch_size=true",
+        "per_device_batch_size_increment=4",
+        global_batch_size=lambda step: 4,
+    )
     make_page([Path("a")]).write(Path("page.html"))
     cells = re.findall(r"<tr>(.*?)</tr>", Path("page.html").read_text().split("from sample")[1])
     rows = [[re.sub("<.*?>", "", cell) for cell in row.split("</td>")] for row in cells[:4]]

@@ -97,6 +97,40 @@ def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() ->
     assert not any("cloud" in str(title).lower() or "upload" in str(title).lower() for title in answer["buttons"])
 
 
+def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
+    records = write_run(Path("a"), 12, loss=lambda step: float(step))
+    make_page([Path("a")]).write(Path("page.html"))
+    move = 'const s = document.getElementById("smoothing"); s.value = 2; s.dispatchEvent(new Event("input"));'
+    wait = "await new Promise((next) => setTimeout(next, 500));"
+    (lines, said), console = ask(
+        Path("page.html").resolve(), move + wait + LINES_OF_PLOTS + "return [lines, s.nextElementSibling.value]"
+    )
+    assert console == [] and said == "mean of 3"
+    over = [line["y"] for line in lines if line["column"] == "loss"]
+    assert over[0] == [float(r["step"]) for r in records]
+    assert over[1] == [1.0, 1.5, *(float(step - 1) for step in range(3, 13))]
+    assert sum(line["column"] == "learning_rate" for line in lines) == 1
+    assert sum(line["column"] == "tokens_per_second" for line in lines) == 2
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> None:
+    write_run(Path("a"), 30, stage=lambda step: step // 10, tokens_per_second=lambda step: 1234567.0 * step)
+    write_run(Path("a-run-with-a-rather-long-name-of-its-own"), 3)
+    make_sweep()
+    make_page([Path("a"), Path("a-run-with-a-rather-long-name-of-its-own"), Path("sw")]).write(Path("page.html"))
+    script = """
+    document.body.style.width = "%dpx"; document.body.style.margin = "0";
+    await new Promise((next) => setTimeout(next, 500));
+    const torn = [...document.querySelectorAll("td.number")].filter((td) => td.getClientRects().length &&
+      td.getBoundingClientRect().height > 2.5 * parseFloat(getComputedStyle(td).fontSize));
+    const wide = [...document.body.children].filter((part) => part.getBoundingClientRect().right > %d + 1);
+    return [torn.map((td) => td.textContent), wide.map((part) => part.outerHTML.slice(0, 80))];
+    """
+    (torn, wide), console = ask(Path("page.html").resolve(), script % (width, width))
+    assert (torn, wide, console) == ([], [], [])
+
+
 def test_the_browser_test_would_see_an_error() -> None:
     page = Page("broken")
     page.write(Path("page.html"))

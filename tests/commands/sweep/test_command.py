@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from maxbatch.cli import main
 from maxbatch.commands.sweep.command import TrialRuns
+from maxbatch.commands.sweep.progress import SweepProgress
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.metrics import read_metrics as recorded
@@ -133,7 +136,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
 
 
 @pytest.mark.slow
-def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
+def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = planned({"learning_rate": ["1e-3"]}, {"steps": 5000})
     folder.base.write_text(SweepFile.read("sweep.yml").base)
 
@@ -143,10 +146,12 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again() -> None:
 
     study = Pruning(SweepFile.read("sweep.yml"), folder)
     lines: list[str] = []
-    assert Supervisor(TrialRuns(folder, study, "loss", lines.append), 1, lines.append).train(Stopping())
+    progress = SweepProgress(Console(file=io.StringIO()), 0, study.num_trials)
+    monkeypatch.setattr(progress, "say", lines.append)
+    assert Supervisor(TrialRuns(folder, study, "loss", progress), 1, lines.append).train(Stopping())
     (result,) = folder.results("loss")
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 5000
-    assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ")
+    assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ") and "(1 of 1 trials ended)" in lines[1]
     assert study.is_exhausted()
 
 

@@ -1,0 +1,59 @@
+"""Bars that keep to one line of a terminal; none elsewhere. The consoles start faster without them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+from maxbatch.system.terminal import PlainConsole
+
+
+class FittedText(ProgressColumn):
+    """The description of a task, of which the last parts (between " | ") give way to what else stands in the line."""
+
+    def __init__(self, console: Console, others: int) -> None:
+        super().__init__()
+        self._console, self._others = console, others  # columns of the terminal that the others take
+
+    def render(self, task: Task) -> Text:
+        """Returns as much of the description as fits."""
+        room = self._console.width - self._others
+        parts = task.description.split(" | ")
+        while len(parts) > 1 and len(" | ".join(parts)) > room:
+            parts.pop()
+        return Text(" | ".join(parts)[: max(room, 8)], no_wrap=True)
+
+
+def progress_bar(console: Console, disable: bool = False) -> Progress:
+    """Returns a bar with its description and the time that is left, on one line of any terminal."""
+    bar = 16 if console.width >= 100 else 8
+    columns = (
+        BarColumn(bar_width=bar),
+        FittedText(console, others=bar + len(" 0:00:00 left") + 2),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    return Progress(*columns, console=console, disable=disable)
+
+
+@contextlib.contextmanager
+def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told of bytes that are done; on a terminal a bar on standard error shows them."""
+    console = PlainConsole(stderr=True)
+    columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda done: bar.advance(task, done)

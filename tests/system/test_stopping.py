@@ -1,0 +1,66 @@
+"""A signal is answered at once, also while compiled code runs; the second Ctrl-C is obeyed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from maxbatch.system.stopping import Stopping
+
+PREPARE = (
+    "import hashlib, sys, time\n"
+    "from maxbatch.system.stopping import Stopping, watch_signals\n"
+    "watch_signals()\n"
+    "def busy(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # compiled code: no handler of Python's runs\n"
+)
+
+
+@contextlib.contextmanager
+def started(body: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PREPARE + "print('ready', flush=True)\n" + body]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        yield process
+
+
+def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed() -> None:
+    with started("with Stopping('after this update'):\n    busy()\n") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert process.stderr.readline() == "maxbatch: SIGINT: stopping after this update; again to stop now\n"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+        assert process.stderr.read() == "maxbatch: interrupted\n"
+
+
+def test_a_command_that_waits_for_nothing_says_so_too() -> None:
+    with started("busy()\n") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "as soon as what runs now has ended; again to stop now" in process.stderr.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 1
+
+
+def test_one_signal_is_answered_once_and_sigterm_names_itself() -> None:
+    with started("with Stopping('now') as stop:\n    while not stop.is_asked: time.sleep(0.05)\n") as process:
+        process.terminate()
+        _, error = process.communicate(timeout=10)
+        assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
+
+
+def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), Stopping("after this update") as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.signal_name == "SIGINT"
+        signal.raise_signal(signal.SIGINT)
+    assert "stopping after this update; again to stop now" in capfd.readouterr().err

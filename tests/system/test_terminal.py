@@ -1,0 +1,80 @@
+"""Tables and bars keep to the width of a terminal: no cell is cut off, no line is longer, no word is torn."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from maxbatch.system.bars import progress_bar
+from maxbatch.system.terminal import PlainConsole, PlainTable
+from tests.helpers.terminals import in_terminal
+
+
+def printed(table: PlainTable, columns: int) -> list[str]:
+    out = io.StringIO()
+    PlainConsole(file=out, width=columns, force_terminal=True, no_color=True).print(table)
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.getvalue().splitlines()]
+
+
+WORDS = st.text("abcdefghij0123456789", min_size=1, max_size=14)
+
+
+@given(
+    rows=st.integers(1, 8).flatmap(lambda n: st.lists(st.lists(WORDS, min_size=n, max_size=n), min_size=1, max_size=5)),
+    columns=st.integers(40, 200),
+)
+def test_every_cell_is_whole_at_any_width(rows: list[list[str]], columns: int) -> None:
+    table = PlainTable(*(f"head{i}" for i in range(len(rows[0]))))
+    for row in rows:
+        table.add_row(*row)
+    lines = printed(table, columns)
+    assert max(map(len, lines)) <= columns
+    words = " ".join(lines).split()
+    assert all(cell in words for row in rows for cell in row)
+    assert all(words.count(f"head{i}") == 1 for i in range(1, len(rows[0])))
+
+
+def test_only_a_cell_that_is_too_wide_alone_is_folded_between_words() -> None:
+    table = PlainTable("name", "text")
+    table.add_row("first", "some words that do not fit into a narrow terminal at all, not even nearly")
+    lines = printed(table, 40)
+    assert max(map(len, lines)) <= 40
+    assert " ".join(" ".join(lines[1:]).split()) == "first " + str(table.columns[1]._cells[0])
+
+
+def test_a_pipe_folds_nothing() -> None:
+    out = io.StringIO()
+    PlainConsole(file=out).print("word " * 70)
+    assert out.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_a_bar_keeps_the_time_that_is_left(columns: int) -> None:
+    out = io.StringIO()
+    bar = progress_bar(Console(file=out, width=columns, force_terminal=True, no_color=True))
+    description = (
+        "step 10000/20000 | loss 2.5000 | batch 1024 | stage 3/12 | lr 1.00e-03 | 1,234,567 tokens/s | MFU 51.2%"
+    )
+    bar.add_task(description, total=20, completed=7)
+    with bar:
+        pass
+    line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).strip().split("\r")[-1]
+    assert len(line) <= columns and line.endswith("left") and "step 10000/20000 | loss 2.5000" in line
+    assert columns < 160 or "MFU 51.2%" in line
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_plan_keeps_to_the_terminal(columns: int) -> None:
+    stated = ("enable_rampup_batch_size=true", "learning_rate_scaling=sqrt", "--layout", "--words")
+    lines = in_terminal("plan", *stated, columns=columns)
+    assert max(map(len, lines)) <= columns
+    assert not any(not line.strip() and not after.strip() for line, after in itertools.pairwise(lines[:-1])), (
+        "two empty lines: a line that was one column too long"
+    )
+    assert "gradient_accumulation_steps" in " ".join(lines) and "--rampup-batch-size 4 2 500" in " ".join(lines)
