@@ -55,7 +55,7 @@ COMMANDS: dict[str, Command] = {
     "compile": Command(
         "maxbatch.commands.compile",
         "Compile every program of a run ahead of time, for this machine or a TPU that is not here.",
-        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--output DIR] [--json]",
+        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--output DIR] [--hlo DIR] [--json]",
         ("maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
          "maxbatch compile run.yml --simulate-devices 8 --output compiled")),
     "data": Command(

@@ -7,76 +7,120 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ml_collections import ConfigDict
 
 from maxbatch.commands.arguments import local_path, note
-from maxbatch.commands.targets import add_target_arguments, planned
+from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
-from maxbatch.system.errors import EXIT_DONE, TrainingError
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 from maxbatch.training.compile.target import Target, device_facts
 
 if TYPE_CHECKING:
+    from maxbatch.data.feed.placement import BatchShape
     from maxbatch.training.compile.memory import Parts, Verdict
+    from maxbatch.training.compile.modelled import Modelled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch compile`."""
     add_target_arguments(parser)
-    parser.add_argument(
-        "--output", type=local_path, metavar="DIR", help="folder to save in (default: RUN_DIR/compiled)"
-    )
+    folder = "folder to save in (default: RUN_DIR/compiled)"
+    parser.add_argument("--output", type=local_path, metavar="DIR", help=folder)
+    hlo = "keep the optimised HLO text here, one file a program; of a TPU it is scheduled"
+    parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
+
+
+class _Compiled(NamedTuple):
+    """A program that was compiled, or that does not fit."""
+
+    verdict: Verdict
+    executable: Any  # None if it does not fit
+    modelled: Modelled
 
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
     config, target, plan = planned(args)
-    from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.ladder import plan_shapes
     from maxbatch.training.compile.lowering import Programs, step_name
-    from maxbatch.training.compile.memory import compile_for, known_parts
+    from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs
 
     expansion = max(1, int(expansion_factor(config, target.num_hosts)))
     programs = Programs(config, target.devices, plan.mesh, expansion)
     shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])
+    hlo = _made_folder(args.hlo)
     say = (lambda text: None) if args.json else note
-    verdicts: dict[str, Verdict] = {}
-    executables: dict[str, Any] = {}
+    done: dict[str, _Compiled] = {}
     for shape in shapes:
         name = step_name(shape)
         say(f"compiling {name} for {target.name}")
-        with without_persistent_cache():
-            verdicts[name], executables[name] = compile_for(programs.step(shape), target)
-        if not verdicts[name].fits:
+        done[name] = _compile(name, programs.step(shape), target, config, hlo, shape)
+        verdict = done[name].verdict
+        if not verdict.fits:
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
             if args.json:
-                print(json.dumps(_refusal(verdicts[name], known, target), indent=2))
+                print(json.dumps(_refusal(verdict, known, target), indent=2))
             raise _does_not_fit(
                 f"a micro-batch of {shape.micro_batch} ({name})",
-                verdicts[name], target, "maxbatch fit finds the largest that does",
+                verdict, target, "maxbatch fit finds the largest that does",
             )  # fmt: skip
     for name, lowered in programs.others(plan.eval_batch_size):
         say(f"compiling {name}")
-        with without_persistent_cache():
-            verdicts[name], executables[name] = compile_for(lowered, target)
-        if not verdicts[name].fits:
-            raise _does_not_fit(name, verdicts[name], target, "works: a smaller eval_per_device_batch_size")
+        done[name] = _compile(name, lowered, target, config, hlo)
+        if not done[name].verdict.fits:
+            raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     folder = Path(args.output or Path(config.run_dir) / "compiled").expanduser()
+    executables = {name: one.executable for name, one in done.items()}
     size = save_programs(folder, config, target.devices, shapes, executables)
     if args.json:
-        steps = [verdicts[step_name(shape)] for shape in shapes]
-        largest = max(steps, key=lambda verdict: verdict.needed_bytes or 0)
-        record = _figures(largest) | {
+        steps = [done[step_name(shape)] for shape in shapes]
+        record = _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
             "target": target.name,
             "devices": device_facts(target.devices),
-            "programs": {name: _figures(verdict) for name, verdict in verdicts.items()},
+            "programs": {name: _figures(one) for name, one in done.items()},
             "output": str(folder),
             "saved_bytes": size,
         }
         print(json.dumps(record, indent=2))
     else:
-        _show(verdicts, target, folder, size)
+        _show(done, target, folder, size)
     return EXIT_DONE
+
+
+def _compile(
+    name: str, lowered: Any, target: Target, config: ConfigDict, hlo: Path | None, shape: BatchShape | None = None
+) -> _Compiled:
+    """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
+    from maxbatch.training.compile.cache import without_persistent_cache
+    from maxbatch.training.compile.memory import compile_for
+    from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
+
+    with without_persistent_cache():
+        verdict, executable = compile_for(lowered, target)
+    if executable is None or not (hlo or has_clock(target)):
+        return _Compiled(verdict, executable, Modelled())
+    text = executable.as_text()
+    if hlo:
+        try:
+            (hlo / f"{name}.hlo").write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--hlo {hlo}: cannot be written ({error.strerror})") from error
+    return _Compiled(verdict, executable, model_time(text, target, config, shape))
+
+
+def _made_folder(path: str | None) -> Path | None:
+    """Returns the folder of `--hlo`, made before anything is compiled; None if none is stated."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--hlo {path}: cannot be written ({error.strerror})") from error
+    return folder
 
 
 def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> TrainingError:
@@ -88,7 +132,11 @@ def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> T
     )
 
 
-def _figures(verdict: Verdict) -> dict[str, Any]:
+def _figures(one: _Compiled) -> dict[str, Any]:
+    return _memory_figures(one.verdict) | one.modelled.to_dict()
+
+
+def _memory_figures(verdict: Verdict) -> dict[str, Any]:
     return {
         **(dataclasses.asdict(verdict.memory) if verdict.memory else {}),
         "hbm_bytes_needed": verdict.needed_bytes,
@@ -109,10 +157,10 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, Any]:
         "temp_bytes": None if needed is None else max(0, needed - arguments),
         "alias_bytes": known.parameters + known.optimizer,
     }
-    return parts | _figures(verdict) | {"target": target.name}
+    return parts | _memory_figures(verdict) | {"target": target.name}
 
 
-def _show(verdicts: Mapping[str, Verdict], target: Target, folder: Path, size: int) -> None:
+def _show(done: Mapping[str, _Compiled], target: Target, folder: Path, size: int) -> None:
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console
@@ -120,13 +168,14 @@ def _show(verdicts: Mapping[str, Verdict], target: Target, folder: Path, size: i
 
     columns = ("program", "arguments", "temporaries", "needed", "available", "compiled in")
     table = Table(*columns, title=target.name)
-    for name, verdict in verdicts.items():
-        memory = verdict.memory
+    for name, one in done.items():
+        verdict, memory = one.verdict, one.verdict.memory
         parts = (memory.argument_bytes, memory.temp_bytes) if memory else (None, None)
         cells = (*parts, verdict.needed_bytes, verdict.available_bytes)
         table.add_row(name, *map(gigabytes, cells), f"{verdict.seconds:.1f} s")
     plan_console().print(table)
     if target.devices[0].platform == "cpu":
         print(f"available: {target.memory_source}")
-    print(f"saved {len(verdicts)} programs ({gigabytes(size)}) in {folder}")
+    show_time({name: one.modelled for name, one in done.items()})
+    print(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}")
     print(f"next: maxbatch train ... compiled_dir={folder}")

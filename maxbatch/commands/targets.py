@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
@@ -13,6 +15,9 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.target import Target, find_target
 from maxbatch.training.compile.topology import parse_slice
+
+if TYPE_CHECKING:
+    from maxbatch.training.compile.modelled import Modelled
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,3 +53,31 @@ def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
     shape = checked_mesh_shape(config, target.devices)
     epoch = samples_per_epoch_if_cached(config)
     return config, target, BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
+
+
+def show_time(programs: Mapping[str, Modelled]) -> None:
+    """Prints where the time of programs goes, as the compiler's clock models it, and the dearest operations."""
+    from rich.table import Table
+
+    from maxbatch.plan.view import plan_console
+    from maxbatch.training.compile.memory import gigabytes
+
+    timed = {name: one for name, one in programs.items() if one.modelled_step_s is not None}
+    if not timed:
+        return
+    columns = ("program", "compute", "kernels", "hidden", "exposed", "run", "tokens/s per device", "MFU")
+    table = Table(*columns, title="modelled time of a run: a model of the compiler's schedule, nothing is measured")
+    for name, one in timed.items():
+        cycles = (f"{(count or 0) / 1e6:,.1f}M" for count in (one.compute_cycles, one.kernel_cycles))
+        sent = map(gigabytes, (one.hidden_collective_bytes, one.exposed_collective_bytes))
+        rate, mfu = one.modelled_tokens_per_second_per_device, one.modelled_mfu
+        rates = ("" if rate is None else f"{rate:,.0f}", "" if mfu is None else f"{mfu:.1%}")
+        table.add_row(name, *cycles, *sent, f"{(one.modelled_step_s or 0) * 1e3:,.1f} ms", *rates)
+    plan_console().print(table)
+    name, largest = max(timed.items(), key=lambda pair: pair[1].modelled_step_s or 0)
+    dearest = Table("cycles", "share", "operation", "source", title=f"the dearest operations of {name} (modelled)")
+    busy = (largest.compute_cycles or 0) + (largest.kernel_cycles or 0)
+    for operation in largest.operations:
+        share = f"{operation.cycles / max(1, busy):.1%}"
+        dearest.add_row(f"{operation.cycles / 1e6:,.1f}M", share, operation.name, operation.source)
+    plan_console().print(dearest)

@@ -190,6 +190,23 @@ def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pyt
         assert isinstance(record[key], int)
 
 
+def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", *TINY_RUN, "--output", "out", "--hlo", "texts", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {path.stem for path in Path("texts").glob("*.hlo")} == set(record["programs"])
+    for figures in (record, *record["programs"].values()):
+        for key in ("compute_cycles", "kernel_cycles", "hidden_collective_bytes", "exposed_collective_bytes",
+                    "modelled_step_s", "modelled_tokens_per_second_per_device", "modelled_mfu"):  # fmt: skip
+            assert figures[key] is None
+
+
+def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("taken").write_text("")
+    assert main(["compile", *TINY_RUN, "--hlo", "taken"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("maxbatch: error: --hlo taken: cannot be written")
+
+
 def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *TINY_RUN, "per_device_batch_size=9000"]) == 2
     refusal = capsys.readouterr().err.splitlines()[-1]

@@ -131,7 +131,7 @@ def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixt
         "gradient_accumulation_steps=2",
         "steps=300",
     )
-    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:4x4x4", "--output", "saved"]
+    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:4x4x4", "--output", "saved", "--hlo", "t"]
     assert main(["compile", *arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["devices"]["devices"] == 64
@@ -139,7 +139,17 @@ def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixt
     steps = {name: figures for name, figures in record["programs"].items() if name.startswith("step-")}
     assert set(steps) == {"step-128-4", "step-256-2"}
     assert all(figures["fits"] for figures in steps.values())
+    for name, figures in steps.items():
+        assert figures["compute_cycles"] > 0 and figures["kernel_cycles"] > 0 and 0 < figures["modelled_mfu"] < 1
+        sent = figures["hidden_collective_bytes"] + figures["exposed_collective_bytes"]
+        busy = (figures["compute_cycles"] + figures["kernel_cycles"]) / 1.75e9
+        exposed = figures["exposed_collective_bytes"] / 600e9
+        assert sent > 0 and figures["modelled_step_s"] >= busy + exposed - 1e-12
+        assert len(figures["operations"]) == 5
+        assert "is_scheduled=true" in Path(f"t/{name}.hlo").read_text()
+    assert any(one["source"].startswith("maxbatch/model/") for one in steps["step-256-2"]["operations"])
     manifest = json.loads(Path("saved/manifest.json").read_text())
+    assert "--xla_enable_async_all_gather=true" in manifest["config"]["libtpu_flags"]
     assert manifest["shapes"] == [[128, 4], [256, 2]]
     assert all(Path(f"saved/{name}.bin").stat().st_size > 0 for name in manifest["programs"])
 

@@ -1,0 +1,263 @@
+"""The time of a compiled TPU program, modelled from its schedule. No JAX.
+
+The TPU compiler's HLO is scheduled, and every fusion says the cycles that the compiler estimates for it. Summed over
+loops they are the computation of an update. Collectives are counted in bytes, by whether computation runs meanwhile.
+It is a model: nothing is measured, and waiting for memory, for the host or for other chips is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from maxbatch.system.chips import Chip
+from maxbatch.training.compile.hlo import Instruction, Module, arrays, shape_bytes
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+# Fusions of a collective that run in the open: no computation of another operation is in them.
+_OPEN_FUSIONS = ("all-reduce-scatter", "reduce-scatter-fusion")
+# Products of queries and keys that a splash kernel computes. JAX 0.10 states no cost of it, so it is counted here.
+_SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
+_CAUSAL = 0.5  # of the products, what a causal mask leaves
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What one operation of the model takes in an update, over all its turns."""
+
+    name: str  # JAX's name of it
+    source: str  # `file:line`
+    cycles: int
+
+
+@dataclasses.dataclass
+class Schedule:
+    """What the compiler's schedule of a program says, loops multiplied out."""
+
+    compute_cycles: float = 0
+    kernel_cycles: float = 0  # of custom kernels, by their cost; no part of `compute_cycles`
+    hidden_collective_bytes: float = 0  # while computation runs
+    exposed_collective_bytes: float = 0
+    operations: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # cycles by name and source
+
+    def add(self, other: Schedule, times: int) -> None:
+        """Adds what a loop or a call runs so many times."""
+        self.compute_cycles += times * other.compute_cycles
+        self.kernel_cycles += times * other.kernel_cycles
+        self.hidden_collective_bytes += times * other.hidden_collective_bytes
+        self.exposed_collective_bytes += times * other.exposed_collective_bytes
+        for key, cycles in other.operations.items():
+            self.operations[key] += times * cycles
+
+    @property
+    def busy_cycles(self) -> float:
+        """Cycles of computation, kernels included."""
+        return self.compute_cycles + self.kernel_cycles
+
+    def dearest(self, number: int) -> list[Operation]:
+        """Returns the operations that take most cycles."""
+        return [Operation(*key, cycles=round(cycles)) for key, cycles in self.operations.most_common(number)]
+
+    def seconds(self, chip: Chip) -> float | None:
+        """Returns the modelled time: the longer of computation and hidden transfer, plus the exposed transfer.
+
+        Returns None for a chip without a clock, whose compiler counts no cycles.
+        """
+        if chip.clock_ghz is None:
+            return None
+        rate = chip.ici_gb_s * 1e9
+        busy = self.busy_cycles / (chip.clock_ghz * 1e9)
+        return max(busy, self.hidden_collective_bytes / rate) + self.exposed_collective_bytes / rate
+
+
+def schedule_of(module: Module, chip: Chip, trips: int = 1) -> Schedule:
+    """Returns what the schedule of a program says.
+
+    Args:
+      module: of scheduled HLO text.
+      chip: whose peak and bandwidth turn a kernel's cost into cycles.
+      trips: turns of a loop whose number is an argument of the program, such as that over micro-batches.
+    """
+    return _Reader(module, chip, trips).computation(module.entry)
+
+
+class _Reader:
+    """Reads the computations of a module, each once."""
+
+    def __init__(self, module: Module, chip: Chip, trips: int) -> None:
+        self._module, self._chip, self._trips = module, chip, trips
+        self._known: dict[str, Schedule] = {}
+
+    def computation(self, name: str) -> Schedule:
+        """Returns what one run of a computation takes."""
+        if name not in self._known:
+            self._known[name] = self._read(self._module.computations.get(name, []))
+        return self._known[name]
+
+    def _read(self, instructions: Sequence[Instruction]) -> Schedule:
+        shapes = {one.name: one.shape for one in instructions}
+        steps = [self._alone(one, shapes) for one in instructions]
+        total = Schedule()
+        for step in steps:
+            total.add(step, 1)
+        for transfer in transfers(instructions, self._module):
+            behind = any(steps[index].busy_cycles for index in transfer.meanwhile)
+            if behind:
+                total.hidden_collective_bytes += transfer.num_bytes
+            else:
+                total.exposed_collective_bytes += transfer.num_bytes
+        return total
+
+    def _alone(self, one: Instruction, shapes: Mapping[str, str]) -> Schedule:
+        """Returns what an instruction takes, without the collectives that it begins, carries or ends."""
+        found = Schedule()
+        if one.opcode == "while":
+            found.add(self.computation(one.attribute("body") or ""), _turns(one, self._module) or self._trips)
+        elif one.opcode == "conditional":
+            branches = [self.computation(name) for name in _branches(one)]
+            found.add(max(branches, key=lambda branch: branch.busy_cycles, default=Schedule()), 1)
+        elif one.opcode == "call":
+            found.add(self.computation(one.attribute("to_apply") or ""), 1)
+        else:
+            cycles = one.number("estimated_cycles") or 0
+            kernel = _kernel_cycles(one, shapes, self._chip) if _is_kernel(one) and not cycles else 0
+            found.compute_cycles, found.kernel_cycles = cycles, kernel
+            if cycles or kernel:
+                found.operations[_title(one), self._module.source(one)] += cycles + kernel
+        return found
+
+
+def _turns(loop: Instruction, module: Module) -> int | None:
+    """Returns how often a loop runs; None if the number is an argument of the program."""
+    known = loop.number("known_trip_count")
+    if known is not None:
+        return known
+    condition = module.computations.get(loop.attribute("condition") or "", [])
+    constants = {one.name: int(one.rest.partition(")")[0]) for one in condition if _is_whole_constant(one)}
+    for one in condition:
+        if one.opcode == "compare" and one.attribute("direction") == "LT" and len(one.operands) == 2:
+            bound = constants.get(one.operands[1])
+            if bound is not None:
+                return bound
+    return None
+
+
+def _is_whole_constant(one: Instruction) -> bool:
+    return one.opcode == "constant" and bool(re.match(r"[su]32\[\]", one.shape)) and one.rest[:1].isdigit()
+
+
+def _branches(one: Instruction) -> list[str]:
+    listed = re.search(r"branch_computations=\{([^}]*)\}", one.rest)
+    pair = (one.attribute("true_computation"), one.attribute("false_computation"))
+    return re.findall(r"[\w.\-]+", listed[1]) if listed else [name for name in pair if name]
+
+
+def _title(one: Instruction) -> str:
+    """Returns the end of JAX's name of an operation: the primitive, of a product the equation, of a kernel its name."""
+    if _is_kernel(one):
+        return one.name.partition(".")[0]
+    parts = one.op_name.split("/") if one.op_name else [one.name]
+    is_product = len(parts) > 1 and parts[-1] == "dot_general" and "->" in parts[-2]
+    return parts[-2] if is_product else parts[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective in the order of a computation's instructions."""
+
+    num_bytes: int  # of the whole array, of an all-reduce twice: what crosses the wire
+    meanwhile: Sequence[int]  # the instructions that run between its start and its end
+
+
+def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
+    """Yields the collectives that a computation's own instructions run.
+
+    They stand as one instruction that waits, as a start and a done, or inside of fusions: a collective that is spread
+    over several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and
+    done the compiler joined again since nothing runs between them (`ConvertAsyncCollectivesToSync` in XLA): it waits.
+    """
+    shapes = {one.name: one.shape for one in instructions}
+    fused: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for index, one in enumerate(instructions):
+        kind = one.opcode.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            is_start = one.opcode.endswith("-start")
+            end = _end(instructions, index) if is_start else index
+            size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
+            yield Transfer(size, range(index + 1, end))
+        elif one.opcode in ("fusion", "async-start"):
+            for channel, size in _inside(one, module):
+                sizes[channel] = size
+                fused.setdefault(channel, []).append(index)
+                if one.opcode == "async-start":
+                    fused[channel].append(_end(instructions, index))
+    for channel, places in fused.items():
+        first, last = places[0], places[-1]
+        carriers = [index for index in places if _carries_computation(instructions[index])]
+        yield Transfer(sizes[channel], [*carriers, *range(first + 1, last)])
+
+
+def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
+    """Yields the collectives of a called computation, with their channel and bytes."""
+    called = module.computations.get(one.attribute("calls") or "", [])
+    shapes = {inner.name: inner.shape for inner in called}
+    for inner in called:
+        kind = inner.opcode.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            channel = inner.attribute("channel_id") or inner.name
+            yield channel, _wire_bytes(kind, inner, shapes, inner.shape)
+
+
+def _carries_computation(one: Instruction) -> bool:
+    """Returns whether an instruction runs a collective beside computation of another operation."""
+    called = one.attribute("calls") or ""
+    return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
+
+
+def _end(instructions: Sequence[Instruction], start: int) -> int:
+    """Returns where an asynchronous operation ends: at its done, else with the computation."""
+    names = {instructions[start].name}
+    for index in range(start + 1, len(instructions)):
+        one = instructions[index]
+        if names & set(one.operands):
+            if one.opcode.endswith("-done"):
+                return index
+            if one.opcode == "async-update":
+                names.add(one.name)
+    return len(instructions) - 1
+
+
+def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: str) -> int:
+    """Returns the bytes of the whole array, of an all-reduce twice."""
+    if kind in ("reduce-scatter", "all-reduce"):
+        given = sum(shape_bytes(shapes.get(name, "")) for name in one.operands)
+        return (2 if kind == "all-reduce" else 1) * (given or shape_bytes(result))
+    return shape_bytes(result)
+
+
+def _is_kernel(one: Instruction) -> bool:
+    return one.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in one.rest
+
+
+def _kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
+    """Returns the cycles of a custom kernel at the chip's peak, of its arithmetic or its memory."""
+    if chip.clock_ghz is None:
+        return 0
+    flops = one.number("flops") or _splash_flops(one, shapes)
+    seconds = max(flops / (chip.tflops * 1e12), (one.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9))
+    return round(seconds * chip.clock_ghz * 1e9)
+
+
+def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
+    """Returns the FLOPs of causal splash attention from its queries and keys, [..., heads, length, head_dim]."""
+    products = next((number for name, number in _SPLASH_PRODUCTS.items() if name in one.name + one.op_name), 0)
+    given = [dims for name in one.operands for kind, dims in arrays(shapes.get(name, "")) if kind[0] in "fb"]
+    heads = [dims for dims in given if len(dims) >= 3]
+    if not products or len(heads) < 2:
+        return 0
+    queries, keys = heads[0], heads[1]
+    return _CAUSAL * products * 2 * math.prod(queries) * keys[-2]

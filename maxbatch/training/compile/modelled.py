@@ -1,0 +1,77 @@
+"""What an update of a compiled program takes on its devices, as the compiler's own clock models it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbatch.data.feed.placement import BatchShape
+from maxbatch.model.decoder import model_flops_per_token
+from maxbatch.system.chips import Chip
+from maxbatch.training.compile.clock import Operation, schedule_of
+from maxbatch.training.compile.hlo import read_hlo
+from maxbatch.training.compile.target import Target
+
+_DEAREST = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Modelled:
+    """The modelled figures of one run of a program, all of them per device; none is measured.
+
+    They are None where the compiler has no clock (CPUs and GPUs), the rates also for a program that is no update.
+    """
+
+    compute_cycles: int | None = None  # loops multiplied out, without custom kernels
+    kernel_cycles: int | None = None  # of custom kernels, by their cost
+    hidden_collective_bytes: int | None = None
+    exposed_collective_bytes: int | None = None
+    modelled_step_s: float | None = None
+    modelled_tokens_per_second_per_device: float | None = None
+    modelled_mfu: float | None = None
+    operations: Sequence[Operation] = ()  # the dearest, the first the most
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures as `--json` prints them."""
+        return dataclasses.asdict(self) | {"operations": [dataclasses.asdict(one) for one in self.operations]}
+
+
+def model_time(text: str, target: Target, config: ConfigDict, shape: BatchShape | None = None) -> Modelled:
+    """Returns the modelled figures of a program.
+
+    Args:
+      text: its optimised HLO.
+      shape: the batch of an update; None for another program.
+    """
+    chip = target.chip
+    if not has_clock(target) or chip is None:
+        return Modelled()
+    schedule = schedule_of(read_hlo(text), chip, shape.max_micro_batches if shape else 1)
+    seconds = schedule.seconds(chip)
+    rate = mfu = None
+    if shape and seconds:
+        tokens = shape.micro_batch * shape.max_micro_batches * config.max_target_length
+        rate = tokens / len(target.devices) / seconds
+        mfu = rate * model_flops_per_token(config) / (_peak_tflops(config, chip) * 1e12)
+    return Modelled(
+        compute_cycles=round(schedule.compute_cycles),
+        kernel_cycles=round(schedule.kernel_cycles),
+        hidden_collective_bytes=round(schedule.hidden_collective_bytes),
+        exposed_collective_bytes=round(schedule.exposed_collective_bytes),
+        modelled_step_s=seconds,
+        modelled_tokens_per_second_per_device=rate,
+        modelled_mfu=mfu,
+        operations=schedule.dearest(_DEAREST),
+    )
+
+
+def has_clock(target: Target) -> bool:
+    """Returns whether the target's compiler says cycles."""
+    return target.devices[0].platform == "tpu" and target.chip is not None and target.chip.clock_ghz is not None
+
+
+def _peak_tflops(config: ConfigDict, chip: Chip) -> float:
+    return config.peak_tflops_per_device or chip.tflops
