@@ -190,11 +190,10 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
             size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
             yield Transfer(size, range(index + 1, end))
         elif one.opcode in ("fusion", "async-start"):
+            places = [index] if one.opcode == "fusion" else [index, _end(instructions, index)]
             for channel, size in _inside(one, module):
                 sizes[channel] = size
-                fused.setdefault(channel, []).append(index)
-                if one.opcode == "async-start":
-                    fused[channel].append(_end(instructions, index))
+                fused.setdefault(channel, []).extend(places)
     for channel, places in fused.items():
         first, last = places[0], places[-1]
         carriers = [index for index in places if _carries_computation(instructions[index])]

@@ -1,4 +1,4 @@
-"""What an update of a compiled program takes on its devices, as the compiler's own clock models it."""
+"""The modelled time of a compiled program on its devices, by the compiler's own clock."""
 
 from __future__ import annotations
 
