@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -69,15 +70,16 @@ def train(
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     check_batch_keys(config)
-    loggers = tuple(_Logger(output) for output in outputs)
-    return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
+    with ExitStack() as stack:  # also of a run that is refused, or complete already
+        loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
+        return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
 
 
 class _Logger(Output):
     """A user's logger: a function of a record, or an object of which only `append` has to be there."""
 
     def __init__(self, output: Any) -> None:
-        self._output = output
+        self._output, self._is_closed = output, False
 
     def append(self, record: Record) -> None:
         append = getattr(self._output, "append", self._output)
@@ -87,7 +89,9 @@ class _Logger(Output):
         getattr(self._output, "sync", _nothing)()
 
     def close(self) -> None:
-        getattr(self._output, "close", _nothing)()
+        if not self._is_closed:
+            self._is_closed = True
+            getattr(self._output, "close", _nothing)()
 
 
 def _nothing() -> None:

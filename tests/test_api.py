@@ -137,6 +137,22 @@ def test_a_users_data_are_one_stream(tmp_path: Path) -> None:
     assert total % 2**64 == 2 * int(fingerprint([once]), 16) % 2**64
 
 
+def test_a_logger_is_closed_once_also_where_nothing_is_trained(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Logger:
+        def append(self, record: dict[str, Any]) -> None:
+            closed.append("record")
+
+        def close(self) -> None:
+            closed.append("close")
+
+    for expected in (["record", "close"], ["close"]):  # the second time the run is complete
+        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), outputs=[Logger()], devices=ONE)
+        assert closed == expected
+        closed.clear()
+
+
 @pytest.mark.parametrize(
     ("row", "rule"),
     [(np.zeros(3), "max_target_length=3"), (np.full(LENGTH, 999), "vocab_size=1000"), ({"ids": 1}, "has no tokens")],
