@@ -23,6 +23,7 @@ class Fixes(enum.Flag):
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
     PROMPTS = enum.auto()  # how records become prompts
+    ADAPTERS = enum.auto()  # which parameters are trained beside the model's, and how they enter it
     CHAT = enum.auto()  # how records become conversations with trained and untrained tokens
     MODEL = enum.auto()  # the parameters and the optimizer's state
     PROGRAM = enum.auto()  # the compiled programs
@@ -169,6 +170,10 @@ ROWS: tuple[Key, ...] = (
     Key("attention", "choice", choices=("auto", "dot_product", "cudnn", "splash"), fixes=_PROGRAM),
     Key("scan_layers", "bool", fixes=_PROGRAM),
     Key("init_weights_seed", "int", _SEED, fixes=_MODEL),
+    # low-rank adapters
+    Key("lora_rank", "int", _FROM_ZERO, fixes=Fixes.ADAPTERS | _PROGRAM, maxtext=OURS, warm_start=False),
+    Key("lora_alpha", "real", _POSITIVE, fixes=Fixes.ADAPTERS | _PROGRAM, maxtext=OURS),
+    Key("lora_targets", "text", fixes=Fixes.ADAPTERS | _PROGRAM, maxtext=OURS),
     # data
     Key("dataset_type", "choice", fixes=Fixes.RECORDS, choices=(
         "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.keys import Key, Part, names_of
@@ -142,6 +142,8 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     flags = str(values["libtpu_flags"])
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
+    if values["lora_rank"]:
+        _check_adapters(values, fault)
     if not values["run_dir"]:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}
@@ -159,3 +161,14 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
     if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
         raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+
+
+def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
+    if values["batch_size"] is not None:
+        raise fault("lora_rank", "0 beside batch_size: maxbatch rl trains all parameters", 0)
+    if values["load_full_state_path"]:
+        rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
+        raise fault("lora_rank", rule + "names the model to adapt", 0)
+    if not values["load_parameters_path"]:
+        raise fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)

@@ -34,6 +34,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "norm": (),
+    "rank": (),
 }
 ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",

@@ -28,6 +28,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, remove_tree, subfolders
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
+from maxbatch.training.parameters import base_identity
 from maxbatch.training.state import TrainState
 
 CHECKSUM = "checksum"  # name of the compiled program
@@ -43,7 +44,11 @@ class Restored(NamedTuple):
 
 def model_identity(config: ConfigDict) -> dict[str, Any]:
     """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state."""
-    return {key: config[key] for key in names_fixing(Fixes.MODEL)}
+    identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
+    if config.lora_rank:
+        identity |= {key: config[key] for key in names_fixing(Fixes.ADAPTERS)}
+        identity["base"] = base_identity(config.load_parameters_path)
+    return identity
 
 
 def state_checksum(state: TrainState) -> jax.Array:
@@ -54,6 +59,11 @@ def state_checksum(state: TrainState) -> jax.Array:
         return words.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
     return jnp.stack([bits(leaf) for leaf in jax.tree.leaves(state)]).sum(dtype=jnp.uint32)
+
+
+def _items(state: TrainState) -> list[tuple[str, Any]]:
+    """Returns the names and the arrays of what a checkpoint holds."""
+    return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
@@ -127,7 +137,7 @@ class Checkpoints:
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
         if self._checksum is self._jitted_checksum:
-            lower = partial(self._jitted_checksum.lower, abstract)
+            lower = partial(self._jitted_checksum.lower, abstract.saved)
             compiled = background.start(partial(make, CHECKSUM, lower))
             self._checksum = lambda state: compiled.result()(state)
 
@@ -199,7 +209,7 @@ class Checkpoints:
         """Returns the state, or None and how it is damaged for one of the hosts."""
         state: Any = None
         damage = None
-        items = {name: restore_as(part) for name, part in abstract._asdict().items()}
+        items = {name: restore_as(part) for name, part in _items(abstract)}
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
             state = TrainState(restored["params"], restored["opt_state"])
@@ -213,7 +223,7 @@ class Checkpoints:
         if damage:
             return None, damage
         if self._checksum is self._jitted_checksum:
-            self._checksum = make(CHECKSUM, partial(self._jitted_checksum.lower, abstract))
+            self._checksum = make(CHECKSUM, partial(self._jitted_checksum.lower, abstract.saved))
         is_sound = int(self._checksum(state)) == checksum
         return (state, None) if is_sound else (None, "its arrays do not match their checksum")
 
@@ -241,9 +251,9 @@ class Checkpoints:
           TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
           ConfigError: the folder cannot be written.
         """
-        record = CheckpointRecord(position, self._identity, int(self._checksum(state)), self._hosts)
+        record = CheckpointRecord(position, self._identity, int(self._checksum(state.saved)), self._hosts)
         with self._writing():
-            items = {name: ocp.args.PyTreeSave(part) for name, part in state._asdict().items()}
+            items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())
             self._manager.save(position.step, args=ocp.args.Composite(**items))
 

@@ -27,6 +27,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
+from maxbatch.training.adapters import Adapters
 from maxbatch.training.layer_gradients import SummingLayers
 from maxbatch.training.state import MakeModel, abstract_model, with_layers
 
@@ -75,6 +76,13 @@ class Sums(NamedTuple):
     fingerprints_dx4: jax.Array
 
 
+class Weights(NamedTuple):
+    """The parameters that gradients are taken at."""
+
+    trained: nnx.State
+    frozen: nnx.State | None  # those of the model, if adapters are trained
+
+
 class Totals(NamedTuple):
     """The sums of a whole global batch, reduced over the data axis."""
 
@@ -95,26 +103,29 @@ class Accumulation:
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
         constrain = activation_constraint(mesh, row_axes)
-        self._sums_layers = config.scan_layers and self._pipeline is None and objective.make_model is None
+        self._adapters = adapters = Adapters.from_config(config)
+        is_own = objective.make_model is not None
+        self._sums_layers = config.scan_layers and self._pipeline is None and not is_own and not adapters
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.data_shards = mesh.shape["data"]
         # Refuses a stated attention here.
         _, params_shape = abstract_model(config, constrain, self._pipeline, objective.make_model)
+        trained_shape = adapters.abstract(params_shape) if adapters else params_shape
         self._partial_sharding = jax.tree.map(
-            lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(params_shape, mesh)
+            lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)
         )
         self._accumulator = optax.MultiSteps(
             optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
         )
 
         def loss_fn(
-            params: nnx.State, layer_sums: nnx.State, layers: nnx.State, rows: Any
+            params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
             summing = SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
             graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
-            decoder = nnx.merge(graphdef, nnx.merge_state(params, layers))
-            loss, weight, others = objective.sums(decoder, rows, row_shards)
-            return loss, (weight, others)
+            whole = self._staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
+            loss, weight, figures = objective.sums(nnx.merge(graphdef, whole), rows, row_shards)
+            return loss, (weight, figures)
 
         self._partial_gradients = jax.vmap(
             jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True), in_axes=(None, 0, None, 0), spmd_axis_name="data"
@@ -123,17 +134,23 @@ class Accumulation:
             lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
         )
 
-    def staged(self, params: nnx.State) -> nnx.State:
-        """Returns the parameters in the order in which the model's layers run, for `start` and `add`."""
+    def staged(self, params: nnx.State, frozen: nnx.State | None = None) -> Weights:
+        """Returns the parameters in the order in which the model's layers run, for `start` and `add`.
+
+        Adapters keep their own order: the model is put in order once they are part of it.
+        """
+        return Weights(params if self._adapters else self._staged(params), frozen)
+
+    def _staged(self, params: nnx.State) -> nnx.State:
         return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
 
-    def start(self, params: nnx.State, sums_layers: bool = True) -> Sums:
+    def start(self, weights: Weights, sums_layers: bool = True) -> Sums:
         """Returns the sums of no micro-batch, for `staged` parameters.
 
         With `sums_layers`, the backward pass of layers that run in a loop adds their gradients up.
         """
         shards = self.data_shards
-        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), params)
+        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), weights.trained)
         zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
         nothing = jnp.zeros(shards, jnp.float32)
         others = dict.fromkeys(self._objective.others, nothing)
@@ -149,7 +166,7 @@ class Accumulation:
             return nnx.State({}), params
         return nnx.split_state(params, nnx.PathContains("layers"), ...)
 
-    def add(self, params: nnx.State, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
+    def add(self, weights: Weights, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
         """Returns the sums with one more micro-batch, for `staged` parameters.
 
         Args:
@@ -157,10 +174,9 @@ class Accumulation:
           measures_noise: whether to take the parts of the noise scale from it, the first of its update.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
-        of_layers, rest = self._apart(params, bool(sums.layers))
-        (loss_d, (weight_d, others_d)), (gradients, layers) = self._partial_gradients(
-            rest, sums.layers, of_layers, shards
-        )
+        of_layers, rest = self._apart(weights.trained, bool(sums.layers))
+        others = of_layers if weights.frozen is None else weights.frozen
+        (loss_d, (weight_d, others_d)), (gradients, layers) = self._partial_gradients(rest, sums.layers, others, shards)
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
         noise_parts_d = sums.noise_parts_d
@@ -181,7 +197,7 @@ class Accumulation:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
         gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
         totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0), (gradients, *sums[2:])))
-        if self._pipeline:
+        if self._pipeline and not self._adapters:
             totals = totals._replace(gradient=with_layers(totals.gradient, self._pipeline.layer_order))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
 

@@ -20,9 +20,9 @@ from maxbatch.system.errors import ConfigError
 PyTree = Any
 KeyPath = tuple[Any, ...]
 
-# Input and output axes of the matrices that Muon orthogonalises, by the parameter's name, in one layer. Embedding
-# and output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
-_MUON_MATRICES = {
+# Input and output axes of the matrices of a layer, by the parameter's name, which Muon orthogonalises and LoRA adapts.
+# Embedding and output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
+MATRICES = {
     "query": ((0,), (1, 2)),
     "key": ((0,), (1, 2)),
     "value": ((0,), (1, 2)),
@@ -169,8 +169,8 @@ def _muon_matrices(parameters: PyTree) -> PyTree:
     def dimension_numbers(path: KeyPath, value: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         for name in _names(path):
             # A user's parameter of that name may have another rank.
-            if name in _MUON_MATRICES and sum(map(len, _MUON_MATRICES[name])) + _in_stack(path) == value.ndim:
-                inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in _MUON_MATRICES[name])
+            if name in MATRICES and sum(map(len, MATRICES[name])) + _in_stack(path) == value.ndim:
+                inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in MATRICES[name])
                 return optax.contrib.MuonDimensionNumbers(inputs, outputs)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.loading import load_config
+from maxbatch.config.values import shown
 from maxbatch.parallel.sharding import parameter_shardings
-from maxbatch.runs.position import committed_steps
+from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.adapters import Adapters
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.huggingface import read_parameters
 from maxbatch.training.state import TrainState, abstract_model
+
+_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a model
 
 
 def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
@@ -64,6 +69,13 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
     if is_huggingface_folder(path):
         return read_parameters(path, config, abstract_params)
     checkpoint = _find_checkpoint(path)
+    own = _adapted_config(checkpoint)
+    if own is not None:
+        return _restore_merged(checkpoint, own, config, abstract_params)
+    return _restore(path, checkpoint, abstract_params)
+
+
+def _restore(path: str | Path | AnyPath, checkpoint: AnyPath, abstract_params: nnx.State) -> nnx.State:
     with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
         try:
             return checkpointer.restore(folder / "params", args=restore_as(abstract_params))
@@ -73,6 +85,74 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
             raise ConfigError(
                 f"load_parameters_path={path}: its parameters do not fit this model ({reason(error)})"
             ) from error
+
+
+def _adapted_config(checkpoint: AnyPath) -> ConfigDict | None:
+    """Returns the config of a checkpoint's run if the checkpoint holds adapters, else None."""
+    file = checkpoint.parent.parent / "config.yml"
+    config = load_config(str(file)) if file.is_file() else None
+    return config if config is not None and config.lora_rank else None
+
+
+def _restore_merged(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
+    """Returns the parameters of a model with the adapters of a checkpoint merged into them.
+
+    Args:
+      checkpoint: holds adapters.
+      own: the config of its run, which names the model that they adapt.
+      config: of the model, as the caller wants it.
+      abstract_params: its shapes and places.
+    """
+    base = own.load_parameters_path
+    stated = _record(checkpoint).identity["model"].get("base")
+    if stated != base_identity(base):
+        raise ConfigError(
+            f"{checkpoint}: holds adapters of another model than load_parameters_path={shown(repr(base))} is now; "
+            "put back the one that they were trained on"
+        )
+    adapters = Adapters.from_config(own)
+    assert adapters is not None, "the checkpoint holds adapters"
+    abstract = adapters.abstract(abstract_params)
+    places = jax.tree.map(lambda x: x.sharding, abstract_params)
+    mesh = getattr(jax.tree.leaves(places)[0], "mesh", None)
+    somewhere = jax.tree.leaves(places)[0]
+    shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
+    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
+    trained = _restore(checkpoint, checkpoint, placed)
+    model = restore_parameters(base, config, abstract_params)
+    return jax.jit(adapters.merged, out_shardings=places, donate_argnums=0)(model, trained)
+
+
+def base_identity(path: str | Path) -> str:
+    """Returns what identifies the parameters of a run, a checkpoint or a Hugging Face folder, wherever they lie.
+
+    Of a checkpoint that is its step and the checksum of its arrays; of a folder the sizes of its safetensors files and
+    blocks of 4 kB spread over each, and its `config.json`: reading them whole would take as long as loading them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    if is_huggingface_folder(path):
+        folder = Path(path).expanduser()
+        for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            with open(file, "rb") as stream:
+                for block in range(_BLOCKS):
+                    stream.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+                    digest.update(stream.read(_BLOCK_BYTES))
+        return digest.hexdigest()
+    record = _record(_find_checkpoint(path))
+    digest.update(f"{record.position.step} {record.checksum} {record.identity['model']}".encode())
+    return digest.hexdigest()
+
+
+def _record(checkpoint: AnyPath) -> CheckpointRecord:
+    """Returns what the JSON of a checkpoint says; raises ConfigError if it cannot be trusted."""
+    if not checkpoint.name.isdigit():
+        raise ConfigError(f"{checkpoint}: adapters need a run folder, or one of its checkpoints/STEP")
+    try:
+        return read_record(checkpoint.parent.parent, int(checkpoint.name))
+    except DamagedError as error:
+        raise ConfigError(f"{checkpoint}: cannot be used: {error}") from error
 
 
 def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.feed import Feed, StagedBatch
@@ -30,7 +31,7 @@ from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
 from maxbatch.training.parameters import restore_full_state, restore_parameters
 from maxbatch.training.session import Outcome, Session
-from maxbatch.training.state import TrainState, init_opt_state
+from maxbatch.training.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.task import Dispatched, TaskData
 
 CONFIGURED = Parts()  # all of it the config's
@@ -152,7 +153,7 @@ class Pretraining:
 
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Compiles the first step while the state is made, and warms it up."""
-        making_state = self._session.background.start(lambda: restored or self._first_state())
+        making_state = self._session.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state = making_state.result()
         for shape, step in compiled:
@@ -160,16 +161,26 @@ class Pretraining:
             nothing = (self.placement.padding(shape), np.int32(1), np.float32(0), np.float32(1))
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
+        if self.abstract.frozen is not None:
+            self._merging = compile_merging(self._session.config, self.abstract)
         self._evaluator = self._open_evaluator()
         self.evaluates = self._evaluator is not None
         return state
+
+    def _state(self, restored: TrainState | None) -> TrainState:
+        if restored is None:
+            return self._first_state()
+        if self.abstract.frozen is None:
+            return restored
+        config = self._session.config
+        return restored._replace(frozen=restore_parameters(config.load_parameters_path, config, self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
         config = self._session.config
         if config.load_full_state_path:
             return restore_full_state(config.load_full_state_path, self.abstract)
         if config.load_parameters_path:
-            params = restore_parameters(config.load_parameters_path, config, self.abstract.params)
+            params = restore_parameters(config.load_parameters_path, config, self.abstract.model)
             return init_opt_state(config, self.abstract, params)
         return self.executable(INIT, self._programs.init)()
 
@@ -204,11 +215,15 @@ class Pretraining:
     def compile_rest(self) -> None:
         self.steps.compile_rest(self._session.background)
         if self._evaluator:
-            self._evaluator.compile(self.abstract.params, self._session.background, self.executable)
+            self._evaluator.compile(self.abstract.model, self._session.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
         assert self._evaluator is not None, "an eval was asked for"
-        return {Metric.EVAL_LOSS: self._evaluator(state.params).loss}
+        return {Metric.EVAL_LOSS: self._evaluator(self._merged(state)).loss}
+
+    def _merged(self, state: TrainState) -> nnx.State:
+        """Returns the parameters of the model, its adapters merged into them."""
+        return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of what the model learned, and what to type next."""
@@ -216,7 +231,7 @@ class Pretraining:
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:
-            text = generate_text(state.params, make_tokenizer(config), prompt, config, mesh=self.mesh)
+            text = generate_text(self._merged(state), make_tokenizer(config), prompt, config, mesh=self.mesh)
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")

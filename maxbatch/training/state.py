@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.adapters import Adapters
 from maxbatch.training.optimizers import make_optimizer
 
 
@@ -32,10 +33,24 @@ class MakeModel(Protocol):
 
 
 class TrainState(NamedTuple):
-    """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them."""
+    """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them.
+
+    In a run with adapters the parameters are the adapters, and `frozen` are those of the model that they adapt.
+    """
 
     params: nnx.State
     opt_state: Any
+    frozen: nnx.State | None = None  # not trained, and in no checkpoint
+
+    @property
+    def saved(self) -> TrainState:
+        """What a checkpoint holds."""
+        return self._replace(frozen=None)
+
+    @property
+    def model(self) -> nnx.State:
+        """The parameters of the model, without its adapters."""
+        return self.params if self.frozen is None else self.frozen
 
 
 def abstract_model(
@@ -85,8 +100,11 @@ def num_parameters(params: nnx.State) -> int:
 
 def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None = None) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocating any."""
-    _, params = abstract_model(config, make_model=make_model)
+    _, base = abstract_model(config, make_model=make_model)
+    adapters = Adapters.from_config(config)
+    params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
+    frozen_shardings = parameter_shardings(base, mesh) if adapters else None
     optimizer = make_optimizer(config, 0.0)
     opt_state = jax.eval_shape(optimizer.init, params)
     whole = NamedSharding(mesh, P())
@@ -116,7 +134,8 @@ def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None 
     def with_sharding(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(with_sharding, TrainState(params, opt_state), TrainState(shardings, opt_shardings))
+    state = TrainState(params, opt_state, frozen)
+    return jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
 
 
 def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel | None = None) -> TrainState:
@@ -132,7 +151,7 @@ def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel |
         else:
             model = make_model(config, rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
-        return TrainState(params, make_optimizer(config, 0.0).init(params))
+        return _started(config, params, seed)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
@@ -141,5 +160,27 @@ def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel |
 def init_opt_state(config: ConfigDict, abstract: TrainState, params: nnx.State) -> TrainState:
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    opt_state = jax.jit(make_optimizer(config, 0.0).init, out_shardings=shardings.opt_state)(params)
-    return TrainState(params, opt_state)
+    if abstract.frozen is None:
+        opt_state = jax.jit(make_optimizer(config, 0.0).init, out_shardings=shardings.opt_state)(params)
+        return TrainState(params, opt_state)
+
+    def start(seed: jax.Array) -> TrainState:
+        return _started(config, abstract.model, seed).saved
+
+    made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
+    return made._replace(frozen=params)
+
+
+def _started(config: ConfigDict, model: nnx.State, seed: jax.Array) -> TrainState:
+    """Returns the first state of a run that begins from a model's parameters."""
+    adapters = Adapters.from_config(config)
+    params = adapters.init(model, seed) if adapters else model
+    return TrainState(params, make_optimizer(config, 0.0).init(params), model if adapters else None)
+
+
+def compile_merging(config: ConfigDict, abstract: TrainState) -> Callable[[nnx.State, nnx.State], nnx.State]:
+    """Returns the compiled program that merges adapters into the model that they adapt, (model, adapters) -> model."""
+    adapters = Adapters.from_config(config)
+    assert adapters is not None, "the run trains adapters"
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.model)
+    return jax.jit(adapters.merged, out_shardings=shardings).lower(abstract.model, abstract.params).compile()

@@ -65,7 +65,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, num_micro_batches: jax.Array, learning_rate: jax.Array, batch_ratio: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
-        params = accumulation.staged(state.params)
+        params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
         measures_noise = config.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
 
@@ -105,12 +105,12 @@ def update(
         gradient = optax.tree.cast_like(gradient, state.params)
         optimizer = make_optimizer(config, learning_rate, batch_ratio)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state)
+        return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
         finite & _may_overflow(config, learning_rate),
-        lambda *inputs: _all_finite(stepped(*inputs)),
+        lambda *inputs: _all_finite(stepped(*inputs).saved),
         lambda *inputs: jnp.bool_(True),
         state,
         totals.gradient,

@@ -88,7 +88,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
-        "profile_steps", "use_sft",
+        "profile_steps", "use_sft", "lora_rank",
     }  # fmt: skip
 
 

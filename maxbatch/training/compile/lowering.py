@@ -103,6 +103,6 @@ class Programs:
         yield INIT, self.init()
         if self.config.eval_interval > 0:
             evaluator = Evaluator(self.config, self.placement, None, 1, eval_batch_size, self._objective)
-            yield evaluator.name, evaluator.lower(self.abstract.params)
+            yield evaluator.name, evaluator.lower(self.abstract.model)
         if self.config.enable_checkpointing:
-            yield CHECKSUM, jax.jit(state_checksum).lower(self.abstract)
+            yield CHECKSUM, jax.jit(state_checksum).lower(self.abstract.saved)

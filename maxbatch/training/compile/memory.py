@@ -103,14 +103,15 @@ class Parts:
     parameters: int
     optimizer: int
     batch: int
-    gradients: int  # every update ends with one of `weight_dtype` per parameter
+    gradients: int  # every update ends with one of `weight_dtype` per parameter that is trained
     activations: int  # and other temporaries: the rest of the compiler's figure
 
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     """Returns the parts that follow from shapes and shardings alone, with no activations."""
-    parameters, optimizer = _shard_bytes(abstract.params), _shard_bytes(abstract.opt_state)
-    return Parts(parameters, optimizer, _shard_bytes(batch), gradients=parameters, activations=0)
+    trained, optimizer = _shard_bytes(abstract.params), _shard_bytes(abstract.opt_state)
+    parameters = trained + _shard_bytes(abstract.frozen)
+    return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
 
 
 def _shard_bytes(tree: Any) -> int:
