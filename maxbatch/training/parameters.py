@@ -133,16 +133,21 @@ def base_identity(path: str | Path) -> str:
     if is_huggingface_folder(path):
         folder = Path(path).expanduser()
         for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}".encode())
-            with open(file, "rb") as stream:
-                for block in range(_BLOCKS):
-                    stream.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
-                    digest.update(stream.read(_BLOCK_BYTES))
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            digest.update(_blocks(file))
         return digest.hexdigest()
     record = _record(_find_checkpoint(path))
     digest.update(f"{record.position.step} {record.checksum} {record.identity['model']}".encode())
     return digest.hexdigest()
+
+
+def _blocks(file: Path) -> bytes:
+    """Returns blocks of a file, evenly spread from its first to its last byte."""
+    last = max(0, file.stat().st_size - _BLOCK_BYTES)
+    with open(file, "rb") as stream:
+        return b"".join(
+            stream.read(_BLOCK_BYTES) for block in range(_BLOCKS) if stream.seek(block * last // (_BLOCKS - 1)) >= 0
+        )
 
 
 def _record(checkpoint: AnyPath) -> CheckpointRecord:
