@@ -76,6 +76,16 @@ def check_divides(flag: str, number: int, num_devices: int) -> None:
         raise ConfigError(f"{flag} {number}: must divide the {num_devices} devices; works: {works}")
 
 
+def place(text: str) -> str:
+    """Returns a path of this machine or of an object store; the `type` of an argument."""
+    from maxbatch.config.paths import place_fault
+
+    rule = place_fault(text)
+    if rule is not None:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}")
+    return text
+
+
 def local_path(text: str) -> str:
     """Returns a path of this machine; the `type` of an argument."""
     from maxbatch.config.paths import local_fault

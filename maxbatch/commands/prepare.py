@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of, local_path
+from maxbatch.commands.arguments import add_config, config_of, place
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
@@ -21,6 +19,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("--output", "write the tokenised dataset there, whole or not at all"),
         ("--verify", "read a prepared folder and check its content"),
     ):
-        where.add_argument(flag, type=local_path, metavar="FOLDER", help=what)
+        where.add_argument(flag, type=place, metavar="FOLDER", help=what)
     # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument("--workers", metavar="N", help="processes that tokenise, at most (default: the cores)")
 
@@ -52,7 +51,7 @@ def run(args: Namespace) -> int:
     tokenizer = make_tokenizer(config)
     check_data_paths(config)
     source = DocumentSource.from_config(config)
-    folder = Path(os.path.expanduser(args.output)).absolute()
+    folder = as_path(args.output)
     store = _unchanged(folder, signature(source, tokenizer, config))
     if store is not None:
         print(f"unchanged: {_figures(store)} in {args.output}")
@@ -61,6 +60,8 @@ def run(args: Namespace) -> int:
         try:
             with bytes_bar(source.size, "tokenising") as progress:
                 store = build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
+        except ConfigError:
+            raise
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
@@ -91,7 +92,7 @@ def _check_dataset(config: ConfigDict) -> None:
         )
 
 
-def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
+def _unchanged(folder: AnyPath, wanted: str) -> TokenStore | None:
     """Returns the store in the output folder if its signature is `wanted`; refuses a folder with other files."""
     if not folder.exists():
         return None
@@ -99,7 +100,7 @@ def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
         return store if store.manifest["signature"] == wanted else None
-    if os.listdir(folder) and not was_prepared(folder):
+    if any(folder.iterdir()) and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "
             f"works: --output {folder / 'tokens'}"
@@ -108,7 +109,7 @@ def _unchanged(folder: Path, wanted: str) -> TokenStore | None:
 
 
 def _verify(text: str) -> None:
-    folder = Path(os.path.expanduser(text)).absolute()
+    folder = as_path(text)
     store = open_folder(folder)
     if store is None:
         raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one")

@@ -5,10 +5,12 @@ A build is atomic, runs once if several processes want the store, and gives the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -31,12 +33,16 @@ from maxbatch.data.store.token_store import (
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.system.atomic_files import BUILDING, remove_leftovers, writing_atomically
+from maxbatch.system.atomic_files import BUILDING, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.leases import take_lease
 from maxbatch.system.locks import exclusive
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
+_COPIED_BYTES = 8 << 20
 
 Progress = Callable[[int], None]  # called with the bytes of the files that were tokenised since the last call
 
@@ -52,7 +58,7 @@ def default_workers(source: DocumentSource) -> int:
 
 
 def build_store(
-    folder: Path,
+    folder: AnyPath,
     source: DocumentSource,
     tokenizer: Tokenizer,
     config: ConfigDict,
@@ -67,6 +73,8 @@ def build_store(
       TrainingError: a worker was killed.
       OSError: the folder cannot be written.
     """
+    if isinstance(folder, RemotePath):
+        return _build_and_upload(folder, source, tokenizer, config, workers=workers, progress=progress)
     name = signature(source, tokenizer, config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
@@ -83,6 +91,35 @@ def build_store(
             return _publish(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
+
+
+def _build_and_upload(
+    folder: RemotePath,
+    source: DocumentSource,
+    tokenizer: Tokenizer,
+    config: ConfigDict,
+    *,
+    workers: int,
+    progress: Progress,
+) -> TokenStore:
+    """Builds a store on this machine's disk and copies it to an object store, its manifest last."""
+    lease = take_lease(folder / ".lease", say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+    if isinstance(lease, str):
+        raise ConfigError(f"{folder}: {lease} is preparing it; wait for it, or give another folder")
+    with contextlib.closing(lease), tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
+        local = Path(temporary, "store")
+        build_store(local, source, tokenizer, config, workers=workers, progress=progress)
+        lease.check()
+        (folder / "manifest.json").unlink(missing_ok=True)  # of a store that this one takes the place of
+        for name in FILES:
+            with open(local / name, "rb") as built, writing_atomically(folder / name) as file:
+                shutil.copyfileobj(built, file, _COPIED_BYTES)
+        lease.check()
+        write_atomically(folder / "manifest.json", (local / "manifest.json").read_bytes())
+    store = open_folder(folder)
+    if store is None:
+        raise OSError(f"the store {folder} was damaged right after it was written")
+    return store
 
 
 def _write_files(

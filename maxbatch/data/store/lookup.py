@@ -7,8 +7,6 @@ the same (path, size, time of change). If several processes need a new store, on
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -17,6 +15,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import as_path
 
 
 def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
@@ -59,7 +58,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
 
 def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> TokenStore:
     value = config[key]
-    folder = Path(os.path.expanduser(value)).absolute()
+    folder = as_path(value)
     where = f"{key}={shown(repr(value))}"
     needs = f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote"
     if not value or not folder.is_dir():

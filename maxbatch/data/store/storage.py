@@ -20,12 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.object_stores import SCHEMES, file_system
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# The package that fsspec needs for a scheme; for any other scheme fsspec's own message names it.
-_PACKAGES = {
-    "gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub",
-}  # fmt: skip
 # Fields in which stores give the version of an object, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 
@@ -148,17 +145,13 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
     if scheme is None:
         return _DISK, path
     where = where or shown(path)
-    package = _PACKAGES.get(scheme[1])
+    if scheme[1] not in SCHEMES:
+        raise ConfigError(f"{where}: must be a local path, gs:// or s3:// ({scheme[1]}:// is not supported)")
     try:
-        from fsspec.core import url_to_fs
-
-        file_system, place = url_to_fs(path)
-    except (ImportError, ValueError) as error:
-        needs = f"needs a package that is not installed: pip install {package}" if package else reason(error)
-        raise ConfigError(f"{where}: {needs}; a copy on a local disk needs none") from error
-    except Exception as error:  # e.g. no credentials: each store has exceptions of its own
-        raise ConfigError(f"{where}: cannot be reached: {reason(error)}") from error
-    return RemoteStore(file_system), place
+        found = file_system(scheme[1])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}; a copy on a local disk needs none") from error
+    return RemoteStore(found), found._strip_protocol(path)
 
 
 def reason(error: Exception) -> str:

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,14 +27,18 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.conversations import Conversations
+from maxbatch.data.store.remote_tokens import RemoteTokens
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
 
 VERSION = 2
 _DIGEST_BYTES = 16
+_WINDOW_TOKENS = 4 << 20  # of a verification
 FILES = ("tokens.bin", "offsets.npy")
 # The settings that shape the documents of given files.
 _SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
@@ -86,15 +91,20 @@ class TokenStore:
     were made.
     """
 
-    folder: Path
+    folder: AnyPath
     manifest: dict[str, Any]
 
     @cached_property
-    def tokens(self) -> np.ndarray:
-        """uint16 or uint32 [tokens], memory-mapped; ConfigError if the store was replaced since it was opened."""
+    def tokens(self) -> np.ndarray | RemoteTokens:
+        """uint16 or uint32 [tokens], memory-mapped on a disk and read by range from an object store.
+
+        Raises ConfigError if the store was replaced since it was opened.
+        """
         self._refuse_replaced()
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
             return np.zeros(0, self.manifest["dtype"])
+        if isinstance(self.folder, RemotePath):
+            return RemoteTokens(self.folder / "tokens.bin", self.manifest["dtype"], self.manifest["tokens"])
         return np.memmap(self.folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
 
     @cached_property
@@ -121,8 +131,7 @@ class TokenStore:
         end_of_ids = min(np.iinfo(layout.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
         content = new_content_hash()
         begins, ends = self.offsets[:-1] + len(bos), self.offsets[1:] - len(eos)
-        for number, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-            ids = self.tokens[begin:end]
+        for number, ids in enumerate(self._documents(begins.tolist(), ends.tolist())):
             content.update(layout.digest(ids))
             ids = ids & all_bits if self.trained_bit else ids
             if ids.max(initial=0) >= end_of_ids:
@@ -135,6 +144,14 @@ class TokenStore:
         )
         if not whole:
             raise self._damaged("tokens.bin differs from the hash of its content")
+
+    def _documents(self, begins: list[int], ends: list[int]) -> Iterator[np.ndarray]:
+        """Yields the tokens of documents in order; many are read at a time, since a request has its price."""
+        first, window = 0, self.tokens[0:0]
+        for begin, end in zip(begins, ends, strict=True):
+            if end > first + len(window):
+                first, window = begin, self.tokens[begin : max(end, begin + _WINDOW_TOKENS)]
+            yield window[begin - first : end - first]
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process maps the file itself; a pickled memmap would contain all tokens.
@@ -171,12 +188,14 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
+def _read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes()) if path.is_file() else None
         sizes = {name: (folder / name).stat().st_size for name in FILES}
+    except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
+        raise
     except (OSError, ValueError, RecursionError):
         return None
     return manifest if _is_manifest(manifest, sizes) else None
@@ -209,12 +228,12 @@ def _are_counts(value: Any, end: int, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
 
 
-def was_prepared(folder: Path) -> bool:
+def was_prepared(folder: AnyPath) -> bool:
     """Returns whether a folder has a store's files, perhaps damaged or of another version."""
-    return {"manifest.json", "tokens.bin"} <= set(os.listdir(folder))
+    return {"manifest.json", "tokens.bin"} <= {path.name for path in folder.iterdir()}
 
 
-def open_folder(folder: Path) -> TokenStore | None:
+def open_folder(folder: AnyPath) -> TokenStore | None:
     """Returns the store in a folder, or None if it is missing, damaged or of another version."""
     manifest = _read_manifest(folder)
     if manifest is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from maxbatch.data.store.remote_tokens import RemoteTokens
 from maxbatch.data.store.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -98,7 +99,12 @@ class DocumentPlan:
 
 
 def assemble(
-    tokens: np.ndarray, pieces: Pieces, num_rows: int, row_length: int, pad_id: int, trained_bit: int | None = None
+    tokens: np.ndarray | RemoteTokens,
+    pieces: Pieces,
+    num_rows: int,
+    row_length: int,
+    pad_id: int,
+    trained_bit: int | None = None,
 ) -> Rows:
     """Lays pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 

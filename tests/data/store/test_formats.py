@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,6 +17,9 @@ from maxbatch import ConfigError, load_config
 from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl, parquet
+from maxbatch.system import object_stores
+from maxbatch.system.storage import as_path
+from tests.helpers.stores import Store
 
 TEXTS = ["one", "tw\u00f6\n", "", "four and more", "\U0001f422"]
 
@@ -276,48 +278,41 @@ def test_names_need_not_be_utf8(tmp_path: Path, name: str) -> None:
     assert texts(source(kind, tmp_path / "d")) == TEXTS
 
 
-@pytest.fixture
-def memory(tmp_path: Path) -> fsspec.AbstractFileSystem:
-    store = fsspec.filesystem("memory")
-    store.store.clear()
-    return store
-
-
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_path_with_a_scheme_is_read_through_fsspec(
-    tmp_path: Path, memory: fsspec.AbstractFileSystem, name: str
-) -> None:
+def test_files_of_an_object_store_are_read_like_those_of_a_disk(tmp_path: Path, store: Store, name: str) -> None:
     kind, file_name, write = WRITERS[name]
-    memory.pipe(f"/bucket/d/{file_name}", write(tmp_path / file_name, TEXTS).read_bytes())
-    memory.pipe(f"/bucket/d/.hidden/{file_name}", b"no data")
-    memory.pipe("/bucket/d/README.md", b"no data")
-    for path in (f"memory://bucket/d/{file_name}", "memory://bucket/d", "memory://bucket/d/a.*"):
+    folder = as_path(store.bucket() + "/d")
+    (folder / file_name).write_bytes(write(tmp_path / file_name, TEXTS).read_bytes())
+    (folder / ".hidden" / file_name).write_bytes(b"no data")
+    (folder / "README.md").write_bytes(b"no data")
+    for path in (f"{folder}/{file_name}", str(folder), f"{folder}/a.*"):
         assert texts(source(kind, path)) == TEXTS
-    documents = source(kind, "memory://bucket/d")
+    documents = source(kind, str(folder))
     documents.refuse_changed()
-    memory.pipe(f"/bucket/d/{file_name}", b"other")
-    with pytest.raises(ConfigError, match=f"memory:.*{file_name} changed while it was read"):
+    (folder / file_name).write_bytes(b"other")
+    with pytest.raises(ConfigError, match=f"{store.scheme}:.*{file_name} changed while it was read"):
         documents.refuse_changed()
-    memory.rm(f"/bucket/d/{file_name}")
+    (folder / file_name).unlink()
     with pytest.raises(ConfigError, match=f"{file_name} vanished"):
         documents.refuse_changed()
+    for path, problem in ((f"{folder}/none", "no such file or folder"), (f"{folder}/*.none", "matches no file")):
+        with pytest.raises(ConfigError, match=problem):
+            source(kind, path)
 
 
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("gs://bucket/a.jsonl", "pip install gcsfs"),
-        ("s3://bucket/a.jsonl", "pip install s3fs"),
-        ("nowhere://bucket/a.jsonl", "nowhere"),
-        ("memory://bucket/none.jsonl", "no such file or folder"),
-        ("memory://bucket/*.none", "the glob matches no file"),
+        ("gs://bucket/a.jsonl", r"pip install 'maxbatch\[gcs\]'"),
+        ("s3://bucket/a.jsonl", r"pip install 'maxbatch\[s3\]'"),
+        ("nowhere://bucket/a.jsonl", "nowhere:// is not supported"),
     ],
 )
 def test_a_scheme_that_cannot_be_read_says_what_it_needs(
-    memory: fsspec.AbstractFileSystem, path: str, problem: str, monkeypatch: pytest.MonkeyPatch
+    path: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for package in ("gcsfs", "s3fs"):
-        monkeypatch.setitem(sys.modules, package, None)
+    object_stores.file_system.cache_clear()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=problem) as raised:
         source("jsonl", path)
     assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(raised.value)

@@ -1,0 +1,80 @@
+"""Tokens in an object store: the stream is that of the local store, and a host reads what it trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.cli import main
+from maxbatch.data.store.remote_tokens import RemoteTokens
+from maxbatch.data.store.token_store import open_folder
+from maxbatch.data.stream.stream import open_stream
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import as_path
+from tests.helpers.stores import Store
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    lines = [f'{{"text": "{"word " * (i % 97 + 1)}"}}' for i in range(2000)]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+    return ["dataset_type=jsonl", f"dataset_path={tmp_path}/words.jsonl"]
+
+
+def test_a_prepared_store_in_a_bucket_is_that_of_a_disk(store: Store, words: list[str], tmp_path: Path) -> None:
+    bucket = store.bucket()
+    for output in (str(tmp_path / "tokens"), f"{bucket}/tokens"):
+        assert main(["prepare", *words, "--output", output]) == 0
+    there = as_path(f"{bucket}/tokens")
+    assert sorted(p.name for p in there.iterdir()) == ["manifest.json", "offsets.npy", "tokens.bin"]
+    for name in ("manifest.json", "offsets.npy", "tokens.bin"):
+        assert (there / name).read_bytes() == (tmp_path / "tokens" / name).read_bytes()
+    assert main(["prepare", "--verify", f"{bucket}/tokens"]) == 0
+    store.forget()
+    assert main(["prepare", *words, "--output", f"{bucket}/tokens"]) == 0
+    assert not any(method in ("PUT", "POST") for _, method, *_ in store.requests()), "it was there already"
+
+
+def test_rows_are_read_by_range_and_no_host_copies_the_store(store: Store, words: list[str], tmp_path: Path) -> None:
+    bucket = store.bucket()
+    main(["prepare", *words, "--output", f"{bucket}/tokens"])
+    main(["prepare", *words, "--output", str(tmp_path / "tokens")])
+    here, there = (
+        open_stream(load_config(overrides=["dataset_type=tokens", f"dataset_path={path}", "max_target_length=128"]))
+        for path in (tmp_path / "tokens", f"{bucket}/tokens")
+    )
+    assert here.identity == there.identity
+    rows = [5, 900, 901, 17]
+    there.batch([0])
+    store.forget()
+    for name, array in there.batch(rows).items():
+        np.testing.assert_array_equal(array, here.batch(rows)[name])
+    read = [path for _, method, path, *_ in store.requests() if method == "GET"]
+    assert len(read) <= len(rows)
+
+
+def test_ranges_that_lie_side_by_side_are_one_request(store: Store) -> None:
+    path = as_path(store.bucket() + "/tokens.bin")
+    assert isinstance(path, RemotePath)
+    whole = np.arange(100_000, dtype=np.uint16) * 7
+    path.write_bytes(whole.tobytes())
+    tokens = RemoteTokens(path, "uint16", len(whole))
+    store.forget()
+    places = np.concatenate([np.arange(5000, 5100), np.arange(60_000, 60_050), np.arange(5100, 5300)])
+    np.testing.assert_array_equal(tokens[places], whole[places])
+    assert len(store.requests()) == 2
+    np.testing.assert_array_equal(tokens[10:20], whole[10:20])
+    np.testing.assert_array_equal(tokens[np.array([-1, 3, 3])], whole[[-1, 3, 3]])
+    assert len(tokens[np.zeros(0, np.int64)]) == 0 and len(tokens) == len(whole)
+
+
+def test_a_store_that_is_not_there_or_half_written_is_one_line(store: Store) -> None:
+    bucket = store.bucket()
+    (as_path(bucket) / "half" / "tokens.bin").write_bytes(b"1234")
+    for name in ("none", "half"):
+        with pytest.raises(ConfigError, match="needs a folder that `maxbatch prepare` wrote"):
+            open_stream(load_config(overrides=["dataset_type=tokens", f"dataset_path={bucket}/{name}"]))
+    assert open_folder(as_path(bucket) / "half") is None
