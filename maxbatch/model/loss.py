@@ -11,12 +11,14 @@ piece of one shard (M / S * L / C).
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxbatch.model.decoder import Decoder
-from maxbatch.parallel.sharding import Constrain, unconstrained
+from maxbatch.model.products import exchanges_tokens
+from maxbatch.parallel.sharding import OVER_ROWS, Constrain, unconstrained
 
 # Most float32 logits of one shard at a time: 512 MiB, but 16 MiB on a CPU, where fresh pages cost more than short
 # products (0.86 of the time of a step with 21M parameters and 512 tokens a shard). On a v5e, with 4,096 tokens of a 7B
@@ -45,11 +47,20 @@ def token_losses(
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
     """
+    weight_sum = jnp.sum(weights_MxL)
     rows, length = targets_MxL.shape
-    pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, constrain.platform)
+    width, vocabulary = w_DxV.shape
+    axes = Axes("batch", "vocab")
+    if exchanges_tokens(targets_MxL.size, vocabulary, constrain):
+        axes = Axes(None, OVER_ROWS)
+        x_MxLxD, targets_MxL, weights_MxL = (
+            constrain(array, (None, "length", "embed")[: array.ndim]) for array in (x_MxLxD, targets_MxL, weights_MxL)
+        )
+        vocabulary, batch_shards = vocabulary // batch_shards, 1
+    pieces = _num_pieces(rows // batch_shards, length, (width, vocabulary), constrain.platform)
     cut = partial(_cut, shards=batch_shards, pieces=pieces)
-    loss_sum = _loss_sum(cut(x_MxLxD), w_DxV.astype(x_MxLxD.dtype), cut(targets_MxL), cut(weights_MxL), constrain)
-    return loss_sum, jnp.sum(weights_MxL)
+    w_DxV = w_DxV.astype(x_MxLxD.dtype)
+    return _loss_sum(cut(x_MxLxD), w_DxV, cut(targets_MxL), cut(weights_MxL), constrain, axes), weight_sum
 
 
 def loss_sums(
@@ -144,12 +155,24 @@ def _losses_and_gradients(
     return losses_T, grad_x_TxD.astype(x_TxD.dtype), grad_w_DxV
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+class Axes(NamedTuple):
+    """How the devices share the loss: the logical axes of S and of V."""
+
+    shards: str | None
+    vocabulary: str
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _loss_sum(
-    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, constrain: Constrain
+    x_CxSxTxD: jax.Array,
+    w_DxV: jax.Array,
+    targets_CxSxT: jax.Array,
+    weights_CxSxT: jax.Array,
+    constrain: Constrain,
+    axes: Axes,
 ) -> jax.Array:
     # Gathered once, before the loop over the pieces.
-    w_DxV = constrain(w_DxV, ("embed", "vocab"))
+    w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
     losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T)[0])
     _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(*piece)), None, (x_CxSxTxD, targets_CxSxT))
     return jnp.sum(losses_CxSxT * weights_CxSxT)
@@ -159,9 +182,14 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _forward(
-    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, constrain: Constrain
+    x_CxSxTxD: jax.Array,
+    w_DxV: jax.Array,
+    targets_CxSxT: jax.Array,
+    weights_CxSxT: jax.Array,
+    constrain: Constrain,
+    axes: Axes,
 ) -> tuple[jax.Array, Residuals]:
-    w_DxV = constrain(w_DxV, ("embed", "vocab"))
+    w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
     losses_and_gradients = jax.vmap(_losses_and_gradients, in_axes=(0, None, 0, 0))
 
     def add_piece(grad_w_SxDxV: jax.Array, piece: Residuals) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -170,7 +198,7 @@ def _forward(
         return place(grad_w_SxDxV + more_SxDxV), (losses_SxT, grad_x_SxTxD)
 
     def place(grad_w_SxDxV: jax.Array) -> jax.Array:
-        return constrain(grad_w_SxDxV, ("batch", "embed", "vocab"))
+        return constrain(grad_w_SxDxV, (axes.shards, "embed", axes.vocabulary))
 
     nothing_yet = place(jnp.zeros((x_CxSxTxD.shape[1], *w_DxV.shape), jnp.float32))
     grad_w_SxDxV, (losses_CxSxT, grad_x_CxSxTxD) = jax.lax.scan(
@@ -180,7 +208,9 @@ def _forward(
     return jnp.sum(losses_CxSxT * weights_CxSxT), (grad_x_CxSxTxD, grad_w_DxV, losses_CxSxT)
 
 
-def _backward(_: Constrain, residuals: Residuals, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, jax.Array]:
+def _backward(
+    _constrain: Constrain, _axes: Axes, residuals: Residuals, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     grad_x, grad_w, grad_weights = (cotangent.astype(kept.dtype) * kept for kept in residuals)
     return grad_x, grad_w, None, grad_weights
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
@@ -46,6 +45,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
 }
+OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +78,20 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
     """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension named "batch".
 
     Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already, and they are ("fsdp",).
+    They also split `OVER_ROWS`: a dimension of an array that has the rows of the whole batch on every device.
     """
 
+    def axes_of(name: str, size: int) -> tuple[str, ...] | str | None:
+        if name == "batch":
+            return batch_axes
+        if name == OVER_ROWS:
+            axes = (*batch_axes, "tensor")
+            return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+        axis = ACTIVATION_RULES[name]
+        return axis if axis and size % mesh.shape[axis] == 0 else None
+
     def spec(shape: tuple[int, ...], names: LogicalAxes) -> P:
-        axes: list[Any] = []
-        for name, size in zip(names, shape, strict=True):
-            axis = batch_axes if name == "batch" else ACTIVATION_RULES[name] if name else None
-            axes.append(axis if name == "batch" or (axis and size % mesh.shape[axis] == 0) else None)
-        return P(*axes)
+        return P(*(axes_of(name, size) if name else None for name, size in zip(names, shape, strict=True)))
 
     return Constrain(mesh, spec)
 

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.loss import MAX_LOGITS, loss_sums, token_losses
-from maxbatch.parallel.sharding import Constrain, unconstrained
+from maxbatch.model.products import exchanges_tokens
+from maxbatch.parallel.sharding import OVER_ROWS, Constrain, activation_constraint, unconstrained
 
 M, L, D, V = 8, 12, 16, 96
 Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -141,12 +142,17 @@ MESHES = [(1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 1, 8)]
 
 
 @pytest.mark.parametrize("max_logits", [None, 2 * 4 * V])
+@pytest.mark.parametrize("split", ["rows", "vocabulary"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(shape: tuple[int, int, int], max_logits: int | None) -> None:
+def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
+    shape: tuple[int, int, int], split: str, max_logits: int | None
+) -> None:
     mesh = jax.make_mesh(shape, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None}
+    axis_of = {"batch": "fsdp", "vocab": "tensor", "embed": None, "length": None}
+    axes_of = axis_of | {OVER_ROWS: ("fsdp", "tensor") if split == "vocabulary" else None}
 
-    constrain = Constrain(mesh, lambda _, axes: P(*(axis_of[axis] if axis else None for axis in axes)))
+    constrain = Constrain(mesh, lambda _, axes: P(*(axes_of[axis] if axis else None for axis in axes)))
+    assert exchanges_tokens(M * L // shape[0], V, constrain) == (split == "vocabulary")
     loss = fused(batch_shards=shape[1], max_logits=max_logits, constrain=constrain)
     per_replica = jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None, 0, 0), spmd_axis_name="data")
 
@@ -160,6 +166,15 @@ def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(shape: tuple[int, int,
     expected = jax.value_and_grad(plain, (0, 1))(x, w, targets, weights)
     assert_close(losses.sum(), expected[0], 1e-6)
     assert_close((grad_x.reshape(x.shape), grad_w.sum(axis=0)), expected[1], 1e-6)
+
+
+def test_the_vocabulary_is_split_where_a_micro_batch_has_fewer_tokens_than_words() -> None:
+    mesh = jax.make_mesh((1, 4, 2, 1, 1), ("data", "fsdp", "tensor", "pipeline", "context"))
+    constrain = activation_constraint(mesh, ("fsdp", "pipeline"))
+    assert exchanges_tokens(512, 512, constrain)
+    assert not exchanges_tokens(513, 512, constrain)  # more tokens than words
+    assert not exchanges_tokens(512, 516, constrain)  # eight devices do not divide it
+    assert not exchanges_tokens(512, 512, unconstrained)
 
 
 class Echo:
