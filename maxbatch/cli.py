@@ -17,6 +17,7 @@ from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
+from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import watch_signals
 
 
@@ -84,11 +85,15 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line that says what to type instead."""
 
     def __init__(self, name: str, command: Command, words: Sequence[str]) -> None:
+        columns = terminal_width()
+        width = columns and columns - len("usage: ")
         super().__init__(
             prog=f"maxbatch {name}",
-            usage=f"maxbatch {name} {command.usage}",
-            description=command.summary,
-            epilog="\n".join(("examples:", *(f"  {example}" for example in command.examples))),
+            usage=folded(f"maxbatch {name} {command.usage}", hanging=len(f"usage: maxbatch {name} "), width=width),
+            description=folded(command.summary, 0, width),
+            epilog="\n".join(
+                ("examples:", *(folded_command(f"  {example}", 6, width) for example in command.examples))
+            ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -128,16 +133,20 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
-    examples = "\n".join(f"  {command.examples[0]}" for command in COMMANDS.values())
-    codes = "\n".join(f"  {code:<2}  {meaning}" for code, meaning in EXIT_CODES.items())
+    width, columns = max(map(len, COMMANDS)), terminal_width()
+    commands = "\n".join(
+        folded(f"  {name:<{width}}  {command.summary}", width + 4, columns) for name, command in COMMANDS.items()
+    )
+    examples = "\n".join(folded_command(f"  {command.examples[0]}", 6, columns) for command in COMMANDS.values())
+    codes = "\n".join(folded(f"  {code:<2}  {meaning}", 6, columns) for code, meaning in EXIT_CODES.items())
+    last = (
+        "No config file means the packaged configs/base.yml, which lists every key with its unit or rule;\n"
+        "environment variables MAXBATCH_KEY override files, key=value overrides both.\n"
+        "maxbatch COMMAND --help shows a command's flags; maxbatch --version the version."
+    )
     return (
         "maxbatch COMMAND [CONFIG.yml] [key=value ...] [--flags]\n\n"
         f"Trains language models in JAX with an exact batch.\n\ncommands:\n{commands}\n\n"
         f"examples:\n{examples}\n\n"
-        f"exit codes:\n{codes}\n\n"
-        "No config file means the packaged configs/base.yml, which lists every key with its unit or rule;\n"
-        "environment variables MAXBATCH_KEY override files, key=value overrides both.\n"
-        "maxbatch COMMAND --help shows a command's flags; maxbatch --version the version."
+        f"exit codes:\n{codes}\n\n" + "\n".join(folded(line, 2, columns) for line in last.splitlines())
     )

@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from typing import TYPE_CHECKING
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import folded
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -98,7 +98,5 @@ def local_path(text: str) -> str:
 
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
-    line = f"maxbatch: {text}"
-    if sys.stderr.isatty():
-        line = textwrap.fill(line, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
-    print(line, file=sys.stderr)
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    print(folded(f"maxbatch: {text}", 0, width), file=sys.stderr)

@@ -26,6 +26,7 @@ from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.supervisor import Supervisor
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
+from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import TrainingConsole
 
@@ -127,7 +128,7 @@ def _conclude(found: Measurement, folder: Path, console: Console) -> None:
     if len(plan.forks) == 1:
         console.print("one checkpoint does not show how the critical batch size changes; train with "
                       "max_num_checkpoints_to_keep=null")  # fmt: skip
-    console.print(f"next: {found.command}")
+    console.print(folded_command(f"next: {found.command}", 6, terminal_width()))
 
 
 def _num_devices() -> int:

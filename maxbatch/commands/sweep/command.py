@@ -22,6 +22,7 @@ from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
 from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
+from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
@@ -127,7 +128,7 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
     add_sweep(page, folder.to_dict())
     console.print(page.save(folder.path / "sweep.html"))
     console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
-    console.print(f"next: {shlex.join(words)}")
+    console.print(folded_command(f"next: {shlex.join(words)}", 6, terminal_width()))
 
 
 def results_table(results: Sequence[Result], metric: str) -> Table:
