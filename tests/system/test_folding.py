@@ -28,7 +28,8 @@ def test_folding_loses_nothing(words: list[str], hanging: int, width: int) -> No
 def test_a_folded_command_is_the_same_to_a_shell(words: list[str], width: int) -> None:
     command = shlex.join(["maxbatch", *words])
     lines = folded_command(f"  {command}", 6, width).splitlines()
-    assert shlex.split("\n".join(lines)) == ["maxbatch", *words]
+    # A shell drops a backslash with the end of its line; shlex does not.
+    assert shlex.split("\n".join(lines).replace("\\\n", "")) == ["maxbatch", *words]
     assert all(len(line) <= width for line in lines)
     assert all(line.endswith(" \\") for line in lines[:-1]) and not lines[-1].endswith("\\")
 
