@@ -6,6 +6,7 @@ Does not import Grain, so that plans, which ask for the length of an epoch, need
 from __future__ import annotations
 
 import math
+import os
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction
@@ -117,10 +119,12 @@ def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
     """Returns the samples of an epoch if they are known without reading data, else None (a mixture has no epochs).
 
     Raises:
-      ConfigError: `num_epochs` of a mixture.
+      ConfigError: `num_epochs` of a mixture, or a mixture that breaks a rule.
     """
+    if is_mixture_file(config.dataset_path) and not os.path.exists(os.path.expanduser(config.dataset_path)):
+        return None
+    mixture = read_mixture(config)
     try:
-        mixture = read_mixture(config)
         if mixture is None:
             found = _find_rows(config)
             return found and found.num_rows
