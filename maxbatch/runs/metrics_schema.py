@@ -1,7 +1,7 @@
 """The one list of the metrics that training records: name, type, unit, meaning, and which lines hold them.
 
 Whatever writes or reads a line of `metrics.jsonl` takes the names from `Metric`, whose members are texts:
-`record[Metric.LOSS]`. docs/metrics.md shows the list.
+`record[Metric.LOSS]`. The site's page on metrics is made from the list.
 """
 
 from __future__ import annotations

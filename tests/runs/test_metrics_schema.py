@@ -1,4 +1,4 @@
-"""The schema of metrics: what training records is what it lists, and the docs show the same list."""
+"""The schema of metrics: what training records is what it lists."""
 
 from __future__ import annotations
 
@@ -67,17 +67,3 @@ def test_families_of_metrics_are_found_by_their_members() -> None:
     assert find_metric(Metric.EVAL_PASS_AT_K.of(8)) is Metric.EVAL_PASS_AT_K
     assert Metric.REWARD_BY_FUNCTION.of("score") == "reward/score"
     assert find_metric("loss_") is None
-
-
-def metrics_table() -> str:
-    """The list of all metrics as a Markdown table."""
-    rows = [("name", "type", "unit", "lines", "meaning"), ("---",) * 5]
-    for metric in Metric:
-        lines = f"{'every' if metric.lines.every else 'some'}: {', '.join(metric.lines.commands)}"
-        rows.append((f"`{metric}`", metric.kind, metric.unit, lines, metric.meaning))
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def test_the_docs_show_the_schema() -> None:
-    page = Path(__file__).parents[2] / "docs" / "metrics.md"
-    assert metrics_table() in page.read_text(encoding="utf-8"), "docs/metrics.md: paste what metrics_table() returns"
