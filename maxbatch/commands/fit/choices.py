@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
@@ -9,7 +10,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.fit.costs import Cost, cost
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
 from maxbatch.config.values import exact, plain_number
@@ -17,7 +17,12 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.stream.fingerprint import MAX_ROWS
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.memory import Parts, Verdict
+from maxbatch.training.compile.modelled import Modelled
+
+# From the least to the most rematerialisation; all are tried if the global batch is stated.
+POLICIES = ("none", "minimal", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +41,24 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
-        """Returns the sizes on the plan's devices."""
+        """Returns the sizes on the plan's devices.
+
+        Raises:
+          ConfigError: a step takes none of them in one pass.
+        """
+        sizes = cls._of(config, plan)
+        if not sizes.rows:
+            unit = MicrobatchUnit.from_config(config, plan.mesh).rows
+            raise ConfigError(
+                f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch on "
+                f"{plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps more), and a step takes at "
+                f"most {MAX_ROWS * plan.mesh.sizes['data']:,} in one pass; works: a larger data axis "
+                "(ici_data_parallelism), or a smaller unit (num_pipeline_microbatches, per_device_batch_size_start)"
+            )
+        return sizes
+
+    @classmethod
+    def _of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
         n, accumulation = plan.num_devices, plan.gradient_accumulation_steps
         most = MAX_ROWS * plan.mesh.sizes["data"]  # that a step takes in one pass
         if config.enable_rampup_batch_size and exact(config.per_device_batch_size_increment) > 0:
@@ -61,7 +83,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The largest micro-batch that fits under one remat policy."""
+    """A micro-batch that fits under a remat policy."""
 
     remat_policy: str
     shape: BatchShape
@@ -69,16 +91,26 @@ class Choice:
     verdict: Verdict
     next_verdict: Verdict | None  # on the next larger micro-batch; None if there is no larger one
     parts: Parts
-    cost: Cost | None  # the modelled time of an update; None if the chip's figures are not known
+    modelled: Modelled  # the time of an update, if the target's compiler has a clock
 
     @property
     def global_batch(self) -> int:
         """Samples per update."""
         return self.shape.micro_batch * self.shape.max_micro_batches
 
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """The order of ways to one batch: the least modelled time first.
+
+        Without a clock it is the largest micro-batch, and among equals the least rematerialisation.
+        """
+        order = POLICIES.index(self.remat_policy) if self.remat_policy in POLICIES else len(POLICIES)
+        return self.modelled.modelled_step_s or 0.0, -self.shape.micro_batch, order
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the choice as `--json` prints it."""
-        number, cost = self.per_device_batch_size, self.cost
+        number, modelled = self.per_device_batch_size, self.modelled.to_dict()
+        del modelled["operations"]
         return {
             "per_device_batch_size": float(number) if isinstance(number, Fraction) else number,
             "gradient_accumulation_steps": self.shape.max_micro_batches,
@@ -88,7 +120,7 @@ class Choice:
             "hbm_bytes_needed": self.verdict.needed_bytes,
             "hbm_bytes_available": self.verdict.available_bytes,
             "memory": {f"{kind}_bytes": size for kind, size in dataclasses.asdict(self.parts).items()},
-            "cost": cost and {**dataclasses.asdict(cost), "step_s": cost.step_s},
+            **modelled,
         }
 
 
@@ -103,19 +135,28 @@ def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
         return oracle.ask(*map(sizes.shape, rows))
 
     size = largest_fitting(sizes.rows, target.memory_bytes or 0, oracle.estimate(), ask, at_once, is_tpu)
+    return _chosen(oracle, sizes, size) if size else None
+
+
+def choose_smaller(oracle: CompilerOracle, sizes: Sizes, than: Choice) -> Choice | None:
+    """Returns the next way to cut the batch below a choice: the largest micro-batch of at most half its rows."""
+    size = bisect.bisect_right(sizes.rows, than.shape.micro_batch // 2)
     if not size:
         return None
+    (verdict,) = oracle.ask(sizes.shape(sizes.rows[size - 1]))
+    return _chosen(oracle, sizes, size, than.verdict) if verdict.fits else None
+
+
+def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict | None = None) -> Choice:
+    """Returns the choice of a size that fits; the verdict on the next larger one is asked for if it is not given."""
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
-    verdict, *next_verdict = oracle.ask(shape, *larger)
-    temp = (verdict.needed_bytes or 0) - (verdict.memory.argument_bytes if verdict.memory else 0)
-    chip = target.chip
-    modelled = cost(oracle.config, oracle.mesh, chip, shape, oracle.num_parameters, temp) if chip else None
+    verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     return Choice(
         oracle.config.remat_policy,
         shape,
         sizes.per_device(shape.micro_batch),
         verdict,
-        next_verdict[0] if next_verdict else None,
+        following or (next_verdict[0] if next_verdict else None),
         oracle.parts(shape, verdict),
-        modelled,
+        oracle.asked[shape].modelled,
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,15 +18,14 @@ from ml_collections import ConfigDict
 from maxbatch.commands.arguments import local_path, note
 from maxbatch.commands.targets import add_target_arguments, planned
 from maxbatch.config.loading import dump_config, keys
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
 
 if TYPE_CHECKING:
-    from maxbatch.commands.fit.choices import Choice
+    from maxbatch.commands.fit.choices import Choice, Sizes
     from maxbatch.commands.fit.oracle import CompilerOracle
     from maxbatch.training.compile.target import Target
 
-# From the least to the most rematerialisation; all are tried if the global batch is stated.
-_POLICIES = ("none", "minimal", "full")
+_BUDGET_S = 240  # after which no further way to cut a stated batch is begun: a 7B compiles in 1 to 3 minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,28 +35,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Finds the largest batch that fits and prints it; raises TrainingError if not even the smallest does."""
+    """Finds the largest batch that fits and prints it; raises TrainingError if not even the smallest does.
+
+    The first Ctrl-C ends the process at once: compilations that are under way cannot be interrupted, and waiting for
+    them would take minutes.
+    """
     config, target, plan = planned(args)
-    from maxbatch.commands.fit.choices import Sizes, choose
-    from maxbatch.commands.fit.oracle import CORES, CompilerOracle
+    from maxbatch.commands.fit.choices import POLICIES, Sizes
+    from maxbatch.commands.fit.oracle import CompilerOracle
     from maxbatch.commands.fit.view import record, show
 
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
     wants_batch = config.gradient_accumulation_steps is None
-    policies = _POLICIES if wants_batch else (config.remat_policy,)
-    sizes = Sizes.of(config, plan)
-    say = (lambda text: None) if args.json else note
+    policies = POLICIES if wants_batch else (config.remat_policy,)
+    sizes, started = Sizes.of(config, plan), time.monotonic()
+
+    def say(text: str) -> None:
+        if not args.json:
+            note(f"[{time.monotonic() - started:.0f} s] {text}")
+
     configs = [_with(config, remat_policy=policy) for policy in policies]
     oracles = [CompilerOracle(one, target, plan.mesh, say) for one in configs]
-    # Side by side: several policies, or a size and the next one, which has to fail.
-    at_once = min(2, max(1, CORES // len(oracles)))
-    with ThreadPoolExecutor(len(oracles), "maxbatch-fit") as pool:
-        found = pool.map(lambda oracle: choose(oracle, sizes, at_once), oracles)
-        choices = [choice for choice in found if choice is not None]
+    try:
+        choices = _ways(oracles, sizes, wants_batch)
+    except KeyboardInterrupt as interrupt:
+        code = report(interrupt)
+        sys.stderr.flush()
+        os._exit(code)
     if not choices:
         raise _nothing_fits(args.json, oracles, target, sizes.per_device(sizes.rows[0]))
-    choices.sort(key=lambda c: c.cost.rank if c.cost else (0.0, -float(c.shape.micro_batch)))
     if args.write:
         _write(Path(args.write), config, choices[0], wants_batch)
     if args.json:
@@ -64,6 +74,34 @@ def run(args: argparse.Namespace) -> int:
         if args.write:
             print(f"written to {args.write}")
     return EXIT_DONE
+
+
+def _ways(oracles: Sequence[CompilerOracle], sizes: Sizes, wants_batch: bool) -> list[Choice]:
+    """Returns what fits, the best first: of each oracle the largest micro-batch, and a smaller one if a clock ranks.
+
+    Smaller ones of a stated batch are tried while there is time: each takes a compilation.
+    """
+    from maxbatch.commands.fit.choices import choose, choose_smaller
+    from maxbatch.commands.fit.oracle import CORES
+    from maxbatch.training.compile.modelled import has_clock
+
+    started = time.monotonic()
+    # Side by side: several policies, or a size and the next one, which has to fail.
+    at_once = min(2, max(1, CORES // len(oracles)))
+    pool = ThreadPoolExecutor(len(oracles), "maxbatch-fit")
+    try:
+        largest = list(pool.map(lambda oracle: choose(oracle, sizes, at_once), oracles))
+        found = [choice for choice in largest if choice is not None]
+        if wants_batch and has_clock(oracles[0].target):
+
+            def smaller(oracle: CompilerOracle, choice: Choice | None) -> Choice | None:
+                in_time = time.monotonic() - started < _BUDGET_S
+                return choose_smaller(oracle, sizes, choice) if choice and in_time else None
+
+            found += [choice for choice in pool.map(smaller, oracles, largest) if choice is not None]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return sorted(found, key=lambda choice: choice.rank)
 
 
 def _with(config: ConfigDict, **changes: Any) -> ConfigDict:

@@ -23,11 +23,11 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
+from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
-from maxbatch.training.state import num_parameters
 
-_FORMAT = 2  # of a verdict on disk
+_FORMAT = 3  # of an answer on disk
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _compiling = threading.Semaphore(CORES)  # one compilation keeps about one core busy
@@ -39,12 +39,14 @@ class Asked(NamedTuple):
 
     verdict: Verdict
     cached: bool
+    modelled: Modelled  # of a program that fits, without its operations
 
 
 class CompilerOracle:
     """The compiler, asked whether the update of a config fits with batches of given shapes.
 
-    The batch keys of the config are ignored; `say` is called with a line of text before each compilation.
+    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: what is
+    compiled, and what is known so far.
     """
 
     def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
@@ -64,11 +66,6 @@ class CompilerOracle:
     def _programs(self) -> Programs:
         return Programs(self.config, self.target.devices, self.mesh)
 
-    @property
-    def num_parameters(self) -> int:
-        """The parameters of the whole model."""
-        return num_parameters(self._programs.abstract.params)
-
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
         """Returns the verdicts on batches of these shapes, compiled side by side if there are cores."""
         new = [shape for shape in shapes if shape not in self.asked]
@@ -79,20 +76,33 @@ class CompilerOracle:
     def _find_out(self, shape: BatchShape) -> Asked:
         digest = hashlib.sha256(f"{self._identity}{list(shape)}".encode()).hexdigest()[:32]
         path = self._folder / f"{digest}.json"
-        verdict = _read(path)
-        if verdict is not None:
-            return Asked(verdict, cached=True)
+        known = _read(path)
+        if known is not None:
+            return known
         with _compiling:
             with _tracing:
                 lowered = self._programs.step(shape)
             self._say(
                 f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of them, "
-                f"remat_policy={self.config.remat_policy}, for {self.target.name}"
+                f"remat_policy={self.config.remat_policy}, for {self.target.name}{self._bounds()}"
             )
-            verdict, _ = compile_for(lowered, self.target)
+            verdict, executable = compile_for(lowered, self.target)
+            modelled = Modelled()
+            if executable is not None and has_clock(self.target):
+                timed = model_time(executable.as_text(), self.target, self.config, shape)
+                modelled = dataclasses.replace(timed, operations=())
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(dataclasses.asdict(verdict)))
-        return Asked(verdict, cached=False)
+        answer = {"verdict": dataclasses.asdict(verdict), "modelled": dataclasses.asdict(modelled)}
+        write_atomically(path, json.dumps(answer))
+        return Asked(verdict, False, modelled)
+
+    def _bounds(self) -> str:
+        """Returns what is known so far, to follow on what is asked now."""
+        verdicts = {shape.micro_batch: asked.verdict.fits for shape, asked in self.asked.items()}
+        fits, fails = ([rows for rows, is_fit in verdicts.items() if is_fit is wanted] for wanted in (True, False))
+        said = [f"{max(fits):,} fits"] if fits else []
+        said += [f"{min(fails):,} does not"] if fails else []
+        return f"; so far {', '.join(said)}" if said else ""
 
     def parts(self, shape: BatchShape, verdict: Verdict) -> Parts:
         """Returns the memory of one device by kind."""
@@ -125,10 +135,17 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     return per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])
 
 
-def _read(path: Path) -> Verdict | None:
+def _read(path: Path) -> Asked | None:
     try:
         record = json.loads(path.read_text())
-        memory = record.pop("memory")
-        return Verdict(**record, memory=Memory(**memory) if memory else None)
-    except (OSError, ValueError, TypeError, KeyError):  # missing or damaged: the question is asked again
+        verdict, modelled = record["verdict"], Modelled(**record["modelled"])
+        memory = verdict.pop("memory")
+        return Asked(Verdict(**verdict, memory=Memory(**memory) if memory else None), True, modelled)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ):  # missing or damaged: the question is asked again
         return None

@@ -13,13 +13,11 @@ import pytest
 
 from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
-from maxbatch.commands.fit.choices import Sizes
-from maxbatch.commands.fit.costs import cost
+from maxbatch.commands.fit.choices import Choice, Sizes
 from maxbatch.commands.fit.search import Line, largest_fitting
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.system.chips import TPUS
-from maxbatch.training.compile.memory import wanted_bytes
+from maxbatch.training.compile.memory import Parts, Verdict, wanted_bytes
+from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target, device_facts, here
 from tests.helpers.tiny import TINY_RUN
 
@@ -132,19 +130,26 @@ def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, fl
     assert wanted_bytes(message) == tuple(round(gib * 2**30) for gib in wanted)
 
 
-def test_recomputation_and_more_passes_cost_what_they_cost() -> None:
-    config = load_config(overrides=["model_name=llama2-7b", "remat_policy=none"])
-    full = load_config(overrides=["model_name=llama2-7b", "remat_policy=full"])
-    mesh = MeshShape.from_config(config, 16)
-    of = {
-        (name, rows): cost(one, mesh, TPUS["v5p"], BatchShape(rows, 256 // rows), 6_738_415_616, 0)
-        for name, one in (("none", config), ("full", full))
-        for rows in (32, 256)
-    }
-    assert of["full", 256].compute_s == pytest.approx(of["none", 256].compute_s * 4 / 3)
-    assert of["none", 32].compute_s == pytest.approx(of["none", 256].compute_s)
-    assert of["none", 32].collectives_s > 4 * of["none", 256].collectives_s
-    assert of["none", 32].memory_s > of["none", 256].memory_s
+def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("ici_pipeline_parallelism=2", "num_pipeline_microbatches=65536", "per_device_batch_size=65536")
+    assert main(["fit", *TINY_RUN, *keys]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the smallest micro-batch" in line and "works: " in line
+
+
+def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
+    def way(policy: str, rows: int, seconds: float | None) -> Choice:
+        verdict, parts = Verdict(True, 1, 1, None, 0.0), Parts(0, 0, 0, 0, 0)
+        modelled = Modelled(modelled_step_s=seconds)
+        return Choice(policy, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
+
+    timed = [way("none", 16, 3.0), way("minimal", 8, 1.0), way("full", 64, 2.0)]
+    assert [one.remat_policy for one in sorted(timed, key=lambda one: one.rank)] == ["minimal", "full", "none"]
+    without_clock = [way("full", 16, None), way("none", 8, None), way("minimal", 16, None)]
+    ranked = sorted(without_clock, key=lambda one: one.rank)
+    assert [one.remat_policy for one in ranked] == ["minimal", "full", "none"], (
+        "the larger, then the least recomputation"
+    )
 
 
 @pytest.fixture
