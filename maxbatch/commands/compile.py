@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import local_path, note
+from maxbatch.commands.arguments import note, place
 from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
+from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import Target, device_facts
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch compile`."""
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
-    parser.add_argument("--output", type=local_path, metavar="DIR", help=folder)
+    parser.add_argument("--output", type=place, metavar="DIR", help=folder)
     hlo = "keep the optimised HLO text here, one file a program; of a TPU it is scheduled"
-    parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
+    parser.add_argument("--hlo", type=place, metavar="DIR", help=hlo)
 
 
 class _Compiled(NamedTuple):
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         done[name] = _compile(name, lowered, target, config, hlo)
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
-    folder = Path(args.output or Path(config.run_dir) / "compiled").expanduser()
+    folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
     executables = {name: one.executable for name, one in done.items()}
     size = save_programs(folder, config, target.devices, shapes, executables)
     if args.json:
@@ -160,7 +161,7 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, Any]:
     return parts | _memory_figures(verdict) | {"target": target.name}
 
 
-def _show(done: Mapping[str, _Compiled], target: Target, folder: Path, size: int) -> None:
+def _show(done: Mapping[str, _Compiled], target: Target, folder: AnyPath, size: int) -> None:
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console

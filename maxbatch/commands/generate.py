@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 
-from maxbatch.commands.arguments import local_path
+from maxbatch.commands.arguments import place
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, or one of its checkpoints"
-    parser.add_argument("run_dir", type=local_path, metavar="RUN_DIR", help=run_dir)
+    parser.add_argument("run_dir", type=place, metavar="RUN_DIR", help=run_dir)
     parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
     parser.add_argument(
         "--max-new-tokens", type=int, default=128, metavar="N",

@@ -75,6 +75,8 @@ _DTYPES = ("float32", "bfloat16")
 ROWS: tuple[Key, ...] = (
     # the run
     Key("run_dir", "path", fixes=_NOTHING, maxtext="base_output_directory and run_name"),
+    Key("base_output_directory", "path", fixes=_NOTHING, warm_start=False),
+    Key("run_name", "text", fixes=_NOTHING, warm_start=False),
     Key("model_name", "text", fixes=_NOTHING),  # what it stands for is in the keys of the model
     Key("load_parameters_path", "path", fixes=_NOTHING, warm_start=False),
     Key("load_full_state_path", "path", fixes=_NOTHING, warm_start=False),

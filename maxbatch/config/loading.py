@@ -110,6 +110,7 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     settings: dict[str, Setting] = {}
     for layer in [*below, *_preset_layers(str(model_name), below, above), *above]:
         _apply(settings, layer)
+        _settle_run_dir(settings, layer)
     values = _values(settings)
     check_rules(values, keys())
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
@@ -289,6 +290,23 @@ def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
         value = _base_layer()[name].value if to_default else nothing
         if to_default or settings[name].value != value:
             settings[name] = settings[by]._replace(value=value, displaced_by=by)
+
+
+def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
+    """Lets a layer say where the run lies: by run_dir, or as MaxText does by base_output_directory and run_name."""
+    words = [name for name in ("base_output_directory", "run_name") if name in layer and layer[name].value]
+    if words:
+        folder, name = (str(settings[word].value) for word in ("base_output_directory", "run_name"))
+        place = f"{folder.rstrip('/')}/{name}" if folder and name else folder or f"runs/{name}"
+        if "run_dir" in layer and layer["run_dir"].value != place:
+            raise ConfigError(
+                f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside {' and '.join(words)}, which "
+                f"say {shown(place)}; works: run_dir={shown(place)}"
+            )
+        settings["run_dir"] = settings[words[0]]._replace(value=place)
+    elif "run_dir" in layer:
+        for name in ("base_output_directory", "run_name"):
+            settings[name] = layer["run_dir"]._replace(value="", displaced_by="run_dir" * bool(settings[name].value))
 
 
 def _values(layer: _Layer) -> dict[str, Value]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from maxbatch.pages.plots import Figure, Panel, colour
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.storage import AnyPath
 
 AXES = ("steps", "samples", "tokens", "time")
 
@@ -91,7 +92,7 @@ class Page:
             return f"plot: not written ({error})"
         return f"plot: {path}"
 
-    def write(self, path: Path) -> None:
+    def write(self, path: AnyPath) -> None:
         """Writes the page.
 
         Raises:

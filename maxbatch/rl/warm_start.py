@@ -6,7 +6,6 @@ That training is an ordinary run in `run_dir/warm_start`.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jax
 from flax import nnx
@@ -16,6 +15,7 @@ from maxbatch.config.loading import keys
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.parameters import restore_parameters
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome
@@ -31,16 +31,16 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     """
     if not config.warm_start_steps:
         return None
-    folder = Path(config.run_dir).expanduser() / FOLDER
+    folder = as_path(config.run_dir) / FOLDER
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
-    if not config.warm_start_path and not Path(documents).exists():
+    if not config.warm_start_path and not as_path(documents).exists():
         folder.mkdir(parents=True, exist_ok=True)
         examples = worked_examples(config, config.warm_start_steps * batch.effective_batch_size)
-        write_atomically(Path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
+        write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
     return train(_pretraining(config, batch, folder, documents), devices)
 
 
-def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: str) -> ConfigDict:
+def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
     """Returns the config of the warm start: the same model and devices, a document a row."""
     changed = ConfigDict(config.to_dict())
     changed.update({name: key.read(key.default) for name, key in keys().items() if not key.warm_start})
@@ -67,7 +67,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: Path, documents: st
 def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:
     """Returns the parameters before the first update of reinforcement learning."""
     if config.warm_start_steps:
-        return restore_parameters(Path(config.run_dir).expanduser() / FOLDER, config, abstract.params)
+        return restore_parameters(str(as_path(config.run_dir) / FOLDER), config, abstract.params)
     if config.load_parameters_path:
         return restore_parameters(config.load_parameters_path, config, abstract.params)
     return init_state(config, abstract).params

@@ -72,7 +72,7 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("maxbatch: interrupted", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
         said = " ".join(str(error).split())
         printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)

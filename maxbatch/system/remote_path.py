@@ -21,6 +21,7 @@ class Status(NamedTuple):
     """What pathlib's `stat()` says of an object, as far as a store knows it."""
 
     st_size: int  # bytes
+    st_mtime: float  # seconds since 1970; 0 if the store does not say
     version: str  # changes whenever the object is written
 
 
@@ -106,7 +107,8 @@ class RemotePath:
     def stat(self) -> Status:
         info = self._info()
         version = next((info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), "")
-        return Status(int(info["size"] or 0), str(version).strip('"'))
+        written = info.get("mtime") or info.get("LastModified")
+        return Status(int(info["size"] or 0), written.timestamp() if written else 0.0, str(version).strip('"'))
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yields what lies directly in the folder, in order of the names."""

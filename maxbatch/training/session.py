@@ -252,6 +252,9 @@ class Session(Generic[B]):
             f"{num_parameters(self.task.abstract.params):,} parameters | {self.config.dataset_type}{epoch} | "
             f"{self.config.run_dir}{resumed}"
         )
+        if self.config.run_name or self.config.base_output_directory:
+            where, name = self.config.base_output_directory, self.config.run_name
+            self.console.print(f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}")
 
     def _conclude(self) -> Outcome:
         """Prints where the run lies and what to type next."""

@@ -9,6 +9,7 @@ import pytest
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.config.keys import ROWS
+from maxbatch.config.loading import dump_config
 from tests.helpers.configs import error_of
 
 PLACES = [key.name for key in ROWS if key.kind == "path"]
@@ -17,7 +18,7 @@ DATA = [key.name for key in ROWS if key.kind == "paths"]
 
 
 def test_every_key_that_names_a_place_is_a_path() -> None:
-    named = [key.name for key in ROWS if key.name.endswith(("_path", "_dir"))]
+    named = [key.name for key in ROWS if key.name.endswith(("_path", "_dir", "_directory"))]
     assert sorted(named) == sorted(PLACES + LOCAL + DATA)
 
 
@@ -52,7 +53,7 @@ def test_data_are_read_from_disks_and_object_stores(key: str) -> None:
         ["generate", "hf://b/run"], ["critical-batch", "gcs://b/run"],
         ["report", "runs/a", "file:///x"], ["report", "--output", "http://b/page", "runs/a"],
         ["prepare", "--output", "http://b/x"], ["prepare", "--verify", "ftp://b/x"],
-        ["compile", "--output", "gs://b/x"], ["fit", "--write", "gs://b/x"], ["sweep", "gs://b/sweep.yml"],
+        ["compile", "--output", "gcs://b/x"], ["fit", "--write", "gs://b/x"], ["sweep", "gs://b/sweep.yml"],
     ],
 )  # fmt: skip
 def test_an_argument_that_names_another_place_is_one_line(
@@ -63,3 +64,26 @@ def test_an_argument_that_names_another_place_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "must be a local path" in error and "is not supported" in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_maxtexts_words_say_run_dir() -> None:
+    said = ("base_output_directory=gs://bucket/out", "run_name=llama")
+    assert load_config(overrides=said)["run_dir"] == "gs://bucket/out/llama"
+    assert load_config(overrides=["run_name=llama"])["run_dir"] == "runs/llama"
+    assert load_config(overrides=["base_output_directory=/x/"])["run_dir"] == "/x/"
+    agreeing = load_config(overrides=[*said, "run_dir=gs://bucket/out/llama"])
+    assert agreeing["run_dir"] == "gs://bucket/out/llama"
+    assert "run_dir=elsewhere: must not be stated beside base_output_directory" in error_of(
+        overrides=(*said, "run_dir=elsewhere")
+    )
+
+
+def test_of_run_dir_and_maxtexts_words_the_higher_layer_holds(tmp_path: Path) -> None:
+    file = tmp_path / "my.yml"
+    file.write_text("base_output_directory: /out\nrun_name: llama\n")
+    assert load_config(file)["run_dir"] == "/out/llama"
+    assert load_config(file, ["run_name=other"])["run_dir"] == "/out/other"
+    config = load_config(file, ["run_dir=/there"])
+    assert (config["run_dir"], config["run_name"], config["base_output_directory"]) == ("/there", "", "")
+    (tmp_path / "again.yml").write_text(dump_config(load_config(file)))
+    assert load_config(tmp_path / "again.yml") == load_config(file)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from maxbatch.commands.arguments import count, local_path, note
+from maxbatch.commands.arguments import count, note, place
 from maxbatch.commands.report.plans import config_differences, plan_of
 from maxbatch.commands.report.runs import PANELS, STAGE_HEADS, SUMMARY_HEADS, ReportedRun, fitted
 from maxbatch.pages.critical_batch_section import add_critical_batch
@@ -17,6 +17,7 @@ from maxbatch.runs.json_file import read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.stopping import Stopping
+from maxbatch.system.storage import AnyPath, as_path, is_remote
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
 _LONG_S = 3 * 3600
@@ -24,11 +25,9 @@ _WATCH_S, _POLL_S = 10, 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", type=place, metavar="RUN", help="a run folder, or the folder of a sweep")
     parser.add_argument(
-        "runs", nargs="+", type=local_path, metavar="RUN", help="a run folder, or the folder of a sweep"
-    )
-    parser.add_argument(
-        "--output", type=local_path, metavar="FILE",
+        "--output", type=place, metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
     )  # fmt: skip
     parser.add_argument(
@@ -43,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
     """
-    paths = [Path(text) for text in args.runs]
+    paths = [_as_typed(text) for text in args.runs]
     beside = paths[0] if len(paths) == 1 else Path()
-    output = Path(args.output or beside / "report.html")
+    output = _as_typed(args.output) if args.output else beside / "report.html"
     make_page(paths, args.watch or 0).write(output)
     print(output, flush=True)
     if args.watch:
@@ -53,7 +52,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(paths: Sequence[Path], output: Path, seconds: int) -> None:
+def _as_typed(text: str) -> AnyPath:
+    """Returns a path, a relative one as it was typed: it is printed."""
+    return as_path(text) if is_remote(text) else Path(text)
+
+
+def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
     """Writes the page anew while the runs go on, until a signal."""
     note(f"the page follows the runs and loads itself anew every {seconds} s; Ctrl-C ends")
     with Stopping("after this page") as stop:
@@ -66,19 +70,19 @@ def _watch(paths: Sequence[Path], output: Path, seconds: int) -> None:
     make_page(paths).write(output)  # the last one stays as it is
 
 
-def _changed(paths: Sequence[Path]) -> float:
+def _changed(paths: Sequence[AnyPath]) -> float:
     """Returns when the metrics of the runs last changed."""
     files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
-def make_page(paths: Sequence[Path], reloads_s: int = 0) -> Page:
+def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     """Returns the page of these folders; with `reloads_s` it loads itself anew so often, in seconds."""
     names = _names(paths)
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
     runs: list[ReportedRun] = []
     for path, name in zip(paths, names, strict=True):
-        if SweepFolder(path).is_sweep:
+        if isinstance(path, Path) and SweepFolder(path).is_sweep:
             runs += _add_sweep(page, path, name, len(paths) > 1)
         else:
             runs.append(ReportedRun.read(path, name))
@@ -133,9 +137,9 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     page.add(heading("Batch plan"), *plans, config_differences(runs))
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[AnyPath]) -> list[str]:
     """Returns the shortest ends of the paths that tell them apart."""
-    parts = [path.resolve().parts for path in paths]
+    parts = [PurePosixPath(str(path.resolve())).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

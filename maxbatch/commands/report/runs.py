@@ -7,7 +7,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -19,6 +18,7 @@ from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric as M
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 SMOOTHED_LOSS = "smoothed loss"
 PANELS = (
@@ -52,19 +52,19 @@ class ReportedRun:
     """A run of a report."""
 
     name: str  # names it on the page
-    path: Path
+    path: AnyPath
     config: ConfigDict | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
     devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
     most_points: int = MOST_POINTS  # that are drawn, but for evals and the starts of stages
 
     @classmethod
-    def read(cls, path: Path, name: str) -> ReportedRun:
+    def read(cls, path: AnyPath, name: str) -> ReportedRun:
         """Reads a run folder; raises ConfigError for any other."""
         if not is_run(path):
             raise ConfigError(f"{path}: {_no_run(path)}")
         config_path = path / "config.yml"
-        config = load_config(config_path) if config_path.exists() else None
+        config = load_config(str(config_path)) if config_path.exists() else None
         return cls(name, path, config, read_metrics(path), read_devices(path))
 
     @property
@@ -177,12 +177,12 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
     ]
 
 
-def is_run(path: Path) -> bool:
+def is_run(path: AnyPath) -> bool:
     """Returns whether a folder is one of a run."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
 
 
-def _no_run(path: Path) -> str:
+def _no_run(path: AnyPath) -> str:
     if not path.exists():
         return "does not exist; a run folder is what run_dir names"
     if not path.is_dir():

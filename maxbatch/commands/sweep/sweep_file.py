@@ -22,7 +22,7 @@ from maxbatch.system.errors import ConfigError
 _SETTINGS = (
     Scalar("sampler", "choice", choices=("grid", "random", "optuna"), default="grid"),
     Scalar("metric", "choice", choices=tuple(SWEEP_METRICS), default=Metric.EVAL_LOSS),
-    Scalar("sweep_dir", "path"),
+    Scalar("sweep_dir", "local"),
     Scalar("parallel", "int", Bounds(1, 1024), default="1"),
     Scalar("trials", "int", Bounds(1, 100_000), default="20"),
     Scalar("seed", "int", Bounds(0, 2**32 - 1), default="0"),

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 # Noncharacters of Unicode, which no text holds: around what a template marks as the assistant's.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -136,7 +136,7 @@ class ChatTemplate:
         self.__dict__.update(state)
 
 
-def read_template(folder: Path, ends: Sequence[str], error: Callable[[str], ConfigError]) -> ChatTemplate:
+def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], ConfigError]) -> ChatTemplate:
     """Returns the chat template beside a tokenizer.
 
     Args:
@@ -179,7 +179,7 @@ def read_template(folder: Path, ends: Sequence[str], error: Callable[[str], Conf
     return template
 
 
-def _read_json(file: Path, error: Callable[[str], ConfigError]) -> dict[str, Any]:
+def _read_json(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:

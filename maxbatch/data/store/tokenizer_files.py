@@ -8,7 +8,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.chat_template import ChatTemplate, read_template
 from maxbatch.data.store.tokenizers import utf8_of
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_path
 
 # The usual names of special tokens; the first one that a tokenizer has is taken. GPT-2's single token is bos and eos.
 _NAMES = {
@@ -123,13 +123,13 @@ class _FileTokenizer(ABC):
         """Returns what shapes the tokens besides the file."""
         return b""
 
-    def _find(self, path: str) -> Path:
+    def _find(self, path: str) -> AnyPath:
         if not path:
             raise ConfigError(
                 f"tokenizer_path='': tokenizer_type={self.kind} needs a file {self.file_name}, or a folder with one"
             )
         where = f"tokenizer_path={shown(repr(path))}"
-        file = Path(os.path.expanduser(path)).absolute()
+        file = as_path(path)
         if file.is_dir():
             found = sorted(entry for entry in file.glob(self.file_name) if entry.is_file())
             if len(found) != 1:

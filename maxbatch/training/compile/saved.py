@@ -28,6 +28,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
@@ -72,7 +73,7 @@ def _hash(*parts: bytes) -> str:
 
 
 def save_programs(
-    folder: Path,
+    folder: AnyPath,
     config: ConfigDict,
     devices: Sequence[jax.Device],
     shapes: Sequence[BatchShape],
@@ -122,7 +123,7 @@ class SavedPrograms:
     """
 
     def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:
-        self._folder, self._mesh = Path(folder).expanduser(), mesh
+        self._folder, self._mesh = as_path(folder), mesh
         here = _identity(config, list(mesh.devices.flat))
         try:
             manifest = json.loads((self._folder / MANIFEST).read_text())

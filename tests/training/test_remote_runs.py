@@ -1,0 +1,118 @@
+"""Runs in object stores: the same files and figures as on a disk, one writer, nothing lost or repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.runs.position import committed_steps
+from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.pretraining import train
+from tests.helpers.command import environment, maxbatch
+from tests.helpers.stores import Store
+from tests.helpers.tiny import TINY_RUN, tiny_config
+
+RAMPED = (
+    *TINY_RUN, "per_device_batch_size=2", "enable_rampup_batch_size=true", "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1", "global_rampup_samples=24", "checkpoint_period=3", "steps=6",
+    "learning_rate_schedule=constant", "warmup_steps_fraction=0",
+)  # fmt: skip
+EXACT = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
+
+
+def records(run_dir: AnyPath) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same(found: list[dict], expected: list[dict]) -> None:
+    assert [[r[key] for key in EXACT] for r in found] == [[r[key] for key in EXACT] for r in expected]
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], abs=2e-4)
+
+
+def names(run_dir: AnyPath) -> set[str]:
+    """The files and folders of a run; a disk has a lock besides, which a store does not."""
+    return {p.name.split(".out.")[0] for p in run_dir.iterdir()} - {".lock"}
+
+
+def test_a_run_in_a_store_is_the_run_on_a_disk_and_resumes_from_the_bucket_alone(store: Store, tmp_path: Path) -> None:
+    bucket = store.bucket()
+    train(tiny_config(*RAMPED, f"run_dir={tmp_path}/run"))
+    train(tiny_config(*RAMPED, "steps=4", f"run_dir={bucket}/run"))
+    there = as_path(f"{bucket}/run")
+    assert committed_steps(there) == [4, 3] and len(records(there)) == 4
+    store.forget()
+    train(tiny_config(*RAMPED, f"run_dir={bucket}/run"))
+    assert_same(records(there), records(tmp_path / "run"))
+    assert names(there) == names(tmp_path / "run")
+    assert committed_steps(there) == [6, 4, 3]
+    assert main(["report", str(there)]) == 0 and (there / "report.html").is_file()
+    assert main(["generate", str(there), "--max-new-tokens", "2"]) == 0
+    path = f"load_parameters_path={there}"
+    train(tiny_config(*RAMPED, "steps=1", path, f"run_dir={tmp_path}/next"))
+
+
+def test_an_unfinished_checkpoint_is_no_checkpoint_and_a_damaged_one_is_set_aside(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = store.bucket() + "/run"
+    train(tiny_config(*RAMPED, "steps=3", f"run_dir={run_dir}"))
+    there = as_path(run_dir)
+    (there / "checkpoints" / "5" / "params" / "d" / "x").write_bytes(b"half of a save")
+    assert committed_steps(there) == [3]
+    train(tiny_config(*RAMPED, "steps=4", f"run_dir={run_dir}"))
+    assert committed_steps(there) == [4, 3] and not (there / "checkpoints" / "5").exists()
+    (there / "checkpoints" / "4" / "position" / "metadata").write_bytes(b"{}")
+    train(tiny_config(*RAMPED, "steps=4", f"run_dir={run_dir}"))
+    assert "moved to " in capsys.readouterr().err
+    assert (there / "checkpoints-damaged" / "4").is_dir()
+    assert [r["step"] for r in records(there)] == [1, 2, 3, 4] and committed_steps(there) == [4, 3]
+
+
+def test_a_start_that_the_bucket_does_not_let_write_is_one_line(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = store.bucket()
+    with store.failing(denied="^(PUT|POST)"):
+        assert main(["train", *RAMPED, f"run_dir={bucket}/run"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"no permission in bucket {bucket[5:]}; give this identity" in error
+    assert main(["train", *RAMPED, f"run_dir={store.scheme}://no-bucket-is-here/run"]) == 2
+    assert "there is no bucket no-bucket-is-here; make it" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store: Store) -> None:
+    run_dir = store.bucket() + "/run"
+    arguments = [*RAMPED, f"run_dir={run_dir}", "steps=24", "checkpoint_period=4"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "maxbatch", "train", *arguments], env=environment(), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    end = time.monotonic() + 120
+    while len(committed_steps(as_path(run_dir))) < 2:
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (as_path(run_dir) / ".lease").exists()
+    found: list[subprocess.CompletedProcess[str]] = []
+    starts = [threading.Thread(target=lambda: found.append(maxbatch("train", *arguments))) for _ in range(2)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    done, refused = sorted(found, key=lambda one: one.returncode)
+    assert done.returncode == 0, done.stderr
+    assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 25))
+    # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
+    assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)
+    assert not (as_path(run_dir) / ".lease").exists()
