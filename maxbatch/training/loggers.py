@@ -21,6 +21,7 @@ from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import is_remote
 from maxbatch.training.recorder import Output, Record
 
 IDS_FILE = "trackers.json"
@@ -134,7 +135,7 @@ class Wandb(Output):
             name=run_name(config),
             id=self.run_id,
             config=settings_of(config),
-            dir=config.run_dir,
+            dir=None if is_remote(config.run_dir) else config.run_dir,
             resume="allow",
         )
 

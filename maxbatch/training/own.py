@@ -104,6 +104,8 @@ def task_model(parts: Parts, config: ConfigDict) -> TaskModel:
             f"ici_pipeline_parallelism={config.ici_pipeline_parallelism}: stages of a pipeline need the layers of the "
             "config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
         )
+    if config.lora_rank:
+        raise ConfigError(f"lora_rank={config.lora_rank}: adapters are for the config's own model; works: lora_rank=0")
     _, params = abstract_model(config, make_model=parts.model)
     shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
