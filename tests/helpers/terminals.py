@@ -25,7 +25,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "maxbatch", *arguments],
             stdin=terminal, stdout=terminal, stderr=terminal, env=environment | {"TERM": "xterm-256color"},
-            preexec_fn=os.setsid,
+            start_new_session=True,
         )  # fmt: skip
         os.close(terminal)
         self._controller, self.written = controller, ""
