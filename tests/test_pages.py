@@ -37,6 +37,10 @@ MORE = {
     "critical-batch": ("--checkpoints", "4", "--factors", "1,2", "--samples", "64"),
     "generate": ("--max-new-tokens", "8"),
 }
+SMOLLM2 = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
 SMALL_SWEEP = """
 sampler: grid
 metric: loss
@@ -63,6 +67,8 @@ def files(tmp_path: Path) -> None:
         examples = [example({"text": byte_strings(text.encode())}) for text in texts]
         write_records(tmp_path / f"tfds/tfds-train.array_record-{name}", examples)
     write_bpe(tmp_path, "<|endoftext|>")
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2/config.json").write_text(json.dumps(SMOLLM2))
     questions = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(64)]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
 
