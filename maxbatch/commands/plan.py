@@ -30,21 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
-    from maxbatch.config.rules import check_data_paths
+    from maxbatch.config.rules import check_dataset
     from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached, trained_tokens_if_cached
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES
 
     config = config_of(args)
-    check_data_paths(config)
+    check_dataset(config)
     if args.words and config.batch_size is not None:
         stated = f"batch_size={config.batch_size} states one of prompts"
         raise ConfigError(f"--words: is for the batch of pre-training, and {stated}")
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts", args.hosts, args.devices or 1)
     check_divides("--slices", args.slices, args.devices or 1)
-    epoch = args.samples_per_epoch or samples_per_epoch_if_cached(config)
+    cached = samples_per_epoch_if_cached(config)  # also refuses a mixture that training would refuse
+    epoch = args.samples_per_epoch or cached
     devices, slices = args.devices or 1, args.slices
     plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}

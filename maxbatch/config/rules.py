@@ -14,6 +14,7 @@ from maxbatch.system.errors import ConfigError
 # In reinforcement learning batch_size states the batch, in prompts and in place of these.
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
+BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic")
 _WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
@@ -105,6 +106,31 @@ def check_data_paths(values: Values) -> None:
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
                           "already; works: eval_fraction=0")  # fmt: skip
+
+
+def check_dataset(values: Values) -> None:
+    """Raises ConfigError for data that training would refuse without looking at a file."""
+    check_data_paths(values)
+    kind = values["dataset_type"]
+    check_tokenizer(values)
+    if values["tokenizer_type"] == "byte" and kind not in ("synthetic", "tokens"):
+        check_vocabulary(values, BYTE_VOCABULARY)
+
+
+def check_tokenizer(values: Values) -> None:
+    """Raises ConfigError for a file that the byte tokenizer would not read."""
+    path = str(values["tokenizer_path"])
+    if values["tokenizer_type"] == "byte" and path:
+        raise ConfigError(f"tokenizer_path={shown(repr(path))}: the byte tokenizer reads no file; "
+                          'works: tokenizer_path="", or tokenizer_type=huggingface')  # fmt: skip
+
+
+def check_vocabulary(values: Values, tokens: int) -> None:
+    """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has tokens."""
+    rows = values["vocab_size"]
+    if isinstance(rows, int) and rows < tokens:
+        raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; "
+                          f"works: vocab_size={tokens}")  # fmt: skip
 
 
 def check_rules(values: Values, keys: Mapping[str, Key]) -> None:

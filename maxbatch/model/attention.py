@@ -6,8 +6,6 @@ T new tokens, G = H / K.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +14,13 @@ from ml_collections import ConfigDict
 
 from maxbatch.model.cache import Cache
 from maxbatch.model.parameters import matrix
-from maxbatch.model.splash import LANES, splash_attend
+from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.sharding import Constrain, unconstrained
+from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
 Rope = tuple[jax.Array, jax.Array]
-Implementation = Literal["dot_product", "cudnn", "splash"]
+Implementation = Kernel
 
 
 def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
@@ -55,23 +54,11 @@ def choose_implementation(config: ConfigDict, platform: str, context: int) -> Im
     Raises:
       ConfigError: the platform or the shapes do not allow what `attention` states.
     """
-    length, head_dim = config.max_target_length, config.head_dim
-    block = f"{LANES} x {context} context shards" if context > 1 else LANES
-    rules: dict[Implementation, list[tuple[bool, str]]] = {
-        "splash": [
-            (platform == "tpu", f"run on TPUs, and the devices are {platform}"),
-            (length % (LANES * context) == 0, f"have max_target_length={length} divisible by {block}"),
-        ],
-        # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
-        "cudnn": [
-            (platform == "gpu", f"run on NVIDIA GPUs, and the devices are {platform}"),
-            (config.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={config.dtype}"),
-            (head_dim <= 128 and head_dim % 8 == 0, f"have head_dim={head_dim} at most 128 and divisible by 8"),
-            (length % 2 == 0, f"have max_target_length={length} even"),
-            (context == 1, f"have the whole length on a device, and the context axis has {context}"),
-        ],
-        "dot_product": [],
-    }  # fmt: skip
+    platforms: dict[Kernel, tuple[str, str]]
+    platforms = {"splash": ("tpu", "run on TPUs"), "cudnn": ("gpu", "run on NVIDIA GPUs")}
+    rules = {name: list(own) for name, own in attention_rules(config, context).items()}
+    for name, (needed, words) in platforms.items():
+        rules[name].insert(0, (platform == needed, f"{words}, and the devices are {platform}"))
     broken = {name: [rule for holds, rule in own if not holds] for name, own in rules.items()}
     best = next(name for name in rules if not broken[name])
     if config.attention == "auto":

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.parallel.sharding import Constrain
+from maxbatch.plan.program import LANES
 
-LANES = 128  # of a TPU's vector registers; the kernel's blocks are multiples of it
 _LARGEST_BLOCK = 512  # queries by keys: scores of 1 MiB in float32, a small part of any TPU's vector memory
 
 

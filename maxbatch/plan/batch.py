@@ -17,6 +17,7 @@ from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.mesh_shape import BATCH_AXES, MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
 from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
@@ -153,6 +154,7 @@ class BatchPlan:
         e = expansion_factor(config, num_hosts, resume)
         check_model_fits(config, meshes.training)
         check_model_fits(config, meshes.sampling)
+        check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])

@@ -34,16 +34,20 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     strategy = f"BATCH_SIZE_PER_REPLICA={rows} GLOBAL_BATCH_SIZE={micro}"
     strategy += f" gradient_accumulation_steps={g}" if g > 1 else ""
     global_batch = f"GLOBAL_BATCH_SIZE x {g}={batch}" if g > 1 else f"GLOBAL_BATCH_SIZE={batch}"
+    keras = f"fit(batch_size={micro})" + (f" gradient_accumulation_steps={g}" if g > 1 else "")
     trainer = f"per_device_train_batch_size={rows} gradient_accumulation_steps={g}"
     axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
     return (
         _maxbatch(plan),
         FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
+        FrameworkSettings("PyTorch DataParallel", f"DataLoader(batch_size={micro}){divided}", f"batch={batch}"),
+        FrameworkSettings("Keras fit", keras, global_batch),
         FrameworkSettings("TensorFlow MirroredStrategy", strategy, global_batch),
         FrameworkSettings("Hugging Face Trainer", trainer, f"total train batch size={batch}"),
         FrameworkSettings("Axolotl", axolotl, f"total batch size={batch}"),
         _deepspeed(plan),
         _megatron(plan),
+        _nemo(plan),
         _maxtext(plan),
     )
 
@@ -97,6 +101,17 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
         older = f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"
         ramp.append(f"older releases: {older}")
     return FrameworkSettings("Megatron-LM", settings, update, tuple(ramp))
+
+
+def _nemo(plan: BatchPlan) -> FrameworkSettings:
+    """Returns the settings of NeMo, which runs Megatron-LM and knows its older ramp only."""
+    micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
+    batch = plan.global_batch_size_to_train_on
+    rows = micro // plan.num_pipeline_microbatches // plan.batch_shards
+    settings = f"model.micro_batch_size={rows} model.global_batch_size={batch}"
+    linear = linear_ramp(plan.stages)
+    ramp = f"model.rampup_batch_size=[{linear[0]},{linear[1]},{math.ceil(linear[2])}]" if linear else ""
+    return FrameworkSettings("NeMo", settings, f"global batch size={batch}", (ramp,) if ramp else ())
 
 
 def _maxtext(plan: BatchPlan) -> FrameworkSettings:

@@ -202,6 +202,14 @@ def _() -> None:
     check_gradient("sum-over-replicas", sum(one_pass), rows)
 
 
+@check("times-world-size")
+def _() -> None:
+    rows = equal_rows(B // G)
+    (one_pass,) = of_each(rows, "mean")
+    averaged = sum(one_pass) / W
+    check_gradient("times-world-size", averaged * W, rows)
+
+
 @check("tf-global")
 def _() -> None:
     rows = equal_rows(B // G)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer, check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
@@ -57,7 +58,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
 
-    vocab_size = 259
+    vocab_size = BYTE_VOCABULARY
     bos_id = 256
     eos_id = 257
     pad_id = 258
@@ -118,12 +119,8 @@ def make_tokenizer(config: ConfigDict) -> Tokenizer:
     Raises:
       ConfigError: a `tokenizer_path` that the tokenizer does not read, or one without a tokenizer file.
     """
+    check_tokenizer(config)
     if config.tokenizer_type == "byte":
-        if config.tokenizer_path:
-            raise ConfigError(
-                f"tokenizer_path={shown(repr(config.tokenizer_path))}: the byte tokenizer reads no file; "
-                'works: tokenizer_path="", or tokenizer_type=huggingface'
-            )
         return ByteTokenizer()
     from maxbatch.data.store.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer
 
@@ -134,11 +131,7 @@ def make_tokenizer(config: ConfigDict) -> Tokenizer:
 
 def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has ids."""
-    if config.vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"vocab_size={config.vocab_size}: the {config.tokenizer_type} tokenizer has "
-            f"{tokenizer.vocab_size} tokens; works: vocab_size={tokenizer.vocab_size}"
-        )
+    check_vocabulary(config, tokenizer.vocab_size)
 
 
 def check_special_tokens(config: ConfigDict, tokenizer: Tokenizer) -> None:
