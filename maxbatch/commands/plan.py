@@ -10,6 +10,8 @@ from maxbatch.commands.arguments import add_config, check_at_most, check_divides
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
     from maxbatch.plan.batch import BatchPlan
 
 _MOST_PARTS = 1_000_000
@@ -31,8 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
     from maxbatch.config.rules import check_dataset
-    from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
-    from maxbatch.data.stream.sources import samples_per_epoch_if_cached, trained_tokens_if_cached
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES
 
@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts", args.hosts, args.devices or 1)
     check_divides("--slices", args.slices, args.devices or 1)
-    cached = samples_per_epoch_if_cached(config)  # also refuses a mixture that training would refuse
-    epoch = args.samples_per_epoch or cached
+    epoch = _samples_per_epoch(config, args.samples_per_epoch)
     devices, slices = args.devices or 1, args.slices
     plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
              f"samples per update of pre-training are global_batch_size={config.batch_size}")  # fmt: skip
     for warning in plan.warnings:
         note(f"warning: {warning}")
-    trained = trained_tokens_if_cached(config) if config.use_sft else None
-    of_update = trained and trained_tokens_of_update(trained, plan.global_batch_size_to_train_on)
+    of_update = _trained_tokens(config, plan) if config.use_sft else None
     if args.json:
         import json
 
@@ -81,6 +79,31 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         render_frameworks(plan, console)
     return 0
+
+
+def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
+    """Returns the samples of an epoch, if they are stated or known without reading data.
+
+    The stream and NumPy, on which it stands, are imported only where they may know something: a plan answers at once.
+    """
+    from maxbatch.data.store.cache_folder import cache_folder
+
+    may_be_mixture = bool(config.dataset_path or config.eval_dataset_path)
+    may_be_cached = config.dataset_type in ("synthetic", "tokens") or cache_folder(config).is_dir()
+    if not may_be_mixture and (stated or not may_be_cached):
+        return stated
+    from maxbatch.data.stream.sources import samples_per_epoch_if_cached
+
+    cached = samples_per_epoch_if_cached(config)  # also refuses a mixture that training would refuse
+    return stated or cached
+
+
+def _trained_tokens(config: ConfigDict, plan: BatchPlan) -> dict[str, float] | None:
+    from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
+    from maxbatch.data.stream.sources import trained_tokens_if_cached
+
+    trained = trained_tokens_if_cached(config)
+    return trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None
 
 
 def _whole_layout(plan: BatchPlan) -> list[list[tuple[int, int]]]:

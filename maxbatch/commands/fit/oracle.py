@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.data.store.token_store import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.compile.lowering import Programs

@@ -12,7 +12,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.token_store import TokenStore, cache_folder, open_folder, signature, was_prepared
+from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import as_path

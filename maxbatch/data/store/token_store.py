@@ -14,12 +14,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,13 +161,6 @@ class TokenStore:
 
     def _damaged(self, problem: str) -> ConfigError:
         return ConfigError(f"{self.folder}: the tokenised data cannot be used: {problem}; prepare them again")
-
-
-def cache_folder(config: ConfigDict) -> Path:
-    """Returns the folder of all stores: in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch."""
-    if config.data_cache_dir:
-        return Path(os.path.expanduser(config.data_cache_dir)) / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "maxbatch" / "tokens"
 
 
 def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) -> str:

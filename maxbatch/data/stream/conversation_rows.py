@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.data.store.token_store import TokenStore, cache_folder
+from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError

@@ -32,7 +32,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.token_store import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError

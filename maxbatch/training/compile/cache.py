@@ -12,7 +12,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from ml_collections import ConfigDict
 
-from maxbatch.data.store.token_store import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
