@@ -1,4 +1,4 @@
-"""What the compiled update asks of a config on its devices, known before there are any; `plan` and `train` ask it."""
+"""Rules of the compiled update for a config on its devices, known before there are any; `plan` and `train` ask them."""
 
 from __future__ import annotations
 
