@@ -147,7 +147,7 @@ def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) ->
     samples = 10**6 if None in rows else math.ceil(exact(config.num_epochs) * sum(filter(None, rows)))
     raise ConfigError(
         f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
-        f"own epochs; works: train_samples={samples}"
+        f"own epochs; works: train_samples={samples} num_epochs=null"
     )
 
 
