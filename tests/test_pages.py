@@ -25,6 +25,9 @@ from tests.helpers.tiny import read_metrics
 TEXTS = [f"document {number}: the quick brown fox jumps over the lazy dog" for number in range(40)]
 FAST = ("plan", "config", "data", "prepare", "import")
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
+OVERVIEWS = ("README.md", "docs/index.md")  # their commands stand on other pages, and run there
+CUTS = ("docs/tutorials/first-batch.md", "docs/how-it-works.md")
+TRAINING = {p for p in WITH_COMMANDS if p not in OVERVIEWS and {c.name for c in commands_of(p)} - set(FAST)}
 
 TINY = {
     "STEPS": "8", "CHECKPOINT_PERIOD": "4", "EVAL_STEPS": "1", "GENERATE_PROMPT": "", "WARM_START_STEPS": "2",
@@ -34,7 +37,7 @@ TINY = {
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps", "warm_start_steps")
 MORE = {
-    "critical-batch": ("--checkpoints", "4", "--factors", "1,2", "--samples", "64"),
+    "critical-batch": ("--checkpoints", "16", "--factors", "1,2", "--samples", "256"),
     "generate": ("--max-new-tokens", "8"),
 }
 SMOLLM2 = {
@@ -114,7 +117,7 @@ def test_every_command_of_a_page_is_one_and_prints_what_is_shown(page: str, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in WITH_COMMANDS if {c.name for c in commands_of(p)} - set(FAST)])
+@pytest.mark.parametrize("page", sorted(TRAINING - set(CUTS)))
 def test_every_command_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files_of(page)
     run_page(page, monkeypatch)
@@ -122,14 +125,17 @@ def test_every_command_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch
 
 def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, str]]:
     """Runs the commands of a page in their order; returns each with what it printed."""
-    for key, value in TINY.items():
-        monkeypatch.setenv(f"MAXBATCH_{key}", value)
+    is_measured = any(command.name == "critical-batch" for command in commands_of(page))
+    tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | {"STEPS": "64" if is_measured else "8"}).items()}
     Path("batch_size").write_text(SMALL_SWEEP)
     printed = []
     for command in commands_of(page):
         if command.reason or command.shown.startswith("maxbatch: error: "):
             continue
-        result = maxbatch(*shortened(command))
+        with monkeypatch.context() as patch:
+            for key, value in tiny.items() if command.name not in FAST else ():
+                patch.setenv(key, value)
+            result = maxbatch(*shortened(command))
         assert result.returncode == 0, (command, result.stderr)
         printed.append((command, result.stdout))
     return printed
@@ -143,8 +149,14 @@ def shortened(command: Command) -> list[str]:
     return [*kept, *MORE.get(command.name, ())]
 
 
+def test_the_commands_of_an_overview_stand_on_other_pages() -> None:
+    elsewhere = {command.arguments for page in TRAINING for command in commands_of(page)}
+    for page in OVERVIEWS:
+        assert {c.arguments for c in commands_of(page) if c.name not in FAST} <= elsewhere
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/tutorials/first-batch.md", "docs/how-it-works.md"])
+@pytest.mark.parametrize("page", CUTS)
 def test_the_cuts_of_a_page_train_on_the_same_samples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = [
         output.strip() for command, output in run_page(page, monkeypatch) if "--fingerprint" in command.arguments
