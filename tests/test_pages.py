@@ -35,7 +35,7 @@ TINY = {
     "BASE_NUM_DECODER_LAYERS": "1",
 }  # fmt: skip
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
-SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps", "warm_start_steps")
+SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
 MORE = {
     "critical-batch": ("--checkpoints", "16", "--factors", "1,2", "--samples", "256"),
     "generate": ("--max-new-tokens", "8"),
@@ -92,7 +92,9 @@ def check_arguments(command: Command) -> Any:
         for flag, many in (("--devices", "simulate_devices"), ("--hosts", "simulate_hosts")):
             stated += [flag, str(getattr(args, many))] if getattr(args, many, None) else []
         if command.reason:
-            files = [text for text in stated if text.endswith(".yml")]
+            files = [
+                text for text in stated if text.endswith(".yml") and Path(text).exists()
+            ]  # or made by what is not run
             load_config(files[0] if files else None, [text for text in stated if "=" in text])
         else:
             assert main(["plan", *stated]) == 0
