@@ -77,7 +77,8 @@ def test_the_jobset_asks_for_the_chips_that_its_topology_has() -> None:
     assert job["completions"] == job["parallelism"]
     assert f"dcn_data_parallelism={slices['replicas']}" in container["args"]
     (run_dir,) = [a.removeprefix("run_dir=") for a in container["args"] if a.startswith("run_dir=")]
-    assert run_dir.startswith(container["volumeMounts"][0]["mountPath"])
+    assert run_dir.startswith("gs://") and container["args"][0] == "train"
+    assert "volumes" not in pod and "volumeMounts" not in container, "a bucket needs no mount"
 
 
 def test_the_container_holds_what_the_package_needs_and_passes_signals_on() -> None:
@@ -86,8 +87,8 @@ def test_the_container_holds_what_the_package_needs_and_passes_signals_on() -> N
     assert copied == {"pyproject.toml", "README.md", "configs", "maxbatch"}
     assert all((TOP / name).exists() for name in copied)
     extras = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"tpu", "cuda", "text", "parquet"} <= extras.keys()
-    assert 'ENTRYPOINT ["maxbatch", "train"]' in lines  # no shell between the signals and the process
+    assert {"tpu", "cuda", "text", "parquet", "gcs", "s3"} <= extras.keys()
+    assert 'ENTRYPOINT ["maxbatch"]' in lines  # no shell between the signals and the process
 
 
 # Each call writes its arguments down and ends with the next of the codes.

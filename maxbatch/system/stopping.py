@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, Self
 
 from maxbatch.system.errors import EXIT_FAILED
+from maxbatch.system.object_stores import PATIENCE
 
 _GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C
 _REPEAT_S = 0.2  # within which a second Ctrl-C is the first one again
@@ -42,6 +43,7 @@ class Stopping:
         if self.signal_name is None and not _has_watch:
             _say(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
+        PATIENCE.hurry()  # a store that does not answer must not keep the process
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
