@@ -78,6 +78,12 @@ COMMANDS: dict[str, Command] = {
         'RUN_DIR [--prompt "..."] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]',
         ('maxbatch generate runs/default --prompt "def main("',
          'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7')),
+    "export": Command(
+        "maxbatch.commands.export",
+        "Write a model as a Hugging Face folder.",
+        "MODEL --output DIR [--dtype float32|bfloat16|float16]",
+        ("maxbatch export runs/default --output exported",
+         "maxbatch export runs/default/checkpoints/200 --output gs://my-bucket/exported --dtype bfloat16")),
     "score": Command(
         "maxbatch.commands.score",
         "Print the log-probabilities, loss and perplexity that a model gives to texts, tokens or conversations.",

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
+from maxbatch.config.blocks import GLOBAL, LOCAL
+from maxbatch.config.families import FAMILIES, Family, Json
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.storage import as_path
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-Json = dict[str, Any]
+_DEFAULT_LENGTH = 256  # max_target_length of base.yml
+
+ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
+# Fields of which only these values are supported; a file may lack them.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_bidirectional_attention": (False, None),
+    "scale_attn_weights": (True, None),
+    "scale_attn_by_inverse_layer_idx": (False, None),
+    "add_cross_attention": (False, None),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
 
 
 def is_huggingface_folder(path: str | os.PathLike[str]) -> bool:
     """Returns whether a path is a folder with a `config.json`, as Hugging Face's models have one."""
-    return (Path(path).expanduser() / CONFIG_FILE).is_file()
+    return (as_path(path) / CONFIG_FILE).is_file()
 
 
 def read_config_json(path: str | os.PathLike[str]) -> Json:
     """Returns the `config.json` of a folder; raises ConfigError if it cannot be read or is no object."""
-    file = Path(path).expanduser() / CONFIG_FILE
+    file = as_path(path) / CONFIG_FILE
     try:
         found = json.loads(file.read_bytes())
     except OSError as error:
@@ -41,30 +58,156 @@ def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
       ConfigError: a family, or a setting of one, that is not supported.
     """
-    folder = Path(path).expanduser().absolute()
-    keys = model_keys(read_config_json(folder), str(folder))
+    folder = as_path(path)
+    keys = model_keys(read_config_json(path), f"{shown_path(folder)}/{CONFIG_FILE}") | {"scan_layers": "true"}
+    if 0 < int(keys.get("trainable_position_size", 0)) < _DEFAULT_LENGTH:
+        keys["max_target_length"] = keys["trainable_position_size"]
     if (folder / TOKENIZER_FILE).is_file():
         keys |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
     return keys
 
 
 def model_keys(stated: Json, where: str) -> dict[str, str]:
-    """Returns the texts of the model keys that a `config.json` states; `where` names it in messages."""
-    family = stated.get("model_type")
-    if family != "llama":
-        raise ConfigError(f"{shown_path(where)}: model_type={shown(str(family))} is not supported; works: llama")
-    width, heads = stated["hidden_size"], stated["num_attention_heads"]
-    rope = stated.get("rope_parameters") or {}
-    return {
-        "base_emb_dim": str(width),
-        "base_num_query_heads": str(heads),
-        "base_num_kv_heads": str(stated.get("num_key_value_heads") or heads),
-        "head_dim": str(stated.get("head_dim") or width // heads),
-        "base_mlp_dim": str(stated["intermediate_size"]),
-        "base_num_decoder_layers": str(stated["num_hidden_layers"]),
-        "vocab_size": str(stated["vocab_size"]),
-        "logits_via_embedding": str(stated.get("tie_word_embeddings", False)).lower(),
-        "rope_max_timescale": str(rope.get("rope_theta") or stated.get("rope_theta") or 10000),
-        "normalization_layer_epsilon": str(stated.get("rms_norm_eps", 1e-6)),
-        "scan_layers": "true",
-    }
+    """Returns the texts of the model keys that a `config.json` states; `where` names it in messages.
+
+    Raises:
+      ConfigError: a family, or a setting of one, that is not supported; a field is missing or of another type.
+    """
+    family = _family(stated, where)
+    try:
+        return _Fields(family, stated, where).keys()
+    except KeyError as error:
+        raise ConfigError(f"{where}: lacks {error.args[0]}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError):
+        raise ConfigError(f"{where}: a field of the model has a value of the wrong type") from None
+
+
+def _family(stated: Json, where: str) -> Family:
+    name = stated.get("model_type")
+    if experts := [field for field, value in stated.items() if "expert" in field and value]:
+        raise ConfigError(f"{where}: {experts[0]}={stated[experts[0]]}: models with experts are not supported yet")
+    if name not in FAMILIES:
+        works = ", ".join(FAMILIES)
+        raise ConfigError(f"{where}: model_type={shown(str(name))} is not supported; works: one of {works}")
+    for field, allowed in _ONLY.items():
+        if field in stated and stated[field] not in allowed:
+            raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
+    return FAMILIES[name]
+
+
+class _Fields:
+    """The fields of a `config.json`, with the defaults of its family."""
+
+    def __init__(self, family: Family, stated: Json, where: str) -> None:
+        self._family, self._where = family, where
+        own_names = {own: name for name, own in family.fields.items()}
+        self._stated = family.defaults | {own_names.get(name, name): value for name, value in stated.items()}
+
+    def keys(self) -> dict[str, str]:
+        stated, family = self._stated, self._family
+        width, heads, layers = (stated[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+        keys: dict[str, Any] = {
+            "decoder_block": family.decoder_block,
+            "base_emb_dim": width,
+            "base_num_query_heads": heads,
+            "base_num_kv_heads": stated.get("num_key_value_heads") or heads,
+            "head_dim": (stated.get("head_dim") if family.head_dim_field else None) or width // heads,
+            "base_mlp_dim": self._mlp_dim(width),
+            "base_num_decoder_layers": layers,
+            "vocab_size": stated["vocab_size"],
+            "logits_via_embedding": bool(stated.get("tie_word_embeddings", False)),
+            "normalization_layer_epsilon": stated.get("rms_norm_eps", 1e-6),
+            "mlp_activations": self._activations(),
+            "attention_bias": family.has_attention_bias,
+            "use_qk_norm": family.has_qk_norm,
+            "attn_logits_soft_cap": (stated.get("attn_logit_softcapping") or 0) if family.has_soft_caps else 0,
+            "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,
+            "query_pre_attn_scalar": stated.get("query_pre_attn_scalar"),
+            **self._windows(layers),
+            **(self._rope() if family.has_rope else {"trainable_position_size": self._positions()}),
+        }
+        texts = {True: "true", False: "false", None: "null"}
+        return {name: texts[value] if value is None or isinstance(value, bool) else str(value)
+                for name, value in keys.items()}  # fmt: skip
+
+    def _mlp_dim(self, width: int) -> int:
+        stated: int | None = self._stated.get("intermediate_size")
+        return 4 * width if stated is None and not self._family.has_rope else self._stated["intermediate_size"]
+
+    def _positions(self) -> int:
+        positions: int = self._stated.get("max_position_embeddings", 1024)
+        return positions
+
+    def _activations(self) -> str:
+        name = self._stated.get("hidden_act") or "silu"
+        wanted = self._family.activations
+        if _ACTIVATIONS.get(name) != wanted.partition(",")[0]:
+            field = self._family.fields.get("hidden_act", "hidden_act")
+            raise ConfigError(f"{self._where}: {field}={shown(str(name))} is not supported for "
+                              f"{self._family.decoder_block}")  # fmt: skip
+        return wanted
+
+    def _windows(self, num_layers: int) -> dict[str, Any]:
+        window = self._stated.get("sliding_window")
+        if "use_sliding_window" in self._stated and not self._stated["use_sliding_window"]:
+            window = None
+        types = self._layer_types(num_layers) if window else [GLOBAL]
+        if LOCAL not in types:
+            return {"attention_type": GLOBAL, "sliding_window_size": 0}
+        return {"attention_type": ",".join(_shortest_cycle(types)), "sliding_window_size": window}
+
+    def _layer_types(self, num_layers: int) -> list[str]:
+        stated, every = self._stated.get("layer_types"), self._family.local_every
+        if stated:
+            if unknown := [name for name in stated if name not in _LAYER_TYPES]:
+                raise ConfigError(f"{self._where}: layer_types={shown(str(unknown[0]))} is not supported")
+            return [_LAYER_TYPES[name] for name in stated]
+        if every == 1:
+            return [LOCAL]
+        if every:
+            every = self._stated.get("sliding_window_pattern") or self._stated.get("_sliding_window_pattern") or every
+            return [LOCAL if (layer + 1) % every else GLOBAL for layer in range(num_layers)]
+        if self._stated.get("use_sliding_window"):
+            first = self._stated.get("max_window_layers", 28)
+            return [LOCAL if layer >= first else GLOBAL for layer in range(num_layers)]
+        return [GLOBAL]
+
+    def _rope(self) -> dict[str, Any]:
+        stated = self._stated
+        rope = dict(stated.get("rope_parameters") or {})
+        local_base = stated.get("rope_local_base_freq")
+        if "full_attention" in rope or "sliding_attention" in rope:
+            local = rope.get("sliding_attention") or {}
+            if local.get("rope_type", "default") != "default":
+                raise ConfigError(f"{self._where}: rope_type={shown(str(local['rope_type']))} is not supported for "
+                                  "sliding_attention")  # fmt: skip
+            local_base = local.get("rope_theta", local_base)
+            rope = dict(rope.get("full_attention") or {})
+        rope = {"rope_theta": stated.get("rope_theta") or 10000.0} | dict(stated.get("rope_scaling") or {}) | rope
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind not in ROPE_TYPES:
+            works = ", ".join(ROPE_TYPES)
+            raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
+        for field, only in (("partial_rotary_factor", 1), ("truncate", True), ("mscale", None)):
+            if rope.get(field, only) not in (only, None):
+                raise ConfigError(f"{self._where}: {field}={shown(str(rope[field]))} is not supported")
+        keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
+        if self._family.local_every and local_base:
+            keys["local_rope_max_timescale"] = local_base
+        if kind != "default":
+            keys["rope_factor"] = rope["factor"]
+        original = rope.get("original_max_position_embeddings") or stated.get("max_position_embeddings")
+        if kind in ("llama3", "yarn") and original:
+            keys["original_max_position_embeddings"] = original
+        if kind == "llama3":
+            keys |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
+        if kind == "yarn":
+            keys |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
+            keys["rope_attention_factor"] = rope.get("attention_factor")
+        return keys
+
+
+def _shortest_cycle(types: list[str]) -> list[str]:
+    """Returns the shortest pattern that repeats to the types of all layers."""
+    fits = (n for n in range(1, len(types)) if all(own == types[i % n] for i, own in enumerate(types)))
+    return types[: next(fits, len(types))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from maxbatch.config.blocks import BLOCKS
 from maxbatch.config.values import Bounds, Scalar
 
 
@@ -163,8 +164,27 @@ ROWS: tuple[Key, ...] = (
     Key("base_num_decoder_layers", "int", _COUNT, fixes=_MODEL, unit="layers"),
     Key("vocab_size", "int", _COUNT, fixes=_MODEL, unit="rows of the embedding"),
     Key("logits_via_embedding", "bool", fixes=_MODEL),
+    Key("decoder_block", "choice", choices=tuple(BLOCKS), fixes=_MODEL),
+    Key("mlp_activations", "choice", choices=("silu,linear", "gelu,linear", "gelu"), fixes=_MODEL),
+    Key("attention_bias", "bool", fixes=_MODEL),
+    Key("use_qk_norm", "bool", fixes=_MODEL),
+    Key("attention_type", "text", fixes=_MODEL),
+    Key("sliding_window_size", "int", _FROM_ZERO, fixes=_MODEL, unit="tokens"),
+    Key("attn_logits_soft_cap", "real", _FROM_ZERO, fixes=_MODEL),
+    Key("final_logits_soft_cap", "real", _FROM_ZERO, fixes=_MODEL),
+    Key("query_pre_attn_scalar", "real", _POSITIVE, nullable=True, fixes=_MODEL, maxtext=OURS),
+    Key("trainable_position_size", "int", _COUNT_OR_OFF, fixes=_MODEL, unit="positions"),
     Key("max_target_length", "int", _FROM_TWO, fixes=Fixes.ROWS | _PROGRAM, unit="tokens"),
     Key("rope_max_timescale", "real", _POSITIVE, fixes=_MODEL),
+    Key("local_rope_max_timescale", "real", Bounds(above=0, also=-1), fixes=_MODEL),
+    Key("rope_type", "choice", choices=("default", "linear", "llama3.1", "yarn"), fixes=_MODEL),
+    Key("rope_factor", "real", Bounds(at_least=1), fixes=_MODEL),
+    Key("rope_low_freq_factor", "real", _POSITIVE, fixes=_MODEL, maxtext=OURS),
+    Key("rope_high_freq_factor", "real", _POSITIVE, fixes=_MODEL, maxtext=OURS),
+    Key("original_max_position_embeddings", "int", _COUNT, fixes=_MODEL, unit="tokens"),
+    Key("beta_fast", "real", _POSITIVE, fixes=_MODEL),
+    Key("beta_slow", "real", _POSITIVE, fixes=_MODEL),
+    Key("rope_attention_factor", "real", _POSITIVE, nullable=True, fixes=_MODEL, maxtext=OURS),
     Key("normalization_layer_epsilon", "real", _POSITIVE, fixes=_MODEL),
     Key("dtype", "choice", choices=_DTYPES, fixes=_PROGRAM),
     Key("weight_dtype", "choice", choices=_DTYPES, fixes=_MODEL),

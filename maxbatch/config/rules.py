@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from maxbatch.config.blocks import GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part, names_of
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.values import Value, shown
@@ -179,6 +180,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
     if number["head_dim"] % 2:
         raise fault("head_dim", "even, since rotary embeddings turn pairs", number["head_dim"] + 1)
+    _check_layers(values, fault)
     warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
     if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -198,3 +200,18 @@ def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
         raise fault("lora_rank", rule + "names the model to adapt", 0)
     if not values["load_parameters_path"]:
         raise fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
+
+
+def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for keys of a layer's form that do not go together."""
+    pattern = [word.strip() for word in str(values["attention_type"]).split(",")]
+    if not set(pattern) <= {GLOBAL, LOCAL}:
+        raise fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
+    if LOCAL in pattern and not values["sliding_window_size"]:
+        raise fault("sliding_window_size", f"at least 1 beside attention_type={values['attention_type']}", 1024)
+    positions, length = values["trainable_position_size"], values["max_target_length"]
+    if isinstance(positions, int) and isinstance(length, int) and 0 < positions < length:
+        raise fault("max_target_length", f"at most trainable_position_size={positions}", positions)
+    low, high = values["rope_low_freq_factor"], values["rope_high_freq_factor"]
+    if isinstance(low, float) and isinstance(high, float) and high <= low:
+        raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)

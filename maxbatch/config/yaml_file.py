@@ -25,7 +25,7 @@ _PROBLEMS: dict[type[Exception], str] = {
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
-_WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices")
+_WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices") | {"mlp_activations", "attention_type"}
 _NAMES = frozenset(key.name for key in ROWS)
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions: causal, and within the documents of a packed row.
+"""Grouped-query attention: causal, within the documents of a packed row, and in local layers within a window.
 
 Shapes: M micro-batch, L length, D model, H query heads, K key and value heads, h head_dim; while sampling, B rows,
 T new tokens, G = H / K.
@@ -8,44 +8,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from maxbatch.config.blocks import BLOCKS
 from maxbatch.model.cache import Cache
-from maxbatch.model.parameters import matrix
+from maxbatch.model.norms import RMSNorm
+from maxbatch.model.parameters import bias, matrix
+from maxbatch.model.rope import Rope, apply_rope
+from maxbatch.model.scores import PLAIN, Implementation, Scores
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
-
-Rope = tuple[jax.Array, jax.Array]
-Implementation = Kernel
-
-
-def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
-    """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1.
-
-    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
-    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
-    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
-
-    Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
-    """
-    frequencies = max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
-    angles = np.outer(np.arange(length), frequencies)
-    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
-
-
-def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
-    """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
-
-    The tables are of their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
-    """
-    cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
-    first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_MxLxHxh.dtype)
 
 
 def choose_implementation(config: ConfigDict, platform: str, context: int) -> Implementation:
@@ -75,51 +50,93 @@ def attend(
     k_MxLxKxh: jax.Array,
     v_MxLxKxh: jax.Array,
     segments_MxL: jax.Array,
-    implementation: Implementation = "dot_product",
+    scores: Scores = PLAIN,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """Returns causal attention within segments, [M, L, H, h] in q's dtype, with softmax in float32.
 
-    A token sees itself and the tokens before it of its own segment, and only those. Query head i reads key head
-    i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245). Queries and keys come rotated.
+    A token sees itself and the tokens before it of its own segment, and only those; in a local layer only the nearest
+    `scores.window`. Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
+    Queries and keys come rotated.
     """
-    if implementation == "splash":
-        return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain)
+    if scores.implementation == "splash":
+        return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
     mask = (segments_MxL[:, :, None] == segments_MxL[:, None, :])[:, None, :, :]
-    if implementation == "cudnn":
+    if scores.is_local is not False:
+        places_L = jnp.arange(q_MxLxHxh.shape[1])
+        mask &= scores.in_window((places_L[:, None] - places_L[None, :])[None, None])
+    if scores.soft_cap:
+        return _attend_capped(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores)
+    if scores.implementation == "cudnn":
         # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
     return jax.nn.dot_product_attention(
-        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True,
-        implementation="cudnn" if implementation == "cudnn" else "xla",
+        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True, scale=scores.scale,
+        implementation="cudnn" if scores.implementation == "cudnn" else "xla",
     )  # fmt: skip
 
 
+def _attend_capped(
+    q_MxLxHxh: jax.Array, k_MxLxKxh: jax.Array, v_MxLxKxh: jax.Array, mask_Mx1xLxL: jax.Array, scores: Scores
+) -> jax.Array:
+    """Returns causal attention with soft-capped scores, which JAX's own function does not know."""
+    rows, length, heads, head_dim = q_MxLxHxh.shape
+    kv_heads = k_MxLxKxh.shape[2]
+    q_MxLxKxGxh = q_MxLxHxh.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("mqkgh,mlkh->mkgql", q_MxLxKxGxh, k_MxLxKxh, preferred_element_type=jnp.float32)
+    logits = scores.capped(logits * (scores.scale or head_dim**-0.5))
+    visible = mask_Mx1xLxL & jnp.tril(jnp.ones((length, length), bool))[None, None]
+    weights_MxKxGxLxL = jax.nn.softmax(jnp.where(visible[:, :, None], logits, -jnp.inf)).astype(v_MxLxKxh.dtype)
+    return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(q_MxLxHxh.shape)
+
+
 def attend_to_cache(
-    q_BxTxHxh: jax.Array, k_BxKxLxh: jax.Array, v_BxKxLxh: jax.Array, positions_BxT: jax.Array
+    q_BxTxHxh: jax.Array, k_BxKxLxh: jax.Array, v_BxKxLxh: jax.Array, positions_BxT: jax.Array, scores: Scores = PLAIN
 ) -> jax.Array:
     """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype."""
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
     kv_heads, length = k_BxKxLxh.shape[1:3]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32)
-    visible_BxTxL = jnp.arange(length)[None, None, :] <= positions_BxT[:, :, None]
-    logits = jnp.where(visible_BxTxL[:, None, None], logits * head_dim**-0.5, -jnp.inf)
+    slots_1x1xL = jnp.arange(length)[None, None, :]
+    visible_BxTxL = slots_1x1xL <= positions_BxT[:, :, None]
+    if scores.is_local is not False:
+        visible_BxTxL &= scores.in_window(positions_BxT[:, :, None] - slots_1x1xL)
+    logits = scores.capped(logits * (scores.scale or head_dim**-0.5))
+    logits = jnp.where(visible_BxTxL[:, None, None], logits, -jnp.inf)
     weights_BxKxGxTxL = jax.nn.softmax(logits).astype(v_BxKxLxh.dtype)
     return jnp.einsum("bkgtl,bklh->btkgh", weights_BxKxGxTxL, v_BxKxLxh).reshape(q_BxTxHxh.shape)
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of LLaMA 2."""
+    """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of LLaMA 2.
+
+    Queries and keys may be normalised before they are rotated (Henry et al. 2020, https://arxiv.org/abs/2010.04245).
+    """
 
     def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
         d, h = config.base_emb_dim, config.head_dim
         heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+        block = BLOCKS[config.decoder_block]
         self.query = matrix(config, rngs, (d, heads, h), ("embed", "heads", "head_dim"), fan_in=d)
         self.key = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
         self.value = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
         out_axes = ("heads", "head_dim", "embed")
         self.out = matrix(config, rngs, (heads, h, d), out_axes, fan_in=heads * h, residual=True)
+        if config.attention_bias:
+            self.query_bias = bias(config, (heads, h), ("heads", "head_dim"))
+            self.key_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
+            self.value_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
+        if block.has_biases:
+            self.out_bias = bias(config, (d,), ("norm",))
+        if config.use_qk_norm:
+            all_heads = block.qk_norm_over == "heads"
+            self.query_norm, self.key_norm = (
+                RMSNorm(config, (n, h), (name, "head_dim")) if all_heads else RMSNorm(config, (h,), ("head_dim",))
+                for n, name in ((heads, "heads"), (kv_heads, "kv_heads"))
+            )
+        scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
+        self.scores = Scores(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain = constrain
         # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
         self.implementation: Implementation = "dot_product"
@@ -127,13 +144,22 @@ class Attention(nnx.Module):
             context = constrain.mesh.shape.get("context", 1)
             self.implementation = choose_implementation(config, constrain.platform, context)
 
-    def __call__(self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope) -> jax.Array:
+    def __call__(
+        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
+    ) -> jax.Array:
         """Returns the attention output, [M, L, D], in x's dtype."""
         q, k, v = self._queries_keys_values(x_MxLxD, rope)
-        return self._joined(attend(q, k, v, segments_MxL, self.implementation, self.constrain))
+        scores = self.scores._replace(is_local=is_local, implementation=self.implementation)
+        return self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
 
     def with_cache(
-        self, x_BxTxD: jax.Array, positions_BxT: jax.Array, rope: Rope, cache: Cache, layer: jax.Array | int
+        self,
+        x_BxTxD: jax.Array,
+        positions_BxT: jax.Array,
+        rope: Rope | None,
+        cache: Cache,
+        layer: jax.Array | int,
+        is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, Cache]:
         """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
 
@@ -143,16 +169,27 @@ class Attention(nnx.Module):
         q, k, v = self._queries_keys_values(x_BxTxD, rope)
         cache = cache.write(layer, positions_BxT, k, v)
         k_BxKxLxh, v_BxKxLxh = (array[layer] for array in cache)
-        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT)), cache
+        scores = self.scores._replace(is_local=is_local)
+        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT, scores)), cache
 
-    def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def heads(weight: nnx.Param, name: str) -> jax.Array:
+    def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def heads(name: str, axis: str) -> jax.Array:
+            weight = getattr(self, name)
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
-            return self.constrain(out, ("batch", "length", name, "head_dim"))
+            if hasattr(self, f"{name}_bias"):
+                out += getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)[None, None]
+            out = self.constrain(out, ("batch", "length", axis, "head_dim"))
+            return getattr(self, f"{name}_norm")(out) if hasattr(self, f"{name}_norm") else out
 
-        q_MxLxHxh = apply_rope(heads(self.query, "heads"), rope)
-        k_MxLxKxh = apply_rope(heads(self.key, "kv_heads"), rope)
-        return q_MxLxHxh, k_MxLxKxh, heads(self.value, "kv_heads")
+        def rotated(x_MxLxHxh: jax.Array) -> jax.Array:
+            return x_MxLxHxh if rope is None else apply_rope(x_MxLxHxh, rope)
+
+        q_MxLxHxh = rotated(heads("query", "heads"))
+        k_MxLxKxh = rotated(heads("key", "kv_heads"))
+        return q_MxLxHxh, k_MxLxKxh, heads("value", "kv_heads")
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
-        return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))
+        joined_MxLxD = jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))
+        if hasattr(self, "out_bias"):
+            joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
+        return joined_MxLxD

@@ -47,12 +47,31 @@ def token_losses(
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
     """
+    return _token_losses(x_MxLxD, Head(w_DxV), targets_MxL, weights_MxL, batch_shards, constrain)
+
+
+class Head(NamedTuple):
+    """The way from the last hidden state to the logits."""
+
+    w_DxV: jax.Array
+    soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
+
+
+def _token_losses(
+    x_MxLxD: jax.Array,
+    head: Head,
+    targets_MxL: jax.Array,
+    weights_MxL: jax.Array,
+    batch_shards: int,
+    constrain: Constrain,
+) -> tuple[jax.Array, jax.Array]:
+    w_DxV, soft_cap = head
     weight_sum = jnp.sum(weights_MxL)
     rows, length = targets_MxL.shape
     width, vocabulary = w_DxV.shape
-    axes = Axes("batch", "vocab")
+    axes = Axes("batch", "vocab", soft_cap)
     if exchanges_tokens(targets_MxL.size, vocabulary, constrain):
-        axes = Axes(None, OVER_ROWS)
+        axes = Axes(None, OVER_ROWS, soft_cap)
         x_MxLxD, targets_MxL, weights_MxL = (
             constrain(array, (None, "length", "embed")[: array.ndim]) for array in (x_MxLxD, targets_MxL, weights_MxL)
         )
@@ -72,9 +91,9 @@ def loss_sums(
     document that it belongs to, 0 for padding. Both sums are float32 scalars.
     """
     # The last position predicts the first token, whose weight is 0.
-    targets_and_weights = [jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL)]
-    x_MxLxD, w_DxV = decoder.hidden(tokens_MxL, segments_MxL), decoder.output_projection()
-    return token_losses(x_MxLxD, w_DxV, *targets_and_weights, batch_shards=batch_shards, constrain=decoder.constrain)
+    targets_MxL, weights_MxL = (jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL))
+    x_MxLxD, head = decoder.hidden(tokens_MxL, segments_MxL), Head(decoder.output_projection(), decoder.logits_soft_cap)
+    return _token_losses(x_MxLxD, head, targets_MxL, weights_MxL, batch_shards, decoder.constrain)
 
 
 def token_logprobs(
@@ -96,7 +115,7 @@ def token_logprobs(
     @jax.checkpoint
     def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_MxTxV = jnp.einsum("mtd,dv->mtv", x_MxTxD, w_DxV, preferred_element_type=jnp.float32)
-        logprobs_MxTxV = jax.nn.log_softmax(logits_MxTxV)
+        logprobs_MxTxV = jax.nn.log_softmax(decoder.capped(logits_MxTxV))
         entropies_MxT = -jnp.sum(jnp.exp(logprobs_MxTxV) * logprobs_MxTxV, axis=-1)
         drawn_MxT = jnp.take_along_axis(logprobs_MxTxV, targets_MxT[..., None], axis=-1)[..., 0]
         return drawn_MxT, entropies_MxT
@@ -129,26 +148,33 @@ def _cut(array_MxL: jax.Array, shards: int, pieces: int) -> jax.Array:
     return jnp.moveaxis(cut, 2, 0).reshape(pieces, shards, -1, *rest)
 
 
-def _cross_entropy(x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the losses [T], exp(logits - max) [T, V] and its sums over V [T, 1], in float32."""
+def _cross_entropy(
+    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, soft_cap: float
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the losses [T], exp(logits - max) [T, V], its sums over V [T, 1] and the logits [T, V], in float32."""
     logits_TxV = jnp.einsum("td,dv->tv", x_TxD, w_DxV, preferred_element_type=jnp.float32)
+    if soft_cap:
+        logits_TxV = soft_cap * jnp.tanh(logits_TxV / soft_cap)
     peak_Tx1 = jnp.max(logits_TxV, axis=1, keepdims=True)
     exp_TxV = jnp.exp(logits_TxV - peak_Tx1)
     exp_sum_Tx1 = jnp.sum(exp_TxV, axis=1, keepdims=True)
     target_Tx1 = jnp.take_along_axis(logits_TxV, targets_T[:, None], axis=1)
-    return (jnp.log(exp_sum_Tx1) + peak_Tx1 - target_Tx1)[:, 0], exp_TxV, exp_sum_Tx1
+    return (jnp.log(exp_sum_Tx1) + peak_Tx1 - target_Tx1)[:, 0], exp_TxV, exp_sum_Tx1, logits_TxV
 
 
 def _losses_and_gradients(
-    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array
+    x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array, soft_cap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the losses [T], and the weighted sum's gradients in x [T, D] and, in float32, in w [D, V]."""
-    losses_T, exp_TxV, exp_sum_Tx1 = _cross_entropy(x_TxD, w_DxV, targets_T)
+    losses_T, exp_TxV, exp_sum_Tx1, logits_TxV = _cross_entropy(x_TxD, w_DxV, targets_T, soft_cap)
     # The gradient of the logits is weight * (exp / sum - 1 at the target) = scale * (exp - sum at the target). The
     # scale multiplies the small factors of the two products, which saves a pass over the large one.
     scale_Tx1 = weights_T[:, None] / exp_sum_Tx1
     is_target_TxV = jax.lax.broadcasted_iota(jnp.int32, exp_TxV.shape, 1) == targets_T[:, None]
-    unscaled_TxV = (exp_TxV - jnp.where(is_target_TxV, exp_sum_Tx1, 0.0)).astype(x_TxD.dtype)
+    unscaled_TxV = exp_TxV - jnp.where(is_target_TxV, exp_sum_Tx1, 0.0)
+    if soft_cap:
+        unscaled_TxV *= 1 - jnp.square(logits_TxV / soft_cap)  # the slope of the cap
+    unscaled_TxV = unscaled_TxV.astype(x_TxD.dtype)
     grad_x_TxD = jnp.einsum("tv,dv->td", unscaled_TxV, w_DxV, preferred_element_type=jnp.float32) * scale_Tx1
     scaled_x_TxD = (x_TxD.astype(jnp.float32) * scale_Tx1).astype(x_TxD.dtype)
     grad_w_DxV = jnp.einsum("td,tv->dv", scaled_x_TxD, unscaled_TxV, preferred_element_type=jnp.float32)
@@ -156,10 +182,11 @@ def _losses_and_gradients(
 
 
 class Axes(NamedTuple):
-    """How the devices share the loss: the logical axes of S and of V."""
+    """How the devices share the loss: the logical axes of S and of V. And the soft cap of the logits."""
 
     shards: str | None
     vocabulary: str
+    soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -173,7 +200,7 @@ def _loss_sum(
 ) -> jax.Array:
     # Gathered once, before the loop over the pieces.
     w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
-    losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T)[0])
+    losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T, axes.soft_cap)[0])
     _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(*piece)), None, (x_CxSxTxD, targets_CxSxT))
     return jnp.sum(losses_CxSxT * weights_CxSxT)
 
@@ -190,7 +217,7 @@ def _forward(
     axes: Axes,
 ) -> tuple[jax.Array, Residuals]:
     w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
-    losses_and_gradients = jax.vmap(_losses_and_gradients, in_axes=(0, None, 0, 0))
+    losses_and_gradients = jax.vmap(partial(_losses_and_gradients, soft_cap=axes.soft_cap), in_axes=(0, None, 0, 0))
 
     def add_piece(grad_w_SxDxV: jax.Array, piece: Residuals) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x_SxTxD, targets_SxT, weights_SxT = piece

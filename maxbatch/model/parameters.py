@@ -33,3 +33,8 @@ def matrix(
     unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     value = (unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)).astype(config.weight_dtype)
     return nnx.Param(value, logical_axes=logical_axes)
+
+
+def bias(config: ConfigDict, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
+    """Returns a bias in `weight_dtype`, 0 at first."""
+    return nnx.Param(jnp.zeros(shape, config.weight_dtype), logical_axes=logical_axes)

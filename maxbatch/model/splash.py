@@ -8,6 +8,7 @@ Shapes: M micro-batch, L length, H query heads, K key and value heads, h head_di
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.model.scores import PLAIN, Scores
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.plan.program import LANES
 
@@ -32,21 +34,18 @@ def splash_attend(
     v_MxLxKxh: jax.Array,
     segments_MxL: jax.Array,
     constrain: Constrain,
-    *,
-    interpret: bool = False,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
-    """Returns causal attention within segments, as `maxbatch.model.attention.attend` does.
+    """Returns causal attention within segments, in a local layer within a window, as `attend` of attention.py does.
 
     Every device runs the kernel on its own rows, heads and queries, since the compiler cannot split it. If the context
     axis splits the length, keys and values are gathered over it. If the tensor axis splits the query heads and cannot
     split the key heads, these are repeated.
 
     Args:
-      constrain: with a mesh, whose context axis splits L into multiples of 128.
-      interpret: run the kernel on a CPU, slowly.
+      constrain: with a mesh, whose context axis splits L into multiples of 128. On CPUs the kernel is interpreted.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     mesh = constrain.mesh
     assert mesh is not None, "the kernel is placed by hand"
@@ -55,31 +54,49 @@ def splash_attend(
     if constrain.spec(k_MxLxKxh.shape, ("batch", "length", "kv_heads", "head_dim"))[2] != tensor:
         repeats = heads // k_MxLxKxh.shape[2]
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
-    query_shards, head_shards = (mesh.shape[axis] if axis else 1 for axis in (context, tensor))
-    causal = masks.CausalMask((length, length), shard_count=query_shards)
-    block_q, block_kv = block_size(length // query_shards), block_size(length)
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([causal] * heads), head_shards=head_shards, q_seq_shards=query_shards, interpret=interpret,
-        block_sizes=kernels.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
-            block_q_dkv=block_q, block_kv_dkv=block_kv,
-        ),
-    )  # fmt: skip
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
+    shards = mesh.shape[context] if context else 1, mesh.shape[tensor] if tensor else 1
 
     def attend_here(kernel: Any, q: Any, k: Any, v: Any, q_segments: Any, kv_segments: Any) -> jax.Array:
         # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
-        q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
+        q = (q.astype(jnp.float32) * (scores.scale or head_dim**-0.5)).astype(q.dtype)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         segments = kernels.SegmentIds(q_segments, kv_segments)
         return jax.vmap(kernel)(q, k, v, segments).transpose(0, 2, 1, 3)
 
     q_spec, kv_spec = P(batch, context, tensor, None), P(batch, None, tensor, None)
-    everywhere = jax.shard_map(
-        attend_here,
-        mesh=mesh,
-        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, P(batch, context), P(batch, None)),
-        out_specs=q_spec,
-        check_vma=False,  # kernels do not say over which axes their results vary
-    )
-    return everywhere(kernel, q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL)
+    operands = q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL
+
+    def everywhere(sees_window: bool) -> jax.Array:
+        kernel = _kernel(length, heads, shards, scores, sees_window, constrain.platform)
+        kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
+        return jax.shard_map(
+            attend_here,
+            mesh=mesh,
+            in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, P(batch, context), P(batch, None)),
+            out_specs=q_spec,
+            check_vma=False,  # kernels do not say over which axes their results vary
+        )(kernel, *operands)
+
+    if isinstance(scores.is_local, bool):
+        return everywhere(scores.is_local)
+    return jax.lax.cond(scores.is_local, partial(everywhere, True), partial(everywhere, False))
+
+
+def _kernel(length: int, heads: int, shards: tuple[int, int], scores: Scores, sees_window: bool, platform: str) -> Any:
+    """Returns the kernel of global layers, or of those that see a window; `shards` split queries and heads."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    query_shards, head_shards = shards
+    block_q, block_kv = block_size(length // query_shards), block_size(length)
+    mask: Any = masks.CausalMask((length, length), shard_count=query_shards)
+    if sees_window:
+        mask = masks.LocalMask((length, length), (scores.window - 1, 0), 0, shard_count=query_shards)
+    return kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads), head_shards=head_shards, q_seq_shards=query_shards,
+        interpret=platform == "cpu", attn_logits_soft_cap=scores.soft_cap or None,
+        block_sizes=kernels.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
+            block_q_dkv=block_q, block_kv_dkv=block_kv,
+        ),
+    )  # fmt: skip

@@ -113,6 +113,10 @@ class Pipeline:
         (stream, _), _ = jax.lax.scan(tick, (stream, nothing_yet), jnp.arange(self.num_ticks))
         return self._to_rows(stream)
 
+    def order(self, num_layers: int) -> np.ndarray:
+        """Returns the numbers of the layers in `stage_order`."""
+        return np.arange(num_layers).reshape(self.num_repeats, self.num_stages, -1).swapaxes(0, 1).reshape(-1)
+
     def _stages(self, layers: Layers) -> Callable[..., jax.Array]:
         """Returns a function that runs all stages at once, each on its part with the weights of its repeat."""
 

@@ -34,6 +34,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "norm": (),
     "rank": (),
+    "position": (),
 }
 ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
@@ -44,6 +45,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "head_dim": None,
     "mlp": "tensor",
     "vocab": "tensor",
+    "position": None,
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 

@@ -27,6 +27,7 @@ def attention_rules(config: ConfigDict, context: int) -> Rules:
             (head_dim <= 128 and head_dim % 8 == 0, f"have head_dim={head_dim} at most 128 and divisible by 8"),
             (length % 2 == 0, f"have max_target_length={length} even"),
             (context == 1, f"have the whole length on a device, and the context axis has {context}"),
+            (not config.attn_logits_soft_cap, f"have attn_logits_soft_cap=0, not {config.attn_logits_soft_cap:g}"),
         ],
         "dot_product": [],
     }

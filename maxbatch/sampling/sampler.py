@@ -224,7 +224,7 @@ class _NextToken:
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
         x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache)
         logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], self.w_DxV, preferred_element_type=jnp.float32)
-        logits_BxV = self.decoder.constrain(logits_BxV, ("batch", None))
+        logits_BxV = self.decoder.constrain(self.decoder.capped(logits_BxV), ("batch", None))
         drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))
         logprobs_BxV = jax.nn.log_softmax(logits_BxV)
         logprob_Bx1 = jnp.take_along_axis(logprobs_BxV, drawn_B[:, None], axis=1)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
 INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -30,20 +31,23 @@ _MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 class StoredTensor(NamedTuple):
     """The place of one tensor."""
 
-    file: Path
+    file: AnyPath
     dtype: str  # as the format names it
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
 
     def array(self) -> np.ndarray:
-        """Returns the tensor as a read-only memory map."""
+        """Returns the tensor, read-only: a memory map, or what one request to an object store brings."""
         dtype, shape = DTYPES[self.dtype], self.shape
         if 0 in shape:
             return np.zeros(shape, dtype)
+        if isinstance(self.file, RemotePath):
+            end = self.offset + math.prod(shape) * dtype.itemsize
+            return np.frombuffer(self.file.read_range(self.offset, end), dtype).reshape(shape)
         return np.memmap(self.file, dtype, mode="r", offset=self.offset, shape=shape)
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
     """Returns the tensors of a folder by name: those of its index, else of its safetensors files.
 
     Raises:
@@ -58,7 +62,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _files(folder: Path) -> Iterable[Path]:
+def _files(folder: AnyPath) -> Iterable[AnyPath]:
     index = folder / INDEX
     if index.is_file():
         try:
@@ -68,20 +72,19 @@ def _files(folder: Path) -> Iterable[Path]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(f"{index}: is not an index of safetensors files") from None
     whole = folder / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    files: list[AnyPath] = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"), key=str)
     if not files:
         raise ConfigError(f"{folder}: holds no *.safetensors; weights in another format must be converted first")
     return files
 
 
-def _header(file: Path) -> dict[str, StoredTensor]:
+def _header(file: AnyPath) -> dict[str, StoredTensor]:
     try:
         size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-                raise ValueError("too short")
-            header = json.loads(opened.read(length))
+        length = int.from_bytes(_bytes_of(file, 0, 8), "little") if size >= 8 else size
+        if length > min(size - 8, _MOST_HEADER_BYTES):
+            raise ValueError("too short")
+        header = json.loads(_bytes_of(file, 8, 8 + length))
         header.pop("__metadata__", None)
         return {name: _tensor(file, entry, 8 + length, size) for name, entry in header.items()}
     except OSError as error:
@@ -90,9 +93,42 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise ConfigError(f"{file}: is not a whole safetensors file") from None
 
 
-def _tensor(file: Path, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
+def _bytes_of(file: AnyPath, begin: int, end: int) -> bytes:
+    if isinstance(file, RemotePath):
+        return file.read_range(begin, end)
+    with file.open("rb") as opened:
+        opened.seek(begin)
+        return opened.read(end - begin)
+
+
+def _tensor(file: AnyPath, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
     shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
     dtype = DTYPES.get(entry["dtype"])
     if start + end > size or first < 0 or (dtype and end - first != math.prod(shape) * dtype.itemsize):
         raise ValueError("its tensors do not lie in it")
     return StoredTensor(file, entry["dtype"], shape, start + first)
+
+
+def write_tensors(
+    path: AnyPath, dtype: str, shapes: Mapping[str, tuple[int, ...]], arrays: Iterator[np.ndarray]
+) -> None:
+    """Writes a safetensors file, one tensor at a time.
+
+    Args:
+      path: the file.
+      dtype: of every tensor, as the format names it.
+      shapes: of the tensors, by name, in their order.
+      arrays: yields the tensors in this order, and perhaps more, which it keeps.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    first = 0
+    for name, shape in shapes.items():
+        end = first + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [first, end]}
+        first = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in shapes:
+            file.write(next(arrays).tobytes())

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
@@ -162,7 +163,10 @@ class Checkpoints:
         except DamagedError as error:
             return str(error), None
         for part, mine in self._identity.items():
-            theirs = record.identity[part]
+            theirs = (
+                {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
+            )
+            theirs |= record.identity[part]  # a key that is newer than the checkpoint had its default
             changes = [
                 f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
                 for key in sorted(mine.keys() | theirs.keys())

@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxbatch.model.decoder import REMAT_POLICIES
+from maxbatch.model.stacked import Stacked
 from maxbatch.parallel.sharding import Constrain
 
 PyTree = Any
@@ -34,10 +36,14 @@ class SummingLayers:
     constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
 
+    def order(self, num_layers: int) -> np.ndarray:
+        """Returns the numbers of the layers in the order in which their parameters come stacked: their own."""
+        return np.arange(num_layers)
+
     def __call__(
         self,
         layers: Callable[[jax.Array, jax.Array, Any], jax.Array],
-        stacked: PyTree,
+        stacked: Stacked,
         x_MxLxD: jax.Array,
         segments_MxL: jax.Array,
         /,
@@ -51,21 +57,21 @@ class SummingLayers:
             raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
         self._has_run = True
 
-        def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, parameters: PyTree) -> jax.Array:
-            return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], parameters))
+        def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
+            return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], one))
 
         # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
         if self.remat_policy != "none":
             layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
 
         def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
-            (x_MxLxD, sums), (index, parameters) = carried, numbered
-            parameters, sums = _tie(parameters, sums, index)
-            return (layer(x_MxLxD, segments_MxL, parameters), sums), None
+            (x_MxLxD, sums), (index, one) = carried, numbered
+            parameters, sums = _tie(one.parameters, sums, index)
+            return (layer(x_MxLxD, segments_MxL, one._replace(parameters=parameters)), sums), None
 
-        numbers_N = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
-        parameters = jax.lax.stop_gradient(stacked)
-        (x_MxLxD, sums), _ = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, parameters))
+        numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
+        frozen = stacked._replace(parameters=jax.lax.stop_gradient(stacked.parameters))
+        (x_MxLxD, sums), _ = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, frozen))
         return _turn_round(x_MxLxD, sums)
 
 

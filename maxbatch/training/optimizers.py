@@ -159,8 +159,16 @@ def _is_stacked(parameters: PyTree) -> PyTree:
 
 
 def _is_matrix(parameters: PyTree) -> PyTree:
-    """Returns whether each parameter, stacked or not, is a matrix and not a vector (norm scales)."""
-    return jax.tree.map_with_path(lambda path, value: value.ndim - _in_stack(path) > 1, parameters)
+    """Returns whether each parameter, stacked or not, is a matrix and not a vector (norm scales, biases).
+
+    Those of the heads have two axes.
+    """
+
+    def is_matrix(path: KeyPath, value: jax.Array) -> bool:
+        is_vector = any(str(name).endswith(("scale", "bias")) for name in _names(path))
+        return not is_vector and value.ndim - _in_stack(path) > 1
+
+    return jax.tree.map_with_path(is_matrix, parameters)
 
 
 def _muon_matrices(parameters: PyTree) -> PyTree:

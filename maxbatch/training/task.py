@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.model.decoder import model_flops_per_token
+from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.training.checkpoints import model_identity

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.model.decoder import model_flops_per_token
+from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import chip_of
 
 

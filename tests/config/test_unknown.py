@@ -96,14 +96,14 @@ def test_the_named_faults_are_answered_with_their_own_meaning() -> None:
 
 
 def test_unknown_keys_of_file_and_overrides_are_reported_together(tmp_path: Path) -> None:
-    run = write(tmp_path / "run.yml", "max_steps: 3\nmlp_activations: [silu, linear]\ndecoder_block: {a: b}\n")
+    run = write(tmp_path / "run.yml", "max_steps: 3\nmlp_bias: [silu, linear]\nmla_naive_kvcache: {a: b}\n")
     message = error_of(run, ("n_layer=2",))
-    assert all(f"{word} (" in message for word in ("max_steps", "mlp_activations", "decoder_block", "n_layer"))
+    assert all(f"{word} (" in message for word in ("max_steps", "mlp_bias", "mla_naive_kvcache", "n_layer"))
     assert f"maxbatch import maxtext {run}" in message
 
 
 def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "base_config: base.yml\nmlp_activations: [silu]\nsa_block_q: 512\nper_device_batch_size: 2\n"
+    text = "base_config: base.yml\nmlp_bias: [silu]\nsa_block_q: 512\nper_device_batch_size: 2\n"
     run = write(tmp_path / "run.yml", text)
     for command in ("plan", "train"):
         assert main([command, str(run)]) == 2

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model.attention import apply_rope, attend, rope_tables
+from maxbatch.model.attention import attend
+from maxbatch.model.rope import apply_rope, rope_tables
 
 M, L, H, HEAD_DIM = 2, 16, 4, 8
 

@@ -14,7 +14,8 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
-from maxbatch.model.decoder import Decoder, model_flops_per_token
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.loss import loss_sums
 from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows
 

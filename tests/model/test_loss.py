@@ -188,6 +188,7 @@ class Echo:
         return 20.0 * jnp.roll(jnp.eye(V), 1, axis=1)
 
     constrain = unconstrained
+    logits_soft_cap = 0.0
 
 
 def test_each_token_is_predicted_from_the_one_before_with_its_own_weight() -> None:

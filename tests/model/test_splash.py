@@ -55,7 +55,7 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
     segments = jnp.asarray(np.array(rows, np.int32).reshape(2, M, L))
 
     def value_and_output(splash: bool, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        output = splash_attend(*arrays, constrain, interpret=True) if splash else attend(*arrays)
+        output = splash_attend(*arrays, constrain) if splash else attend(*arrays)
         return jnp.sum(jnp.sin(output.astype(jnp.float32))), output
 
     def gradient(splash: bool) -> Any:

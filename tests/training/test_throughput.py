@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maxbatch.model.decoder import model_flops_per_token
+from maxbatch.model.flops import model_flops_per_token
 from maxbatch.training.throughput import ThroughputMeter
 from tests.helpers.tiny import LENGTH, tiny_config
 

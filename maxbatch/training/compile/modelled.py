@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.model.decoder import model_flops_per_token
+from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import Chip
 from maxbatch.training.compile.clock import Operation, schedule_of
 from maxbatch.training.compile.hlo import read_hlo

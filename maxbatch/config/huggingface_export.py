@@ -1,0 +1,137 @@
+"""Config keys as the `config.json` of a Hugging Face model, in the words of transformers 4, which 5 reads too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.blocks import is_local_layer
+from maxbatch.config.families import FAMILIES, Family, Json
+from maxbatch.config.huggingface import ROPE_TYPES, model_keys
+from maxbatch.config.loading import keys
+from maxbatch.system.errors import ConfigError
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What an exported model takes from the folder that it was imported from; no key states it.
+_KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
+_ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type")  # defaults where a family lacks them
+
+
+def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
+    """Returns the `config.json` of a model.
+
+    Args:
+      config: its keys.
+      dtype: of the tensors, as `float32`.
+      source: the fields of the folder that it was imported from, or its token ids.
+
+    Raises:
+      ConfigError: the family of its `decoder_block` cannot say what a key states.
+    """
+    name, family = next(item for item in FAMILIES.items() if item[1].decoder_block == config.decoder_block)
+    stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
+    stated["hidden_act"] = _activation(family)
+    if family.head_dim_field:
+        stated["head_dim"] = config.head_dim
+    if "query_pre_attn_scalar" in family.defaults:
+        stated["query_pre_attn_scalar"] = _plain(config.query_pre_attn_scalar or config.head_dim)
+    if family.has_soft_caps:
+        caps = {"attn": config.attn_logits_soft_cap, "final": config.final_logits_soft_cap}
+        stated |= {f"{which}_logit_softcapping": float(cap) or None for which, cap in caps.items()}
+    kept = {field: source[field] for field in _KEPT if field in source}
+    kept.setdefault("max_position_embeddings", config.max_target_length)
+    if not family.has_rope:
+        kept["max_position_embeddings"] = max(config.trainable_position_size, 1)
+    written = {family.fields.get(field, field): value for field, value in (kept | stated).items()}
+    written |= {"architectures": [family.architecture], "model_type": name, "torch_dtype": dtype, "use_cache": True}
+    _check(config, name, written)
+    return dict(sorted(written.items()))
+
+
+def _common(config: ConfigDict) -> Json:
+    return {
+        "hidden_size": config.base_emb_dim,
+        "intermediate_size": config.base_mlp_dim,
+        "num_hidden_layers": config.base_num_decoder_layers,
+        "num_attention_heads": config.base_num_query_heads,
+        "num_key_value_heads": config.base_num_kv_heads,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.logits_via_embedding,
+        "rms_norm_eps": config.normalization_layer_epsilon,
+    }
+
+
+def _activation(family: Family) -> str:
+    stated: str = family.defaults.get("hidden_act", "silu")
+    return stated
+
+
+def _windows(config: ConfigDict, family: Family) -> Json:
+    local = is_local_layer(config.attention_type, config.base_num_decoder_layers)
+    types = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    window = config.sliding_window_size if any(local) else None
+    if family.local_every == 1:
+        return {"sliding_window": window}
+    if family.local_every:
+        return {
+            "sliding_window": window, "layer_types": types, "sliding_window_pattern": _pattern(types, family),
+        }  # fmt: skip
+    if family.decoder_block in ("qwen2", "qwen3"):
+        first = local.index(True) if any(local) else len(local)
+        return {
+            "use_sliding_window": any(local), "sliding_window": window, "max_window_layers": first,
+            "layer_types": types,
+        }  # fmt: skip
+    return {}
+
+
+def _pattern(types: list[str], family: Family) -> int:
+    """Returns every how many layers the first global one comes, which is all that older files say."""
+    return types.index("full_attention") + 1 if "full_attention" in types else family.local_every
+
+
+def _rope(config: ConfigDict, family: Family) -> Json:
+    stated: Json = {"rope_theta": _plain(config.rope_max_timescale), "rope_scaling": None}
+    if "rope_local_base_freq" in family.defaults:
+        base = config.local_rope_max_timescale
+        stated["rope_local_base_freq"] = _plain(base if base > 0 else config.rope_max_timescale)
+    kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == config.rope_type)
+    if kind == "default":
+        return stated
+    scaling: Json = {"rope_type": kind, "factor": config.rope_factor}
+    if kind != "linear":
+        scaling["original_max_position_embeddings"] = config.original_max_position_embeddings
+    if kind == "llama3":
+        scaling |= {"low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor}
+    if kind == "yarn":
+        scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
+        scaling |= {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
+    return stated | {"rope_scaling": scaling}
+
+
+def _plain(number: float) -> Any:
+    return int(number) if float(number).is_integer() else number
+
+
+def _check(config: ConfigDict, name: str, written: Json) -> None:
+    """Raises ConfigError unless what was written reads back as the config's own keys."""
+    rows = keys()
+    read = {key: rows[key].read(text) for key, text in model_keys(written, name).items()}
+    read = {key: rows[key].read(rows[key].default) for key in _ABSENT} | read
+    for key in read:
+        ours: Any = config[key]
+        value: Any = read[key]
+        if key == "query_pre_attn_scalar":
+            ours, value = ours or config.head_dim, value or read["head_dim"]
+        if key == "attention_type":
+            layers = config.base_num_decoder_layers
+            ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)
+        if key == "sliding_window_size" and not any(
+            is_local_layer(config.attention_type, config.base_num_decoder_layers)
+        ):
+            continue
+        if ours != value:
+            raise ConfigError(
+                f"{key}={config[key]}: Hugging Face's {name} cannot say it; works: a decoder_block whose family can"
+            )

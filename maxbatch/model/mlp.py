@@ -1,0 +1,76 @@
+"""The MLPs of a decoder's layer.
+
+Shapes: M micro-batch, L length, D model, F MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.blocks import BLOCKS
+from maxbatch.model.parameters import bias, matrix
+from maxbatch.model.products import two_products
+from maxbatch.parallel.sharding import Constrain
+
+Activation = Callable[[jax.Array], jax.Array]
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=True)}
+
+
+def is_gated(config: ConfigDict) -> bool:
+    """Returns whether the MLP multiplies an activated projection with a linear one."""
+    return config.mlp_activations.endswith(",linear")
+
+
+def activation_of(config: ConfigDict) -> Activation:
+    """Returns the activation function of a config's MLPs."""
+    return _ACTIVATIONS[config.mlp_activations.partition(",")[0]]
+
+
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (SwiGLU, GeGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+        d, f = config.base_emb_dim, config.base_mlp_dim
+        self.gate = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
+        self.up = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
+        self.down = matrix(config, rngs, (f, d), ("mlp", "embed"), fan_in=f, residual=True)
+        self.activation = activation_of(config)
+        self.constrain = constrain
+
+    def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
+        """Returns the MLP's output, [M, L, D], in x's dtype."""
+        gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
+        inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
+        inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
+        return jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(x_MxLxD.dtype))
+
+
+class PlainMLP(nnx.Module):
+    """down(activation(up(x))), with biases where the family has them (Radford et al. 2019, GPT-2)."""
+
+    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+        d, f = config.base_emb_dim, config.base_mlp_dim
+        self.up = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
+        self.down = matrix(config, rngs, (f, d), ("mlp", "embed"), fan_in=f, residual=True)
+        self.has_biases = BLOCKS[config.decoder_block].has_biases
+        if self.has_biases:
+            self.up_bias, self.down_bias = bias(config, (f,), ("mlp",)), bias(config, (d,), ("norm",))
+        self.activation = activation_of(config)
+        self.constrain = constrain
+
+    def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
+        """Returns the MLP's output, [M, L, D], in x's dtype."""
+        dtype = x_MxLxD.dtype
+        inner_MxLxF = jnp.einsum("mld,df->mlf", x_MxLxD, self.up[...].astype(dtype))
+        if self.has_biases:
+            inner_MxLxF += self.up_bias[...].astype(dtype)[None, None]
+        inner_MxLxF = self.constrain(self.activation(inner_MxLxF), ("batch", "length", "mlp"))
+        out_MxLxD = jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(dtype))
+        return out_MxLxD + self.down_bias[...].astype(dtype)[None, None] if self.has_biases else out_MxLxD

@@ -1,0 +1,102 @@
+"""Rotary positions, and the ways to stretch them to longer texts.
+
+Shapes: M micro-batch, L length, H heads, h head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+Rope = tuple[jax.Array, jax.Array]
+
+
+def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
+    """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1.
+
+    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
+    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
+    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
+
+    Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
+    """
+    return _tables(length, _frequencies(head_dim, max_timescale))
+
+
+class Ropes:
+    """The tables of a model: those of its global layers, and those of its local ones, which may have another base."""
+
+    def __init__(self, config: ConfigDict, length: int) -> None:
+        self.of_global = self.of_local = _tables(length, *_stretched(config))
+        if config.local_rope_max_timescale > 0:
+            self.of_local = rope_tables(length, config.head_dim, config.local_rope_max_timescale)
+
+    def of(self, is_local: jax.Array | bool) -> Rope:
+        """Returns the tables of one layer."""
+        if isinstance(is_local, bool) or self.of_local is self.of_global:
+            return self.of_local if is_local is True else self.of_global
+        cos, sin = (jnp.where(is_local, *tables) for tables in zip(self.of_local, self.of_global, strict=True))
+        return cos, sin
+
+
+def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
+    """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
+
+    The tables are of their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
+    """
+    cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
+    first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_MxLxHxh.dtype)
+
+
+def _tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
+    angles = np.outer(np.arange(length), frequencies)
+    return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(np.sin(angles) * scale, jnp.float32)
+
+
+def _frequencies(head_dim: int, max_timescale: float) -> np.ndarray:
+    return max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+def _stretched(config: ConfigDict) -> tuple[np.ndarray, float]:
+    """Returns the frequencies under `rope_type`, and what multiplies cosines and sines."""
+    frequencies = _frequencies(config.head_dim, config.rope_max_timescale)
+    factor = config.rope_factor
+    if config.rope_type == "linear":
+        return frequencies / factor, 1.0
+    if config.rope_type == "llama3.1":
+        share = _llama3_share(config, frequencies)
+    elif config.rope_type == "yarn":
+        share = _yarn_share(config)
+    else:
+        return frequencies, 1.0
+    scale = 1.0
+    if config.rope_type == "yarn":
+        scale = config.rope_attention_factor or 0.1 * math.log(factor) + 1.0
+    return frequencies * (1 - share) / factor + frequencies * share, scale
+
+
+def _llama3_share(config: ConfigDict, frequencies: np.ndarray) -> np.ndarray:
+    """Returns the share of each frequency that is not stretched (Grattafiori et al. 2024, as Llama 3.1's code has it).
+
+    It grows from 0 to 1 with the turns that a pair makes over the original length.
+    """
+    turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    return np.clip((turns - low) / (high - low), 0, 1)
+
+
+def _yarn_share(config: ConfigDict) -> np.ndarray:
+    """Returns the share of each frequency that is not stretched (YaRN: Peng et al. 2023, arXiv:2309.00071, 3.2)."""
+    h, length = config.head_dim, config.original_max_position_embeddings
+
+    def pair(turns: float) -> float:
+        return h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_max_timescale))
+
+    first, last = max(math.floor(pair(config.beta_fast)), 0), min(math.ceil(pair(config.beta_slow)), h - 1)
+    return 1 - np.clip((np.arange(h // 2) - first) / max(last - first, 0.001), 0, 1)

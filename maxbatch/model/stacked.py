@@ -1,0 +1,40 @@
+"""The layers of a model, stacked, and what tells one from another besides its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A flag that a rematerialised function takes as a fact of its program, not as an array."""
+
+    value: bool
+
+
+class Stacked(NamedTuple):
+    """Layers on a leading axis, or one of them: an argument of loops and of rematerialised functions."""
+
+    parameters: nnx.State
+    # Whether a layer is local: bool[N], of a single layer a `Static` or a traced bool; None if all layers are alike.
+    is_local: Any = None
+
+    def one_by_one(self) -> list[Stacked]:
+        """Returns each layer, its parameters by one split per array, whose gradient is one concatenation."""
+        arrays, treedef = jax.tree.flatten(self.parameters)
+        num_layers = arrays[0].shape[0]
+        split = [[part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)] for array in arrays]
+        parameters = [jax.tree.unflatten(treedef, parts) for parts in zip(*split, strict=True)]
+        return [Stacked(own, self._is_local(layer)) for layer, own in enumerate(parameters)]
+
+    def _is_local(self, layer: int) -> Any:
+        known = isinstance(self.is_local, np.ndarray)
+        if self.is_local is None:
+            return None
+        return Static(bool(self.is_local[layer])) if known else self.is_local[layer]

@@ -1,0 +1,59 @@
+"""Tiny random models of transformers, one or more per family, every norm and bias moved off its first value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 300
+WINDOW = 7
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+
+# The name of a model: its type and the fields of its config.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}}),
+    "llama_yarn": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3}),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"sliding_window": WINDOW}),
+    "gpt2": ("GPT2", {"num_key_value_heads": 4}),
+}
+
+
+def make_model(name: str) -> Any:
+    """Returns the model in float32, in evaluation mode."""
+    import torch
+    import transformers
+
+    kind, fields = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**COMMON | fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def save_model(name: str, folder: Path) -> Any:
+    """Saves the model in a few files, and returns it."""
+    model = make_model(name)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return model
