@@ -1,7 +1,7 @@
 """Every command of README and of the pages in docs/ works as it stands there.
 
 By default each one is parsed and its config planned, and what needs no training is run and compared with the output
-that the page shows. The slow tests run whole pages, in their order, with few updates of a tiny model.
+that the page shows. The tests marked pages run whole pages, in their order, with few updates of a tiny model.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def check_arguments(command: Command) -> Any:
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_every_command_of_a_page_is_one_and_prints_what_is_shown(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_files_of(page)
-    made: set[str] = set()  # by commands that only the slow tests run
+    made: set[str] = set()  # by commands that only the tests marked pages run
     for command in commands_of(page):
         if command.name not in FAST and "--output" in command.arguments:
             made.add(command.arguments[command.arguments.index("--output") + 1])
@@ -125,6 +125,7 @@ def test_every_command_of_a_page_is_one_and_prints_what_is_shown(page: str, caps
 
 
 @pytest.mark.slow
+@pytest.mark.pages
 @pytest.mark.parametrize("page", sorted(TRAINING - set(CUTS)))
 def test_every_command_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files_of(page)
@@ -164,6 +165,7 @@ def test_the_commands_of_an_overview_stand_on_other_pages() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.pages
 @pytest.mark.parametrize("page", CUTS)
 def test_the_cuts_of_a_page_train_on_the_same_samples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = [

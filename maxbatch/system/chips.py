@@ -16,7 +16,6 @@ class Chip:
     tflops: float  # dense bfloat16 peak, 10^12 per second
     hbm_gb_s: float
     ici_gb_s: float  # to other devices of its slice or node, one way, all links together
-    dcn_gb_s: float  # to other slices or nodes, one way; of a GPU's single port
     clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
 
 
@@ -27,18 +26,18 @@ class Chip:
 # by the compiler's own peak). 1.05 GHz is also that of Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433),
 # and 1.5 and 1.75 GHz those of https://jax-ml.github.io/scaling-book/tpus.
 TPUS = {
-    "v4": Chip(("TPU v4",), int(31.75 * GIB), 275, 1228, 300, 6.25, 1.05),
-    "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 3.125, 1.5),
-    "v5p": Chip(("TPU v5",), int(95.74 * GIB), 459, 2765, 600, 6.25, 1.75),
-    "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 12.5, 1.75),
-    "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 6.25, 2.2),
+    "v4": Chip(("TPU v4",), int(31.75 * GIB), 275, 1228, 300, 1.05),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 1.5),
+    "v5p": Chip(("TPU v5",), int(95.74 * GIB), 459, 2765, 600, 1.75),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 1.75),
+    "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 2.2),
 }
 # NVIDIA's data sheets; NVLink is given there for both directions and halved here.
 GPUS = (
-    Chip(("NVIDIA A100",), None, 312, 2039, 300, 25),
-    Chip(("NVIDIA H100",), None, 989, 3350, 450, 50),
-    Chip(("NVIDIA H200",), None, 989, 4800, 450, 50),
-    Chip(("NVIDIA B200",), None, 2250, 8000, 900, 50),
+    Chip(("NVIDIA A100",), None, 312, 2039, 300),
+    Chip(("NVIDIA H100",), None, 989, 3350, 450),
+    Chip(("NVIDIA H200",), None, 989, 4800, 450),
+    Chip(("NVIDIA B200",), None, 2250, 8000, 900),
 )
 
 

@@ -10,7 +10,7 @@ from maxbatch.system.chips import TPUS, Chip
 from maxbatch.training.compile.clock import Operation, Schedule, schedule_of
 from maxbatch.training.compile.hlo import read_hlo, shape_bytes
 
-CHIP = Chip(("TPU of a test",), None, tflops=1, hbm_gb_s=1, ici_gb_s=1, dcn_gb_s=1, clock_ghz=1)  # 1,000 FLOPs a cycle
+CHIP = Chip(("TPU of a test",), None, tflops=1, hbm_gb_s=1, ici_gb_s=1, clock_ghz=1)  # 1,000 FLOPs a cycle
 
 
 def cycles(number: int) -> str:
