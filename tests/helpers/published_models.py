@@ -1,0 +1,126 @@
+"""What the `config.json` files of published models say, as far as a model depends on it, and their parameter counts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Published(NamedTuple):
+    """The fields of a published model's `config.json`, and the number of its parameters."""
+
+    fields: dict[str, Any]
+    num_parameters: int
+
+
+def _shape(kind: str, width: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": kind, "hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
+    }  # fmt: skip
+
+
+def _llama3(factor: float, **shape: int) -> dict[str, Any]:
+    scaling = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    common = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "rope_scaling": scaling, "tie_word_embeddings": False}
+    return _shape("llama", **shape, kv_heads=8, vocab=128256) | common | {"max_position_embeddings": 131072}
+
+
+def _smollm2(theta: int, **shape: int) -> dict[str, Any]:
+    common = {"rms_norm_eps": 1e-5, "rope_theta": theta, "tie_word_embeddings": True}
+    return _shape("llama", **shape, vocab=49152) | common
+
+
+def _qwen2(tied: bool, **shape: int) -> dict[str, Any]:
+    windows = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": shape["layers"]}
+    common = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": tied}
+    return _shape("qwen2", **shape) | common | windows
+
+
+def _qwen3(tied: bool, **shape: int) -> dict[str, Any]:
+    common = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": tied}
+    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape["layers"]}
+    return _shape("qwen3", **shape, kv_heads=8, vocab=151936) | common | windows
+
+
+def _gemma2(**shape: int) -> dict[str, Any]:
+    return _shape("gemma2", **shape, vocab=256000) | {
+        "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+
+
+def _gemma3(window: int, **shape: int) -> dict[str, Any]:
+    return _shape("gemma3_text", **shape) | {
+        "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+        "sliding_window": window, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }  # fmt: skip
+
+
+def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 1024,
+        "vocab_size": 50257, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+    }  # fmt: skip
+
+
+_MISTRAL = _shape("mistral", 4096, 14336, 32, 32, 8, 32000) | {
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+_OLMO2 = _shape("olmo2", 4096, 11008, 32, 32, 32, 100352) | {
+    "rms_norm_eps": 1e-6, "rope_theta": 500000, "rope_scaling": None, "tie_word_embeddings": False,
+}  # fmt: skip
+_PHI3 = _shape("phi3", 3072, 8192, 32, 32, 32, 32064) | {
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": 2047,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+# By the names of our presets.
+PUBLISHED: dict[str, Published] = {
+    "llama3.1-8b": Published(_llama3(8.0, width=4096, mlp=14336, layers=32, heads=32), 8_030_261_248),
+    "llama3.1-70b": Published(_llama3(8.0, width=8192, mlp=28672, layers=80, heads=64), 70_553_706_496),
+    "llama3.2-1b": Published(
+        _llama3(32.0, width=2048, mlp=8192, layers=16, heads=32) | {"head_dim": 64, "tie_word_embeddings": True},
+        1_235_814_400,
+    ),
+    "llama3.2-3b": Published(
+        _llama3(32.0, width=3072, mlp=8192, layers=28, heads=24) | {"head_dim": 128, "tie_word_embeddings": True},
+        3_212_749_824,
+    ),
+    "qwen2.5-0.5b": Published(
+        _qwen2(True, width=896, mlp=4864, layers=24, heads=14, kv_heads=2, vocab=151936), 494_032_768
+    ),
+    "qwen2.5-1.5b": Published(
+        _qwen2(True, width=1536, mlp=8960, layers=28, heads=12, kv_heads=2, vocab=151936), 1_543_714_304
+    ),
+    "qwen2.5-7b": Published(
+        _qwen2(False, width=3584, mlp=18944, layers=28, heads=28, kv_heads=4, vocab=152064), 7_615_616_512
+    ),
+    "qwen3-0.6b": Published(_qwen3(True, width=1024, mlp=3072, layers=28, heads=16), 596_049_920),
+    "qwen3-4b": Published(_qwen3(True, width=2560, mlp=9728, layers=36, heads=32), 4_022_468_096),
+    "qwen3-8b": Published(_qwen3(False, width=4096, mlp=12288, layers=36, heads=32), 8_190_735_360),
+    "gemma2-2b": Published(_gemma2(width=2304, mlp=9216, layers=26, heads=8, kv_heads=4), 2_614_341_888),
+    "gemma2-9b": Published(_gemma2(width=3584, mlp=14336, layers=42, heads=16, kv_heads=8), 9_241_705_984),
+    "gemma3-1b": Published(
+        _gemma3(512, width=1152, mlp=6912, layers=26, heads=4, kv_heads=1, vocab=262144), 999_885_952
+    ),
+    "gemma3-4b": Published(
+        _gemma3(1024, width=2560, mlp=10240, layers=34, heads=8, kv_heads=4, vocab=262208)
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        3_880_263_168,
+    ),
+    "mistral-7b": Published(_MISTRAL, 7_241_732_096),
+    "olmo2-7b": Published(_OLMO2, 7_298_617_344),
+    "phi3-mini": Published(_PHI3, 3_821_079_552),
+    "smollm2-135m": Published(_smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008),
+    "smollm2-360m": Published(_smollm2(100000, width=960, mlp=2560, layers=32, heads=15, kv_heads=5), 361_821_120),
+    "smollm2-1.7b": Published(_smollm2(130000, width=2048, mlp=8192, layers=24, heads=32, kv_heads=32), 1_711_376_384),
+    "gpt2": Published(_gpt2(768, 12, 12), 124_439_808),
+    "gpt2-medium": Published(_gpt2(1024, 24, 16), 354_823_168),
+    "gpt2-large": Published(_gpt2(1280, 36, 20), 774_030_080),
+    "gpt2-xl": Published(_gpt2(1600, 48, 25), 1_557_611_200),
+}
