@@ -1,0 +1,164 @@
+"""A Hugging Face folder as parameters: each tensor's place, its keys, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxbatch import load_config
+from maxbatch.cli import main
+from maxbatch.training.huggingface import parameter_path
+from maxbatch.training.parameters import load_parameters
+from tests.helpers.huggingface_folders import (
+    HEAD,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MLP,
+    VOCABULARY,
+    WIDTH,
+    assert_same_tensors,
+    tiny_llama_tensors,
+    write_folder,
+)
+
+Tensors = dict[str, np.ndarray]
+
+
+def imported(folder: Path) -> dict[str, np.ndarray]:
+    _, _, params = load_parameters(folder, ["max_target_length=16"])
+    return {".".join(parameter_path(path)): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def test_every_tensor_becomes_its_parameter(tmp_path: Path) -> None:
+    tensors = tiny_llama_tensors()
+    params = imported(write_folder(tmp_path / "model"))
+
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([tensors[f"model.layers.{layer}.{name}.weight"] for layer in range(LAYERS)])
+
+    def heads(name: str, number: int) -> np.ndarray:
+        return stacked(name).reshape(LAYERS, number, HEAD, WIDTH).transpose(0, 3, 1, 2)
+
+    expected = {
+        "embedding": tensors["model.embed_tokens.weight"],
+        "output": tensors["lm_head.weight"].T,
+        "final_norm.scale": tensors["model.norm.weight"],
+        "layers.attention_norm.scale": stacked("input_layernorm"),
+        "layers.mlp_norm.scale": stacked("post_attention_layernorm"),
+        "layers.attention.query": heads("self_attn.q_proj", HEADS),
+        "layers.attention.key": heads("self_attn.k_proj", KV_HEADS),
+        "layers.attention.value": heads("self_attn.v_proj", KV_HEADS),
+        "layers.attention.out": stacked("self_attn.o_proj").reshape(LAYERS, WIDTH, HEADS, HEAD).transpose(0, 2, 3, 1),
+        "layers.mlp.gate": stacked("mlp.gate_proj").swapaxes(1, 2),
+        "layers.mlp.up": stacked("mlp.up_proj").swapaxes(1, 2),
+        "layers.mlp.down": stacked("mlp.down_proj").swapaxes(1, 2),
+    }
+    assert params.keys() == expected.keys()
+    for name, parameter in params.items():
+        np.testing.assert_array_equal(parameter, expected[name], err_msg=name)
+
+
+def test_a_tied_model_has_no_output_of_its_own(tmp_path: Path) -> None:
+    """Some files of tied models hold a copy of the embedding, which is not read."""
+    tensors = tiny_llama_tensors()
+    assert "output" not in imported(write_folder(tmp_path / "copy", tensors, tie_word_embeddings=True))
+    del tensors["lm_head.weight"]
+    assert "output" not in imported(write_folder(tmp_path / "tied", tensors, tie_word_embeddings=True))
+
+
+def test_a_folder_states_the_model_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model")
+    model = ("model_name=auto", f"load_parameters_path={folder}", "dataset_type=synthetic")
+    assert main(["plan", *model, "max_target_length=32", "--devices", "4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens_per_step"] == plan["global_batch_size_to_train_on"] * 32
+    config = load_config(overrides=model)
+    assert (config.decoder_block, config.vocab_size, config.logits_via_embedding) == ("llama2", VOCABULARY, False)
+    assert (config.base_emb_dim, config.base_mlp_dim, config.head_dim) == (WIDTH, MLP, HEAD)
+    assert (config.base_num_query_heads, config.base_num_kv_heads) == (HEADS, KV_HEADS)
+    assert (config.base_num_decoder_layers, config.normalization_layer_epsilon) == (LAYERS, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+def test_an_export_of_an_import_has_the_same_bytes(dtype: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", dtype=dtype)
+    assert main(["export", str(folder), "--output", str(tmp_path / "first")]) == 0
+    assert main(["export", str(tmp_path / "first"), "--output", str(tmp_path / "second")]) == 0
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+    assert_same_tensors(folder, tmp_path / "first")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    """Returns the one line that says why a folder cannot be exported."""
+    output = folder.parent / "output"
+    assert main(["export", str(folder), "--output", str(output)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("maxbatch: error: ")
+    assert not output.exists()
+    return captured.err
+
+
+def without_a_norm(tensors: Tensors) -> None:
+    del tensors["model.norm.weight"]
+
+
+def with_a_bias(tensors: Tensors) -> None:
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(HEADS * HEAD, np.float32)
+
+
+def with_a_long_norm(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] = np.zeros(WIDTH + 1, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_a_norm, "lacks 'model.norm.weight'"),
+        (with_a_bias, "holds 'model.layers.0.self_attn.q_proj.bias'"),
+        (with_a_long_norm, f"model.norm.weight has the shape [{WIDTH + 1}]; the model keys make it [{WIDTH}]"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(
+    change: Callable[[Tensors], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = tiny_llama_tensors()
+    change(tensors)
+    assert said.replace("'", "") in refusal(capsys, write_folder(tmp_path / "model", tensors)).replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "mamba"}, "model_type=mamba is not supported; works: one of llama"),
+        ({"num_local_experts": 8}, "num_local_experts=8: models with experts are not supported"),
+        ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type=longrope is not supported"),
+        ({"hidden_size": None}, "a field of the model has a value of the wrong type"),
+    ],
+)
+def test_a_model_that_is_not_supported_is_named(
+    fields: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "model", **fields)
+    assert said in refusal(capsys, folder)
+    assert main(["plan", "model_name=auto", f"load_parameters_path={folder}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_damaged_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert "is not a whole safetensors file" in refusal(capsys, folder)
+    file.unlink()
+    assert "holds no *.safetensors" in refusal(capsys, folder)
+    (folder / "config.json").write_text("{")
+    assert "is not JSON" in refusal(capsys, folder)
