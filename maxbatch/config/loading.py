@@ -17,7 +17,6 @@ from typing import NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
 from maxbatch.config.keys import ROWS, Fixes, Key, names_fixing
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
@@ -197,6 +196,8 @@ def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_
     """
     if any(layer.keys() >= _MODEL for layer in above):
         return []
+    from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
+
     path = str(
         [layer["load_parameters_path"].value for layer in [*below, *above] if "load_parameters_path" in layer][-1]
     )

@@ -24,8 +24,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
-from maxbatch.data.store.conversations import Conversations
-from maxbatch.data.store.remote_tokens import RemoteTokens
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.remote_path import RemotePath
@@ -33,6 +31,7 @@ from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
+    from maxbatch.data.store.remote_tokens import RemoteTokens
 
 VERSION = 2
 _DIGEST_BYTES = 16
@@ -102,6 +101,8 @@ class TokenStore:
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
             return np.zeros(0, self.manifest["dtype"])
         if isinstance(self.folder, RemotePath):
+            from maxbatch.data.store.remote_tokens import RemoteTokens
+
             return RemoteTokens(self.folder / "tokens.bin", self.manifest["dtype"], self.manifest["tokens"])
         return np.memmap(self.folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
 
@@ -172,8 +173,11 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
     }
-    if conversations := Conversations.from_config(config, tokenizer):
-        settings["conversations"] = conversations.identity
+    if config.use_sft:
+        from maxbatch.data.store.conversations import Conversations
+
+        conversations = Conversations.from_config(config, tokenizer)
+        settings["conversations"] = conversations and conversations.identity
     else:
         settings |= {key: config[key] for key in names_fixing(Fixes.TOKENS)}
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
