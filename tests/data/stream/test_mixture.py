@@ -400,8 +400,8 @@ def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> No
     with pytest.raises(ConfigError, match=r"num_epochs=1\.5: num_epochs of a mixture") as raised:
         open_stream(config)
     works = str(raised.value).rpartition("works: ")[2]
-    assert works == f"train_samples={-(-3 * stream.stats()['samples'] // 2)}"
-    assert open_stream(config_of(LINE, works)) is not None
+    assert works == f"train_samples={-(-3 * stream.stats()['samples'] // 2)} num_epochs=null"
+    assert open_stream(config_of(LINE, *works.split())) is not None
 
 
 def test_a_source_that_cannot_be_opened_is_named() -> None:
