@@ -66,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _console() -> Console:
     console = PipeConsole(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _PIPE_WIDTH
+    if not console.is_terminal:
+        columns = os.environ.get("COLUMNS", "")
+        console.width = int(columns) if columns.isdigit() else _PIPE_WIDTH
     return console
 
 

@@ -25,7 +25,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.mlp import GatedMLP, PlainMLP, is_gated
 from maxbatch.model.norms import stream_norm
 from maxbatch.model.parameters import matrix
-from maxbatch.model.rope import Rope, Ropes
+from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
         self.embedding_scale = math.sqrt(d) if BLOCKS[config.decoder_block].scales_embedding else None
         self.logits_soft_cap: float = config.final_logits_soft_cap
-        self.ropes = None if config.trainable_position_size > 0 else partial(Ropes, config)
+        self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
         self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)
         self.scan_layers = config.scan_layers
         self.remat_policy = config.remat_policy
@@ -171,7 +171,7 @@ class Decoder(nnx.Module):
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
-        ropes = self.ropes and self.ropes(tokens_MxL.shape[-1])
+        ropes = self.rope_keys and Ropes(self.rope_keys, tokens_MxL.shape[-1])
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
@@ -204,7 +204,7 @@ class Decoder(nnx.Module):
         Positions are the tokens' neighbouring places in their rows, in [0, L). The layers run in a plain loop.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
-        ropes = self.ropes and self.ropes(cache.length)
+        ropes = self.rope_keys and Ropes(self.rope_keys, cache.length)
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
@@ -242,7 +242,7 @@ class Decoder(nnx.Module):
         x_MxLxD = table_VxD[tokens_MxL]
         if self.embedding_scale is not None:
             x_MxLxD *= jnp.asarray(self.embedding_scale, self.dtype)
-        if self.ropes is None:
+        if self.rope_keys is None:
             table_PxD = self.constrain(self.positions[...].astype(self.dtype), ("position", "embed"))
             x_MxLxD += table_PxD[places()]
         return self.constrain(x_MxLxD, ("batch", "length", "embed"))

@@ -5,6 +5,7 @@ Shapes: M micro-batch, L length, H heads, h head_dim.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -27,13 +28,35 @@ def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
     return _tables(length, _frequencies(head_dim, max_timescale))
 
 
+@dataclasses.dataclass(frozen=True)
+class RopeKeys:
+    """The config keys of a model's rotary positions. They are compared by value, as compiled programs need it."""
+
+    head_dim: int
+    rope_max_timescale: float
+    local_rope_max_timescale: float
+    rope_type: str
+    rope_factor: float
+    rope_attention_factor: float
+    rope_low_freq_factor: float
+    rope_high_freq_factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> RopeKeys:
+        """Returns the keys of a config."""
+        return cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+
+
 class Ropes:
     """The tables of a model: those of its global layers, and those of its local ones, which may have another base."""
 
-    def __init__(self, config: ConfigDict, length: int) -> None:
-        self.of_global = self.of_local = _tables(length, *_stretched(config))
-        if config.local_rope_max_timescale > 0:
-            self.of_local = rope_tables(length, config.head_dim, config.local_rope_max_timescale)
+    def __init__(self, keys: RopeKeys, length: int) -> None:
+        self.of_global = self.of_local = _tables(length, *_stretched(keys))
+        if keys.local_rope_max_timescale > 0:
+            self.of_local = rope_tables(length, keys.head_dim, keys.local_rope_max_timescale)
 
     def of(self, is_local: jax.Array | bool) -> Rope:
         """Returns the tables of one layer."""
@@ -63,40 +86,40 @@ def _frequencies(head_dim: int, max_timescale: float) -> np.ndarray:
     return max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
-def _stretched(config: ConfigDict) -> tuple[np.ndarray, float]:
+def _stretched(keys: RopeKeys) -> tuple[np.ndarray, float]:
     """Returns the frequencies under `rope_type`, and what multiplies cosines and sines."""
-    frequencies = _frequencies(config.head_dim, config.rope_max_timescale)
-    factor = config.rope_factor
-    if config.rope_type == "linear":
+    frequencies = _frequencies(keys.head_dim, keys.rope_max_timescale)
+    factor = keys.rope_factor
+    if keys.rope_type == "linear":
         return frequencies / factor, 1.0
-    if config.rope_type == "llama3.1":
-        share = _llama3_share(config, frequencies)
-    elif config.rope_type == "yarn":
-        share = _yarn_share(config)
+    if keys.rope_type == "llama3.1":
+        share = _llama3_share(keys, frequencies)
+    elif keys.rope_type == "yarn":
+        share = _yarn_share(keys)
     else:
         return frequencies, 1.0
     scale = 1.0
-    if config.rope_type == "yarn":
-        scale = config.rope_attention_factor or 0.1 * math.log(factor) + 1.0
+    if keys.rope_type == "yarn":
+        scale = keys.rope_attention_factor or 0.1 * math.log(factor) + 1.0
     return frequencies * (1 - share) / factor + frequencies * share, scale
 
 
-def _llama3_share(config: ConfigDict, frequencies: np.ndarray) -> np.ndarray:
+def _llama3_share(keys: RopeKeys, frequencies: np.ndarray) -> np.ndarray:
     """Returns the share of each frequency that is not stretched (Grattafiori et al. 2024, as Llama 3.1's code has it).
 
     It grows from 0 to 1 with the turns that a pair makes over the original length.
     """
-    turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    turns = keys.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = keys.rope_low_freq_factor, keys.rope_high_freq_factor
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
-def _yarn_share(config: ConfigDict) -> np.ndarray:
+def _yarn_share(keys: RopeKeys) -> np.ndarray:
     """Returns the share of each frequency that is not stretched (YaRN: Peng et al. 2023, arXiv:2309.00071, 3.2)."""
-    h, length = config.head_dim, config.original_max_position_embeddings
+    h, length = keys.head_dim, keys.original_max_position_embeddings
 
     def pair(turns: float) -> float:
-        return h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_max_timescale))
+        return h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(keys.rope_max_timescale))
 
-    first, last = max(math.floor(pair(config.beta_fast)), 0), min(math.ceil(pair(config.beta_slow)), h - 1)
+    first, last = max(math.floor(pair(keys.beta_fast)), 0), min(math.ceil(pair(keys.beta_slow)), h - 1)
     return 1 - np.clip((np.arange(h // 2) - first) / max(last - first, 0.001), 0, 1)
