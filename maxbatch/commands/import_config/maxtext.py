@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
+from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, translate_form
 from maxbatch.commands.import_config.reading import config_file_of, is_yaml, read_line, read_yaml, settings_of
 from maxbatch.commands.import_config.translation import Stated, Translation
 from maxbatch.config.loading import configs_dir, keys
@@ -37,7 +38,6 @@ MODEL_DEFAULTS = {
     "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
-_LLAMA_BLOCKS = ("llama2", "llama3", "mistral", "default")
 _MOST_BASES = 20
 
 
@@ -150,7 +150,8 @@ def _model(t: Translation) -> None:
     name = t.text("model_name")
     is_preset = name in _presets()
     if is_preset:
-        t.map("model_name", "our preset of these dimensions", model_name=name)
+        differing = PRESET_DIFFERENCES.get(name, {})
+        t.map("model_name", "our preset of these dimensions", model_name=name, **differing)
     elif name in ("", "default"):
         if "model_name" in t:
             t.ignore("model_name", "the model's keys say it")
@@ -168,15 +169,7 @@ def _model(t: Translation) -> None:
     for word in _BATCH_DIMENSIONS:
         if word in t:
             t.ignore(word, f"base_{word} says it")
-    if t.text("decoder_block") in _LLAMA_BLOCKS:
-        t.ignore("decoder_block", "llama's block is the default")
-    if t.items("mlp_activations") == ["silu", "linear"]:
-        t.ignore("mlp_activations", "the gated MLP of llama is the default")
-    for word, value in (("rope_type", "default"), ("attention_type", "global"), ("rope_use_scale", "false")):
-        if t.text(word) == value:
-            t.ignore(word, f"{value} is the default")
-    if t.number("rope_min_timescale") == 1:
-        t.ignore("rope_min_timescale", "1 is the default")
+    translate_form(t, is_preset)
 
 
 def _program(t: Translation) -> None:

@@ -70,6 +70,51 @@ def test_a_preset_of_ours_takes_its_models_dimensions(tmp_path: Path) -> None:
     assert (config.model_name, config.base_emb_dim, config.max_target_length) == ("llama3-8b", 4096, 2048)
 
 
+GEMMA2 = """model_name: default
+decoder_block: gemma2
+base_num_decoder_layers: 3
+mlp_activations: ['gelu', 'linear']
+final_logits_soft_cap: 30.0
+attn_logits_soft_cap: 50.0
+sliding_window_size: 4096
+use_post_attn_norm: true
+use_post_ffw_norm: true
+"""
+
+
+def test_a_block_of_gemma_becomes_ours_with_its_windows(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + GEMMA2)
+    assert (config.decoder_block, config.mlp_activations, config.base_num_decoder_layers) == (
+        "gemma2",
+        "gelu,linear",
+        6,
+    )
+    assert (config.attention_type, config.sliding_window_size) == ("local_sliding,global", 4096)
+    assert (config.attn_logits_soft_cap, config.final_logits_soft_cap) == (50, 30)
+    assert fates["use_post_attn_norm"].fate == "ignored"
+    _, fates = imported("maxtext", tmp_path / "n.yml", SYNTHETIC + GEMMA2.replace("layers: 3", "layers: many"))
+    assert fates["base_num_decoder_layers"].fate == "not supported"
+
+
+def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
+    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: yarn\n"
+    _, fates = imported("maxtext", tmp_path / "m.yml", text)
+    assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
+
+
+def test_qwens_and_llamas_forms_are_mapped(tmp_path: Path) -> None:
+    text = "decoder_block: qwen3\nuse_qk_norm: true\nattention_bias: true\n"
+    config, _ = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
+    assert (config.decoder_block, config.use_qk_norm, config.attention_bias) == ("qwen3", True, True)
+    config, _ = imported("maxtext", tmp_path / "n.yml", f"{SYNTHETIC}rope_type: llama3.1\nrope_factor: 40\n")
+    assert (config.rope_type, config.rope_factor, config.original_max_position_embeddings) == ("llama3.1", 8, 8192)
+
+
+def test_a_preset_that_is_another_model_there_has_the_keys_of_there(tmp_path: Path) -> None:
+    config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: mistral-7b\n")
+    assert (config.attention_type, config.rope_max_timescale, config.base_mlp_dim) == ("global", 1e6, 14336)
+
+
 RECIPE = r"""#!/bin/bash
 # python3 train.py base.yml steps=1
 export DATASET_TYPE="synthetic"

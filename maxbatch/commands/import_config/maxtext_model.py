@@ -1,0 +1,98 @@
+"""The form of MaxText's layers: its decoder blocks, activations and RoPE, where their values differ from ours."""
+
+from __future__ import annotations
+
+import re
+
+from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.keys import ROWS
+
+_LLAMA_BLOCKS = ("llama2", "llama3", "default")
+# Which layers of a block see a window only; attention_type does not say it there.
+_PATTERNS = {"gemma2": "local_sliding,global", "gemma3": ",".join(["local_sliding"] * 5 + ["global"])}
+_POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
+_YARN_ONLY = ("rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+# Llama 3.1's RoPE, whose numbers stand in its code.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3.1", "rope_factor": "8", "rope_low_freq_factor": "1", "rope_high_freq_factor": "4",
+    "original_max_position_embeddings": "8192",
+}  # fmt: skip
+_ACTIVATIONS = next(key.choices for key in ROWS if key.name == "mlp_activations")
+# Where its model of a name is another one than our preset.
+PRESET_DIFFERENCES = {
+    "gemma2-2b": {"vocab_size": "256128"},
+    "gemma2-9b": {"vocab_size": "256128"},
+    "gemma3-4b": {"vocab_size": "262144"},
+    "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
+}
+
+
+def translate_form(t: Translation, is_preset: bool) -> None:
+    """Takes the words that say the form of a layer; a preset of ours has said what a block has beyond its words."""
+    block = t.text("decoder_block")
+    if block in _PATTERNS:
+        _gemma(t, block, is_preset)
+    elif block in _LLAMA_BLOCKS:
+        t.ignore("decoder_block", "llama's block is the default")
+    _activations(t)
+    _rope(t)
+    if t.text("attention_type") == "global":
+        t.ignore("attention_type", "global is the default")
+
+
+def _gemma(t: Translation, block: str, is_preset: bool) -> None:
+    t.map("decoder_block", decoder_block=block, attention_type=_PATTERNS[block])
+    if block == "gemma3":
+        t.settings["use_qk_norm"] = "true"
+        if "use_qk_norm" in t:
+            t.ignore("use_qk_norm", "gemma3's block has it")
+    elif not is_preset or "base_num_decoder_layers" in t:
+        _double_layers(t)
+    if "attention_type" in t:
+        t.ignore("attention_type", f"{block}'s block has a pattern of its own")
+    for word in _POST_NORMS:
+        if t.is_true(word):
+            t.ignore(word, f"{block}'s block has it")
+        elif word in t or not is_preset:
+            t.refuse(word, f"true, as {block}'s block has it")
+
+
+def _double_layers(t: Translation) -> None:
+    stated = t.number("base_num_decoder_layers")
+    pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if stated is None else stated
+    if pairs.is_integer():  # the table of words refuses others
+        why = "a layer there is two here, local and global"
+        t.map("base_num_decoder_layers", why, base_num_decoder_layers=str(2 * int(pairs)))
+
+
+def _activations(t: Translation) -> None:
+    if "mlp_activations" not in t:
+        return
+    stated = ",".join(re.findall(r"\w+", t.text("mlp_activations")))
+    if stated == "silu,linear":
+        t.ignore("mlp_activations", "the gated MLP of llama is the default")
+    elif stated in _ACTIVATIONS:
+        t.map("mlp_activations", mlp_activations=stated)
+    else:
+        t.refuse("mlp_activations", f"one of {' | '.join(_ACTIVATIONS)}")
+
+
+def _rope(t: Translation) -> None:
+    kind = t.text("rope_type", "default")
+    is_scaled = t.text("rope_use_scale", "true").lower() != "false"
+    if kind == "llama3.1" and is_scaled:
+        t.map("rope_type", **_LLAMA3_ROPE)
+    elif "rope_type" in t and kind in ("default", "llama3.1"):
+        t.ignore("rope_type", "RoPE that is not scaled is the default")
+    elif "rope_type" in t:
+        t.refuse("rope_type", "default or llama3.1")
+    if "rope_use_scale" in t:
+        t.ignore("rope_use_scale", "it is of rope_type llama3.1, which is mapped")
+    for word in _YARN_ONLY:
+        if word in t:
+            t.ignore(word, "it is of rope_type yarn")
+    factor = t.number("rope_linear_scaling_factor")
+    if factor is not None and factor > 1:
+        t.map("rope_linear_scaling_factor", rope_type="linear", rope_factor=t.text("rope_linear_scaling_factor"))
+    if t.number("rope_min_timescale") == 1:
+        t.ignore("rope_min_timescale", "1 is the default")
