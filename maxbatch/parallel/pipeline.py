@@ -162,8 +162,9 @@ class Pipeline:
             ways = [[(to, of) for of, to in way] for way in ways]
         place_RxS = np.argsort(kept_RxS, axis=0)
 
-        def exchange(own: jax.Array) -> jax.Array:
-            me = jax.lax.axis_index("pipeline")
+        # Each stage is given its number: `axis_index` does not compile for every program that splits other axes too.
+        def exchange(own: jax.Array, stage_1: jax.Array) -> jax.Array:
+            me = stage_1[0]
             groups_RxN = own.reshape(R, -1, *own.shape[1:])
             received_RxN = jnp.stack([
                 jax.lax.ppermute(groups_RxN[jnp.asarray(sent_S)[me]], "pipeline", way)
@@ -172,8 +173,11 @@ class Pipeline:
             return received_RxN[jnp.asarray(place_RxS)[:, me]].reshape(own.shape)
 
         mesh, split = self.constrain.mesh, P("pipeline")
-        exchange_all = jax.shard_map(exchange, mesh=mesh, in_specs=split, out_specs=split, axis_names={"pipeline"})
-        return jax.tree.map(exchange_all, stacked)
+        exchange_all = jax.shard_map(
+            exchange, mesh=mesh, in_specs=(split, split), out_specs=split, axis_names={"pipeline"}
+        )
+        stage_S = jnp.arange(S)
+        return jax.tree.map(lambda own: exchange_all(own, stage_S), stacked)
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [S, C, b, ...]; of the rows of each device, part m takes the m-th share."""

@@ -73,6 +73,10 @@ def test_losses_and_gradient_norms_equal_those_without_a_pipeline(overrides: tup
     assert_same_as_without(overrides)
 
 
+def test_repeats_compile_for_a_model_with_biases() -> None:
+    run_steps(BATCHES, MICRO_BATCH, 1, 8, pipelined(2, 2, 2, "ici_data_parallelism=2", "attention_bias=true"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stages", "microbatches", "repeats", "axis"),
