@@ -74,7 +74,9 @@ def test_losses_and_gradient_norms_equal_those_without_a_pipeline(overrides: tup
 
 
 def test_repeats_compile_for_a_model_with_biases() -> None:
-    run_steps(BATCHES, MICRO_BATCH, 1, 8, pipelined(2, 2, 2, "ici_data_parallelism=2", "attention_bias=true"))
+    biases = "attention_bias=true"
+    piped = run_steps(BATCHES, MICRO_BATCH, 3, 8, pipelined(2, 2, 2, "ici_data_parallelism=2", biases))
+    assert_same_run(piped, run_steps(BATCHES, MICRO_BATCH, 3, 1, (*LAYERS, biases)), tolerance=2e-4)
 
 
 @pytest.mark.slow
