@@ -95,10 +95,8 @@ def test_the_named_faults_are_answered_with_their_own_meaning() -> None:
     assert message.endswith("; works: steps=100 global_batch_size=512 base_emb_dim=768")
 
 
-def test_unknown_keys_of_file_and_overrides_are_reported_together(tmp_path: Path) -> None:
-    run = write(
-        tmp_path / "run.yml", "max_steps: 3\nmlp_bias: [silu, linear]\nmla_naive_kvcache: {a: b}\nsa_block_q: 512\n"
-    )
+def test_unknown_keys_of_file_and_overrides_are_reported_together() -> None:
+    run = write(Path("run.yml"), "max_steps: 3\nmlp_bias: [silu, linear]\nmla_naive_kvcache: {a: b}\nsa_block_q: 512\n")
     message = error_of(run, ("n_layer=2",))
     assert all(f"{word} (" in message for word in ("max_steps", "mlp_bias", "mla_naive_kvcache", "n_layer"))
     assert f"maxbatch import maxtext {run}" in message

@@ -14,7 +14,8 @@ import pytest
 from maxbatch.system.stopping import Stopping
 
 PREPARE = (
-    "import hashlib, sys, time\n"
+    "import hashlib, signal, sys, time\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it\n"
     "from maxbatch.system.stopping import Stopping, watch_signals\n"
     "watch_signals()\n"
     "def busy(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # compiled code: no handler of Python's runs\n"
@@ -27,7 +28,10 @@ def started(body: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.3)
-        yield process
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed() -> None:
