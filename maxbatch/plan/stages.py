@@ -63,6 +63,9 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
 def pass_rows(config: ConfigDict, num_devices: int) -> Fraction:
     """Returns p x N, the rows of one pass; without p they follow from the global batch and its accumulation steps."""
     if config.per_device_batch_size is None:
+        if None in (config.global_batch_size, config.gradient_accumulation_steps):
+            rule = "must be stated, or follow from global_batch_size and gradient_accumulation_steps"
+            raise Refusal(config, "per_device_batch_size", rule, {"per_device_batch_size": 1})
         return Fraction(config.global_batch_size, config.gradient_accumulation_steps)
     return exact(config.per_device_batch_size) * num_devices
 
