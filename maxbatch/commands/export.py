@@ -16,11 +16,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")
     dtype = "of the tensors (those of the checkpoint)"
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
+    adapter = "write the adapters of a run with lora_rank alone, as PEFT loads them (without it: merged into the model)"
+    parser.add_argument("--adapter", action="store_true", help=adapter)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes `config.json`, `generation_config.json`, tensors and tokenizer files; returns the exit code."""
+    """Writes the folder of a model, or of its adapters; returns the exit code."""
     from maxbatch.training.export import export_model
+    from maxbatch.training.peft import export_adapters
 
-    print(export_model(args.model, args.output, args.dtype))
+    export = export_adapters if args.adapter else export_model
+    print(export(args.model, args.output, args.dtype))
     return EXIT_DONE

@@ -23,7 +23,7 @@ from maxbatch.training.huggingface import Place, parameter_path, parameter_place
 from maxbatch.training.parameters import load_parameters
 
 GENERATION_FILE = "generation_config.json"
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
@@ -42,9 +42,7 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     Raises:
       ConfigError: there is no such model, its family cannot say what its keys state, or the output is not empty.
     """
-    target = as_path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--output {shown_path(target)}: must be a new folder or an empty one")
+    target = new_folder(output)
     imported = is_huggingface_folder(model)
     # Of the types that are read, float32 holds every value of the others.
     overrides = ["weight_dtype=float32"] if imported else []
@@ -55,19 +53,27 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     try:
         target.mkdir(parents=True, exist_ok=True)
         num_files, num_bytes = _write_parameters(config, params, target, written_as)
-        _copy_tokenizer(config, target)
+        copy_tokenizer(config, target)
         generation = _generation(config, fields) if source else {name: fields.get(name) for name in TOKEN_IDS}
-        _write_json(target / GENERATION_FILE, generation)
-        _write_json(target / CONFIG_FILE, fields)
+        write_json(target / GENERATION_FILE, generation)
+        write_json(target / CONFIG_FILE, fields)
     except OSError as error:
         raise cannot_write(output, error) from error
     files = "1 file" if num_files == 1 else f"{num_files} files"
     return f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
 
 
+def new_folder(output: str) -> AnyPath:
+    """Returns the path of a folder to write; raises ConfigError unless it is new or empty."""
+    target = as_path(output)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"--output {shown_path(target)}: must be a new folder or an empty one")
+    return target
+
+
 def _dtype_of_folder(model: str) -> str:
     stored = next(iter(stored_tensors(as_path(model)).values())).dtype
-    return next((name for name, theirs in _NAMES.items() if theirs == stored), "float32")
+    return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
 
 def _source(config: ConfigDict) -> Json:
@@ -92,7 +98,7 @@ def _generation(config: ConfigDict, fields: Json) -> Json:
 def _write_parameters(config: ConfigDict, params: nnx.State, target: AnyPath, dtype: str) -> tuple[int, int]:
     """Writes the tensors in files of at most 5 GB, one parameter at a time; returns the files' number and bytes."""
     places = parameter_places(config.decoder_block, params)
-    shapes, width = tensor_shapes(places), DTYPES[_NAMES[dtype]].itemsize
+    shapes, width = tensor_shapes(places), DTYPES[DTYPE_NAMES[dtype]].itemsize
     arrays = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     files: list[list[str]] = [[]]
     size = 0
@@ -103,16 +109,16 @@ def _write_parameters(config: ConfigDict, params: nnx.State, target: AnyPath, dt
             size = 0
         files[-1].append(name)
         size += num_bytes
-    tensors = _tensors(places, arrays, DTYPES[_NAMES[dtype]])
+    tensors = _tensors(places, arrays, DTYPES[DTYPE_NAMES[dtype]])
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         one = len(files) == 1
         file = "model.safetensors" if one else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write_tensors(target / file, _NAMES[dtype], {name: shapes[name] for name in names}, tensors)
+        write_tensors(target / file, DTYPE_NAMES[dtype], {name: shapes[name] for name in names}, tensors)
         weight_map |= dict.fromkeys(names, file)
     total = sum(math.prod(shape) for shape in shapes.values()) * width
     if len(files) > 1:
-        _write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return len(files), total
 
 
@@ -143,7 +149,8 @@ def _tensors(
             yield np.ascontiguousarray(joined.astype(dtype))
 
 
-def _copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
+def copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
+    """Copies the files of a run's tokenizer, if it has any."""
     if not config.tokenizer_path:
         return
     path = as_path(config.tokenizer_path)
@@ -155,5 +162,6 @@ def _copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
         (target / "tokenizer.model").write_bytes(path.read_bytes())
 
 
-def _write_json(path: AnyPath, content: Json) -> None:
+def write_json(path: AnyPath, content: Json) -> None:
+    """Writes an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n")

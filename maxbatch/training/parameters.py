@@ -75,6 +75,24 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
     return _restore(path, checkpoint, abstract_params)
 
 
+def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
+    """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
+
+    Raises:
+      ConfigError: there is no such run or checkpoint, or it has no adapters.
+    """
+    checkpoint = None if is_huggingface_folder(path) else _find_checkpoint(path)
+    config = checkpoint and _adapted_config(checkpoint)
+    adapters = config and Adapters.from_config(config)
+    if not (checkpoint and config and adapters):
+        raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
+    _, base = abstract_model(config)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = adapters.abstract(base)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    return config, base, _restore(path, checkpoint, placed)
+
+
 def _restore(path: str | Path | AnyPath, checkpoint: AnyPath, abstract_params: nnx.State) -> nnx.State:
     with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
         try:

@@ -18,6 +18,7 @@ from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.loss import loss_sums
+from maxbatch.system.safetensors import stored_tensors
 from maxbatch.training.adapters import Adapters
 from maxbatch.training.parameters import load_parameters
 from maxbatch.training.pretraining import train
@@ -131,6 +132,39 @@ def test_commands_take_the_merged_model(adapted: Path, capsys: pytest.CaptureFix
     Path("a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     assert main(["score", str(adapted), "a.jsonl", "--json", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]) == 0
     assert len(json.loads(capsys.readouterr().out)["records"][0]["logprobs"]) == 2
+
+
+@pytest.mark.parametrize("model", ["adapted", "some"])
+def test_exported_adapters_are_the_difference_of_the_merged_export(
+    model: str, base: Path, adapted: Path, tmp_path: Path
+) -> None:
+    run_dir, alpha = adapted, 16
+    if model == "some":
+        run_dir, alpha = tmp_path / "run", 8
+        train(lora(base, run_dir, "steps=2", "lora_targets=value,down", "lora_alpha=8"), jax.devices()[:1])
+    for source, output, *flags in ((base, "base"), (run_dir, "merged"), (run_dir, "adapters", "--adapter")):
+        assert main(["export", str(source), "--output", str(tmp_path / output), *flags]) == 0
+    before, after = (stored_tensors(tmp_path / name) for name in ("base", "merged"))
+    low_rank = stored_tensors(tmp_path / "adapters")
+    stated = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (stated["peft_type"], stated["r"], stated["lora_alpha"]) == ("LORA", 4, alpha)
+    changed = 0
+    for name, tensor in before.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        expected = tensor.array()
+        if f"{module}.lora_A.weight" in low_rank:
+            a, b = (low_rank[f"{module}.lora_{part}.weight"].array() for part in "AB")
+            assert any(module.endswith(f".{target}") for target in stated["target_modules"])
+            expected = expected + alpha / 4 * b @ a
+            changed += 1
+        np.testing.assert_allclose(after[name].array(), expected, atol=1e-6, err_msg=name)
+    assert changed == len(low_rank) / 2 == 2 * {"adapted": 7, "some": 2}[model]
+
+
+def test_a_model_without_adapters_has_none_to_export(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(base), "--output", "out", "--adapter"]) == 2
+    assert "has no adapters, which a run with lora_rank above 0 trains" in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 def test_a_target_that_is_no_matrix_is_named(base: Path) -> None:
