@@ -64,9 +64,13 @@ def chat_config(folder: Path, records: Sequence[Mapping[str, Any]] | None, *over
         write_jsonl(folder / "chats.jsonl", records)
     if not (folder / "tokenizer").exists():
         write_tokenizer(folder / "tokenizer")
-    stated = (
+    return load_config(overrides=[*chat_overrides(folder), *overrides])
+
+
+def chat_overrides(folder: Path) -> tuple[str, ...]:
+    """The overrides of `chat_config`."""
+    return (
         "use_sft=true", "dataset_type=jsonl", f"dataset_path={folder / 'chats.jsonl'}", "tokenizer_type=huggingface",
         f"tokenizer_path={folder / 'tokenizer'}", "vocab_size=320", "max_target_length=64",
         "enable_data_shuffling=false",
     )  # fmt: skip
-    return load_config(overrides=[*stated, *overrides])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from flax import nnx
 
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.decoder import Decoder
+from maxbatch.runs.position import committed_steps
 from maxbatch.training.pretraining import train
-from tests.helpers.chats import chat_config, some_talks
+from tests.helpers.chats import chat_config, chat_overrides, some_talks
+from tests.helpers.command import environment
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
 pytestmark = pytest.mark.slow
@@ -46,16 +51,46 @@ def same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None
     assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in reference], rel=2e-4)
 
 
-@pytest.mark.parametrize("packing", ["packing=true", "packing=false"])
-def test_the_update_does_not_depend_on_the_cut_of_its_rows(folder: Path, packing: str) -> None:
-    go = partial(run, folder)
-    name = packing.removeprefix("packing=")
-    reference = go(f"{name}-whole", 1, packing, "steps=6", "per_device_batch_size=8")
+@pytest.fixture(scope="module", params=["packing=true", "packing=false"])
+def packing(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, packing: str) -> list[dict[str, Any]]:
+    """The metrics of a run of one device that takes each batch in one pass."""
+    return run(folder, f"whole-{packing}", 1, packing, "steps=24", "per_device_batch_size=8")
+
+
+def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None:
     weights = open_stream(chat_config(folder, None, *RUN, packing)).read(0, 8)["weights"].sum(axis=1)
-    assert max(weights) > 2 * min(weights), "rows differ in trained tokens"
-    same(go(f"{name}-cut", 1, packing, "steps=6", "per_device_batch_size=2"), reference)
-    go(f"{name}-resumed", 2, packing, "steps=3", "per_device_batch_size=2", "ici_pipeline_parallelism=2")
-    same(go(f"{name}-resumed", 4, packing, "steps=6", "per_device_batch_size=1"), reference)
+    assert max(weights) > 2 * min(weights)
+
+
+@pytest.mark.parametrize(
+    ("devices", "rows", "mesh"),
+    [(1, 2, ()), (2, 2, ()), (4, 1, ("ici_data_parallelism=2",)), (2, 2, ("ici_pipeline_parallelism=2",))],
+    ids=["accumulation 4", "2 devices, accumulation 2", "4 devices, accumulation 2", "pipeline 2"],
+)
+def test_the_update_does_not_depend_on_the_cut_of_its_rows(
+    folder: Path, packing: str, whole: list[dict[str, Any]], devices: int, rows: int, mesh: tuple[str, ...]
+) -> None:
+    cut = f"cut-{packing}-{devices}-{len(mesh)}-{rows}"
+    same(run(folder, cut, devices, packing, "steps=6", f"per_device_batch_size={rows}", *mesh), whole[:6])
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    folder: Path, packing: str, whole: list[dict[str, Any]]
+) -> None:
+    run_dir = folder / f"killed-{packing}"
+    stated = (*chat_overrides(folder), *RUN, packing, "steps=24", "per_device_batch_size=4", "checkpoint_period=2")
+    command = [sys.executable, "-m", "maxbatch", "train", *stated, f"run_dir={run_dir}"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: process.poll() is not None or len(committed_steps(run_dir)) > 1, seconds=120)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and committed_steps(run_dir)[0] < 24
+    resumed = run(folder, run_dir.name, 2, packing, "steps=24", "per_device_batch_size=1", "checkpoint_period=8")
+    same(resumed, whole)
 
 
 def test_the_loss_of_an_update_is_the_mean_over_its_trained_tokens(folder: Path) -> None:
