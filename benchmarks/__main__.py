@@ -34,6 +34,7 @@ NUM_DEVICES = {
     "sampler": 1,
     "overlap": 1,
     "batch_warmup": 1,
+    "finetune": 1,
 }
 
 
