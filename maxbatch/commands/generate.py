@@ -6,12 +6,13 @@ import argparse
 import math
 
 from maxbatch.commands.arguments import place
+from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
-    run_dir = "a run folder, or one of its checkpoints"
+    run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("run_dir", type=place, metavar="RUN_DIR", help=run_dir)
     parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
     parser.add_argument(
@@ -35,13 +36,16 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.parameters import load_parameters
+    from maxbatch.training.parameters import config_of_model, load_parameters
 
     _check_ranges(args)
-    config, _, params = load_parameters(args.run_dir)
+    tokenizer = make_tokenizer(config_of_model(args.run_dir))
+    # A prompt of an imported model begins as its tokenizer has it.
+    begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if is_huggingface_folder(args.run_dir) else []
+    config, _, params = load_parameters(args.run_dir, begins)
     use_persistent_cache(config)
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens)
-    print(generate_text(params, make_tokenizer(config), args.prompt, config, rules))
+    print(generate_text(params, tokenizer, args.prompt, config, rules))
     return EXIT_DONE
 
 

@@ -40,7 +40,8 @@ def generate_text(
     """
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
-    if config.add_bos or not ids:
+    # Conversations begin as the tokenizer's template has it, which knows no `add_bos`.
+    if not ids or (tokenizer.begins_with_bos() if config.use_sft else config.add_bos):
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))
     length = config.max_target_length

@@ -6,6 +6,7 @@ import argparse
 import string
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.sampling.sampler import SamplingRules, _respond
 from maxbatch.sampling.text import generate_text
+from tests.helpers.huggingface_folders import write_folder
 from tests.helpers.tiny import LENGTH, TINY_MODEL
 
 CONFIG = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false"])
@@ -132,6 +134,20 @@ def test_every_window_and_every_token_has_draws_of_its_own() -> None:
     said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, rules)[LENGTH:]
     assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
     assert len(set(said)) > 50  # and so has every token
+
+
+def test_a_conversation_begins_as_the_tokenizer_has_it_whatever_add_bos_says() -> None:
+    tuned = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "dataset_type=jsonl", "use_sft=true"])
+    assert text(config=tuned) == text(config=NO_BOS) != text()
+
+
+def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos))
+    assert main(["generate", str(folder), "--prompt", "a"]) == 0
+    assert capsys.readouterr().out == "False\n"  # bytes have no rules of their own
 
 
 def test_an_empty_prompt_starts_a_document() -> None:
