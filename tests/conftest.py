@@ -20,6 +20,8 @@ settings.load_profile("maxbatch")
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
 os.environ["XDG_CACHE_HOME"] = str(_SESSION / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Level 0 halves the time that compiling takes; what is computed is the same.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 for _key in [key for key in os.environ if key.startswith("MAXBATCH_")]:

@@ -100,7 +100,7 @@ def pair_losses(
     sums = {
         "tokens": jnp.sum(mask_MxL),
         **kl,
-        "clip_fraction": jnp.sum((clipped_gain_MxL < gain_MxL) * mask_MxL),
+        "clip_fraction": jnp.sum((clipped_gain_MxL < gain_MxL).astype(jnp.float32) * mask_MxL),
         "old_policy_kl": jnp.sum((jnp.exp(log_ratio_MxL) - 1 - log_ratio_MxL) * mask_MxL),
     }
     return loss, weight, sums
