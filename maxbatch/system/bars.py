@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -47,6 +48,25 @@ def progress_bar(console: Console, disable: bool = False) -> Progress:
         TextColumn("left"),
     )
     return Progress(*columns, console=console, disable=disable)
+
+
+class LinesAboveBar:
+    """A bar for many runs, all together, and the lines above it; elsewhere than on a terminal the lines alone."""
+
+    def __init__(self, console: Console) -> None:
+        self._lines = console
+        self._bar = progress_bar(PlainConsole(), disable=not console.is_terminal)
+
+    def say(self, line: str) -> None:
+        """Prints a line, above the bar."""
+        (self._lines if self._bar.disable else self._bar.console).print(line)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
 
 
 @contextlib.contextmanager

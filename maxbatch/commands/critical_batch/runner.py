@@ -11,9 +11,8 @@ from maxbatch.commands.critical_batch.branches import Branches
 from maxbatch.commands.critical_batch.plan import Branch
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
-from maxbatch.system.bars import progress_bar
+from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
-from maxbatch.system.terminal import PlainConsole
 
 
 class BranchRuns:
@@ -58,15 +57,15 @@ class BranchRuns:
             self._left.pop(0)
 
 
-class BranchProgress:
+class BranchProgress(LinesAboveBar):
     """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        self._progress = progress_bar(PlainConsole(), disable=not console.is_terminal)
-        self._lines, self._branches = console, branches
+        super().__init__(console)
+        self._branches = branches
         self._current: Branch | None = None
         total = sum(branch.samples for branch in branches.all)
-        self._bar = self._progress.add_task("", total=total, completed=self._samples_done())
+        self._task = self._bar.add_task("", total=total, completed=self._samples_done())
 
     def _samples_done(self) -> int:
         return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
@@ -75,18 +74,7 @@ class BranchProgress:
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
         name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
-        self._progress.update(self._bar, completed=self._samples_done() + samples, description=name)
-        if self._progress.disable and branch != self._current:
+        self._bar.update(self._task, completed=self._samples_done() + samples, description=name)
+        if self._bar.disable and branch != self._current:
             self._lines.print(name + (f", from sample {samples:,} on" if samples else ""))
         self._current = branch
-
-    def say(self, line: str) -> None:
-        """Prints a line, above the bar."""
-        (self._lines if self._progress.disable else self._progress.console).print(line)
-
-    def __enter__(self) -> BranchProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()

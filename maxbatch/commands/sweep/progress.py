@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from maxbatch.system.bars import progress_bar
-from maxbatch.system.terminal import PlainConsole
+from maxbatch.system.bars import LinesAboveBar
 
 
-class SweepProgress:
+class SweepProgress(LinesAboveBar):
     """The trials that ended, of those that the sweep has; a context manager."""
 
     def __init__(self, console: Console, num_ended: int, num_trials: int) -> None:
-        self._console, self._num_ended, self._num_trials = console, num_ended, num_trials
-        self._bar = progress_bar(PlainConsole(), disable=not console.is_terminal)
+        super().__init__(console)
+        self._num_ended, self._num_trials = num_ended, num_trials
         self._task = self._bar.add_task(self._counted, total=num_trials, completed=num_ended)
 
     @property
@@ -25,14 +24,3 @@ class SweepProgress:
         self._num_ended += 1
         self._bar.update(self._task, completed=self._num_ended, description=self._counted)
         return self._counted
-
-    def say(self, line: str) -> None:
-        """Prints a line, above the bar."""
-        (self._console if self._bar.disable else self._bar.console).print(line)
-
-    def __enter__(self) -> SweepProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
