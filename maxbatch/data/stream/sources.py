@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -21,14 +21,19 @@ from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.conversation_rows import (
+    ConversationFigures,
+    TrainedShare,
+    TrainedTokens,
+    count_trained_tokens,
+    find_trained_tokens,
+    fit_rows,
+)
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, RowPlan, RowSource, StoredRows
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from maxbatch.data.stream.conversation_rows import TrainedShare, TrainedTokens
 
 Identity = dict[str, str | int | bool]
 
@@ -80,8 +85,6 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
         )
     rows = StoredRows(store, plan, len(extents.start_S), tokenizer.pad_id)
     if config.use_sft:
-        from maxbatch.data.stream.conversation_rows import ConversationFigures, count_trained_tokens
-
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     return SourceRows(rows, identity, tokenizer)
 
@@ -102,8 +105,6 @@ def _strategy(config: ConfigDict) -> str:
 def _extents(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> tuple[Extents, int]:
     """Returns the documents of a split as they go into rows, and how many were longer than a row."""
     if config.use_sft:
-        from maxbatch.data.stream.conversation_rows import fit_rows
-
         return fit_rows(config, store, documents)
     return Extents.of(store.offsets, documents), 0
 
@@ -154,8 +155,6 @@ def trained_tokens_if_cached(config: ConfigDict) -> list[TrainedShare] | None:
     """Returns the trained tokens of each source of conversations if they are known without reading data, else None."""
     if not config.use_sft:
         return None
-    from maxbatch.data.stream.conversation_rows import TrainedShare
-
     try:
         mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
         found = [(source.weight, _find_rows(source.config)) for source in mixture]
@@ -184,17 +183,11 @@ def _find_rows(config: ConfigDict) -> _FoundRows | None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)
     key = _packing_key(config, store, rule, held_out=False)
-    trained = _trained_tokens(config, key) if config.use_sft else None
+    trained = find_trained_tokens(config, key) if config.use_sft else None
     if _strategy(config) == "best_fit":
         plan = find_best_fit(config, key)
         return None if plan is None else _FoundRows(plan.num_rows, trained)
     return _FoundRows(_plan(config, _extents(config, store, documents)[0]).num_rows, trained)
-
-
-def _trained_tokens(config: ConfigDict, key: dict[str, Any]) -> TrainedTokens | None:
-    from maxbatch.data.stream.conversation_rows import find_trained_tokens
-
-    return find_trained_tokens(config, key)
 
 
 def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
