@@ -75,20 +75,17 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
             f"prepared with tokenizer {shown(repr(manifest['tokenizer']))}, and this is {tokenizer.identity!r}"
             + ("; works: tokenizer_type=byte tokenizer_path=''" if manifest["tokenizer"] == "byte" else "")
         )
-    _check_prepared_kind(config, where, manifest)
-    for key in () if config.use_sft else ("add_bos", "add_eos"):
-        prepared = bool(manifest[key.removeprefix("add_")])
-        if config[key] != prepared:
-            stated, works = (str(value).lower() for value in (config[key], prepared))
-            raise ConfigError(f"{key}={stated}: {where} was prepared with the other value; works: {key}={works}")
+    _check_prepared_settings(config, where, manifest)
     return store
 
 
-def _check_prepared_kind(config: ConfigDict, where: str, manifest: dict[str, Any]) -> None:
-    """Raises ConfigError for a store of documents in place of conversations, or of others than the config asks for."""
+def _check_prepared_settings(config: ConfigDict, where: str, manifest: dict[str, Any]) -> None:
+    """Raises ConfigError for a store whose documents or conversations were made otherwise than the config asks for."""
     made = manifest.get("conversations")
     prepared = {"use_sft": made is not None}
-    if made and config.use_sft:
+    if not config.use_sft:
+        prepared |= {key: bool(manifest[key.removeprefix("add_")]) for key in ("add_bos", "add_eos")}
+    elif made:
         prepared["sft_train_on_completion_only"] = made["completion_only"]
     for key, value in prepared.items():
         if config[key] != value:
