@@ -136,19 +136,13 @@ def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | Stor
     if _CREDENTIALS.search(said) or code == 401:
         return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
                             f"{_HOW_TO_SIGN_IN[scheme]}")  # fmt: skip
-    if (
-        code == 403
-        or isinstance(error, PermissionError)
-        or "Forbidden" in said
-        or re.search("AccessDenied|PERMISSION_DENIED", said)
-    ):
+    if code == 403 or isinstance(error, PermissionError) or _FORBIDDEN.search(said):
         return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {_WHAT_IT_NEEDS[scheme]}")
     if code == 507 or "QuotaExceeded" in said:
         return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
     if "NoSuchBucket" in said:
         return missing_bucket(url)
-    passing = code in _PASSING_CODES or _PASSING_TEXT.search(said) or any(map(_is_passing, errors))
-    if passing:
+    if code in _PASSING_CODES or _PASSING_TEXT.search(said) or any(map(_is_passing, errors)):
         return StoreFailed(f"{url}: the store does not answer ({_short(error)})")
     return None
 
