@@ -61,15 +61,9 @@ class RemotePath:
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name
 
-    def with_suffix(self, suffix: str) -> RemotePath:
-        return self.with_name(self.stem + suffix)
-
     def relative_to(self, folder: RemotePath) -> PurePosixPath:
         """Returns the rest of the path below a folder."""
         return PurePosixPath(self.url.removeprefix(folder.url + "/"))
-
-    def expanduser(self) -> Self:
-        return self
 
     def absolute(self) -> Self:
         return self
@@ -91,9 +85,6 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         return self._kind() == "directory"
-
-    def is_symlink(self) -> bool:
-        return False
 
     def _kind(self) -> str | None:
         try:

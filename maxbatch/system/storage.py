@@ -67,11 +67,11 @@ def remove_tree(path: AnyPath) -> None:
         else:
             path.unlink(missing_ok=True)
         return
-    paths = [found.url for found, _ in path.files()]
+    paths = [found for found, _ in path.files()]
     if path.is_file():
-        paths.append(path.url)
+        paths.append(path)
     for found in paths:
-        RemotePath(found).unlink(missing_ok=True)
+        found.unlink(missing_ok=True)
 
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
