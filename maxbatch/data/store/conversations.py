@@ -56,8 +56,11 @@ class Conversations:
     @property
     def identity(self) -> dict[str, Any]:
         """What fixes the tokens of records, besides the tokenizer."""
-        template = self.tokenizer.chat_template_if_any()
-        return {"completion_only": self.completion_only, "template": template and template.identity}
+        try:
+            template = self.tokenizer.chat_template().identity
+        except ConfigError:  # told once a record needs it
+            template = None
+        return {"completion_only": self.completion_only, "template": template}
 
     def encode_batch(self, records: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Returns the ids (int32[n]) and whether they are trained on (bool[n]) of records, which are JSON objects.

@@ -90,10 +90,6 @@ class _FileTokenizer(ABC):
         """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
         raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
 
-    def chat_template_if_any(self) -> ChatTemplate | None:
-        """Returns the chat template beside the tokenizer, or None."""
-        return None
-
     @cached_property
     def _library(self) -> Any:
         try:
@@ -194,13 +190,6 @@ class HuggingFaceTokenizer(_FileTokenizer):
     def chat_template(self) -> ChatTemplate:
         """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
         return self._template
-
-    def chat_template_if_any(self) -> ChatTemplate | None:
-        """Returns the chat template beside the tokenizer, or None."""
-        try:
-            return self._template
-        except ConfigError:
-            return None
 
     def begins_with_bos(self) -> bool:
         """Returns whether the tokenizer's post-processor puts its beginning-of-text token before a text."""

@@ -50,8 +50,6 @@ class Tokenizer(Protocol):
 
     def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
 
-    def chat_template_if_any(self) -> ChatTemplate | None: ...
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -90,9 +88,6 @@ class ByteTokenizer:
             "tokenizer_type=byte: has no chat template, which records with messages need; records with prompt and "
             "completion need none; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
         )
-
-    def chat_template_if_any(self) -> None:
-        """Returns None."""
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""
