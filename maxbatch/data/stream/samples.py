@@ -105,14 +105,15 @@ class Mixed:
 
     def stats(self) -> dict[str, Any]:
         sources = {name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)}
+        together = _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
         if isinstance(self._order, InTurn):
-            return _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
+            return together
         for figures, weight in zip(sources.values(), self._order.weights, strict=True):
             figures["weight"] = float(weight)
         for stage in self._order.stages[1:] if isinstance(self._order, StagedOrder) else ():
             for figures, weight in zip(sources.values(), stage.weights, strict=True):
                 figures[f"weight from {stage.start}"] = float(weight)
-        return _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
+        return together
 
 
 def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
