@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
 
-from maxbatch.system.object_stores import persist, split
+from maxbatch.system.object_stores import gcs_object, persist, split
 from maxbatch.system.remote_path import RemotePath
 
 _LARGEST_PART = 5 << 30  # of S3; the smallest, but for the last, has 5 MiB
@@ -33,7 +32,7 @@ def _compose(file_system: Any, bucket: str, name: str, data: bytes) -> None:
     tail = f"{name}.tail"
     file_system.pipe_file(f"gs://{bucket}/{tail}", data)
     sources = {"sourceObjects": [{"name": name}, {"name": tail}], "destination": {"contentType": "text/plain"}}
-    file_system.call("POST", f"b/{quote(bucket)}/o/{quote(name, safe='')}/compose", json=sources)
+    file_system.call("POST", f"{gcs_object(bucket, name)}/compose", json=sources)
     file_system.rm_file(f"gs://{bucket}/{tail}")
 
 

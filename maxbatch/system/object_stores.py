@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
 
@@ -189,6 +190,11 @@ def split(url: str) -> tuple[str, str, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.partition("/")
     return scheme, bucket, name
+
+
+def gcs_object(bucket: str, name: str) -> str:
+    """Returns the place of an object in the JSON API of Google Cloud Storage."""
+    return f"b/{quote(bucket)}/o/{quote(name, safe='')}"
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from maxbatch.system.object_stores import chain, split, status_of
+from maxbatch.system.object_stores import chain, gcs_object, split, status_of
 
 
 def read(file_system: Any, url: str) -> tuple[bytes, str]:
@@ -50,8 +50,7 @@ def remove(file_system: Any, url: str, version: str) -> bool:
     scheme, bucket, name = split(url)
     try:
         if scheme == "gs":
-            path = f"b/{quote(bucket)}/o/{quote(name, safe='')}"
-            file_system.call("DELETE", path, ifGenerationMatch=version)
+            file_system.call("DELETE", gcs_object(bucket, name), ifGenerationMatch=version)
             return True
         # Not every S3 knows conditional deletes; between the two requests nobody renews what is ours.
         if file_system.call_s3("head_object", Bucket=bucket, Key=name)["ETag"] != version:
@@ -67,8 +66,7 @@ def remove(file_system: Any, url: str, version: str) -> bool:
 
 
 def _generation(file_system: Any, bucket: str, name: str) -> str:
-    path = f"b/{quote(bucket)}/o/{quote(name, safe='')}"
-    return str(file_system.call("GET", path, json_out=True)["generation"])
+    return str(file_system.call("GET", gcs_object(bucket, name), json_out=True)["generation"])
 
 
 def _upload(file_system: Any, bucket: str, name: str, data: bytes, version: str) -> str:
