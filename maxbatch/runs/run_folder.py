@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -41,7 +40,7 @@ class RunFolder:
     def _taken_lease(self, run_dir: str) -> Lease:
         assert isinstance(self.path, RemotePath)
         probe(self.path)
-        lease = take_lease(self.path / LEASE_FILE, say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+        lease = take_lease(self.path / LEASE_FILE)
         if isinstance(lease, str):
             raise ConfigError(f"run_dir={run_dir}: {lease} is training in it; wait for it, or give another run_dir")
         return lease

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -85,7 +86,11 @@ class Lease:
             return  # it lapses
 
 
-def take_lease(path: RemotePath, say: Callable[[str], None]) -> Lease | str:
+def _tell(text: str) -> None:
+    print(f"maxbatch: {text}", file=sys.stderr)
+
+
+def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | str:
     """Takes a lease, waiting for the lapse of one that another process holds.
 
     Returns:

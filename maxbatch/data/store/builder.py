@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import shutil
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -103,7 +102,7 @@ def _build_and_upload(
     progress: Progress,
 ) -> TokenStore:
     """Builds a store on this machine's disk and copies it to an object store, its manifest last."""
-    lease = take_lease(folder / ".lease", say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+    lease = take_lease(folder / ".lease")
     if isinstance(lease, str):
         raise ConfigError(f"{folder}: {lease} is preparing it; wait for it, or give another folder")
     with contextlib.closing(lease), tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
