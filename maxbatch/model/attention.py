@@ -16,14 +16,14 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.norms import RMSNorm
 from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.rope import Rope, apply_rope
-from maxbatch.model.scores import PLAIN, Implementation, Scores
+from maxbatch.model.scores import PLAIN, Scores
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
 
-def choose_implementation(config: ConfigDict, platform: str, context: int) -> Implementation:
+def choose_implementation(config: ConfigDict, platform: str, context: int) -> Kernel:
     """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
 
     Raises:
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         self.scores = Scores(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain = constrain
         # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
-        self.implementation: Implementation = "dot_product"
+        self.implementation: Kernel = "dot_product"
         if constrain.mesh is not None:
             context = constrain.mesh.shape.get("context", 1)
             self.implementation = choose_implementation(config, constrain.platform, context)

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 
 from maxbatch.plan.program import Kernel
 
-Implementation = Kernel
-
 
 class Scores(NamedTuple):
     """The rules by which scores follow from queries and keys."""
@@ -19,7 +17,7 @@ class Scores(NamedTuple):
     soft_cap: float = 0.0  # c > 0: scores s become c tanh(s / c)
     window: int = 0  # tokens that a local layer sees, its own included
     is_local: jax.Array | bool = False  # whether the layer is local; traced where a loop runs layers of both kinds
-    implementation: Implementation = "dot_product"
+    implementation: Kernel = "dot_product"
 
     def capped(self, scores: jax.Array) -> jax.Array:
         """Returns the scores under the cap."""
