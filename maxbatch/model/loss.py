@@ -47,31 +47,31 @@ def token_losses(
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
     """
-    return _token_losses(x_MxLxD, Head(w_DxV), targets_MxL, weights_MxL, batch_shards, constrain)
+    return _token_losses(x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards, Rules(constrain))
 
 
-class Head(NamedTuple):
-    """The way from the last hidden state to the logits."""
+class Rules(NamedTuple):
+    """What the loss needs to know besides its arrays."""
 
-    w_DxV: jax.Array
+    constrain: Constrain
     soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
 
 
 def _token_losses(
     x_MxLxD: jax.Array,
-    head: Head,
+    w_DxV: jax.Array,
     targets_MxL: jax.Array,
     weights_MxL: jax.Array,
     batch_shards: int,
-    constrain: Constrain,
+    rules: Rules,
 ) -> tuple[jax.Array, jax.Array]:
-    w_DxV, soft_cap = head
+    constrain = rules.constrain
     weight_sum = jnp.sum(weights_MxL)
     rows, length = targets_MxL.shape
     width, vocabulary = w_DxV.shape
-    axes = Axes("batch", "vocab", soft_cap)
+    axes = Axes("batch", "vocab")
     if exchanges_tokens(targets_MxL.size, vocabulary, constrain):
-        axes = Axes(None, OVER_ROWS, soft_cap)
+        axes = Axes(None, OVER_ROWS)
         x_MxLxD, targets_MxL, weights_MxL = (
             constrain(array, (None, "length", "embed")[: array.ndim]) for array in (x_MxLxD, targets_MxL, weights_MxL)
         )
@@ -79,7 +79,7 @@ def _token_losses(
     pieces = _num_pieces(rows // batch_shards, length, (width, vocabulary), constrain.platform)
     cut = partial(_cut, shards=batch_shards, pieces=pieces)
     w_DxV = w_DxV.astype(x_MxLxD.dtype)
-    return _loss_sum(cut(x_MxLxD), w_DxV, cut(targets_MxL), cut(weights_MxL), constrain, axes), weight_sum
+    return _loss_sum(cut(x_MxLxD), w_DxV, cut(targets_MxL), cut(weights_MxL), rules, axes), weight_sum
 
 
 def loss_sums(
@@ -92,8 +92,9 @@ def loss_sums(
     """
     # The last position predicts the first token, whose weight is 0.
     targets_MxL, weights_MxL = (jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL))
-    x_MxLxD, head = decoder.hidden(tokens_MxL, segments_MxL), Head(decoder.output_projection(), decoder.logits_soft_cap)
-    return _token_losses(x_MxLxD, head, targets_MxL, weights_MxL, batch_shards, decoder.constrain)
+    x_MxLxD, w_DxV = decoder.hidden(tokens_MxL, segments_MxL), decoder.output_projection()
+    rules = Rules(decoder.constrain, decoder.logits_soft_cap)
+    return _token_losses(x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards, rules)
 
 
 def token_logprobs(
@@ -182,25 +183,19 @@ def _losses_and_gradients(
 
 
 class Axes(NamedTuple):
-    """How the devices share the loss: the logical axes of S and of V. And the soft cap of the logits."""
+    """How the devices share the loss: the logical axes of S and of V."""
 
     shards: str | None
     vocabulary: str
-    soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _loss_sum(
-    x_CxSxTxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_CxSxT: jax.Array,
-    weights_CxSxT: jax.Array,
-    constrain: Constrain,
-    axes: Axes,
+    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, rules: Rules, axes: Axes
 ) -> jax.Array:
     # Gathered once, before the loop over the pieces.
-    w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
-    losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T, axes.soft_cap)[0])
+    w_DxV = rules.constrain(w_DxV, ("embed", axes.vocabulary))
+    losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T, rules.soft_cap)[0])
     _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(*piece)), None, (x_CxSxTxD, targets_CxSxT))
     return jnp.sum(losses_CxSxT * weights_CxSxT)
 
@@ -209,15 +204,10 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _forward(
-    x_CxSxTxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_CxSxT: jax.Array,
-    weights_CxSxT: jax.Array,
-    constrain: Constrain,
-    axes: Axes,
+    x_CxSxTxD: jax.Array, w_DxV: jax.Array, targets_CxSxT: jax.Array, weights_CxSxT: jax.Array, rules: Rules, axes: Axes
 ) -> tuple[jax.Array, Residuals]:
-    w_DxV = constrain(w_DxV, ("embed", axes.vocabulary))
-    losses_and_gradients = jax.vmap(partial(_losses_and_gradients, soft_cap=axes.soft_cap), in_axes=(0, None, 0, 0))
+    w_DxV = rules.constrain(w_DxV, ("embed", axes.vocabulary))
+    losses_and_gradients = jax.vmap(partial(_losses_and_gradients, soft_cap=rules.soft_cap), in_axes=(0, None, 0, 0))
 
     def add_piece(grad_w_SxDxV: jax.Array, piece: Residuals) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         x_SxTxD, targets_SxT, weights_SxT = piece
@@ -225,7 +215,7 @@ def _forward(
         return place(grad_w_SxDxV + more_SxDxV), (losses_SxT, grad_x_SxTxD)
 
     def place(grad_w_SxDxV: jax.Array) -> jax.Array:
-        return constrain(grad_w_SxDxV, (axes.shards, "embed", axes.vocabulary))
+        return rules.constrain(grad_w_SxDxV, (axes.shards, "embed", axes.vocabulary))
 
     nothing_yet = place(jnp.zeros((x_CxSxTxD.shape[1], *w_DxV.shape), jnp.float32))
     grad_w_SxDxV, (losses_CxSxT, grad_x_CxSxTxD) = jax.lax.scan(
@@ -236,7 +226,7 @@ def _forward(
 
 
 def _backward(
-    _constrain: Constrain, _axes: Axes, residuals: Residuals, cotangent: jax.Array
+    _rules: Rules, _axes: Axes, residuals: Residuals, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     grad_x, grad_w, grad_weights = (cotangent.astype(kept.dtype) * kept for kept in residuals)
     return grad_x, grad_w, None, grad_weights
