@@ -16,7 +16,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.norms import RMSNorm
 from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.rope import Rope, apply_rope
-from maxbatch.model.scores import PLAIN, Scores
+from maxbatch.model.scores import PLAIN, Scores, soft_capped
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
@@ -85,7 +85,7 @@ def _attend_capped(
     kv_heads = k_MxLxKxh.shape[2]
     q_MxLxKxGxh = q_MxLxHxh.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("mqkgh,mlkh->mkgql", q_MxLxKxGxh, k_MxLxKxh, preferred_element_type=jnp.float32)
-    logits = scores.capped(logits * (scores.scale or head_dim**-0.5))
+    logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     visible = mask_Mx1xLxL & jnp.tril(jnp.ones((length, length), bool))[None, None]
     weights_MxKxGxLxL = jax.nn.softmax(jnp.where(visible[:, :, None], logits, -jnp.inf)).astype(v_MxLxKxh.dtype)
     return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(q_MxLxHxh.shape)
@@ -103,7 +103,7 @@ def attend_to_cache(
     visible_BxTxL = slots_1x1xL <= positions_BxT[:, :, None]
     if scores.is_local is not False:
         visible_BxTxL &= scores.in_window(positions_BxT[:, :, None] - slots_1x1xL)
-    logits = scores.capped(logits * (scores.scale or head_dim**-0.5))
+    logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     logits = jnp.where(visible_BxTxL[:, None, None], logits, -jnp.inf)
     weights_BxKxGxTxL = jax.nn.softmax(logits).astype(v_BxKxLxh.dtype)
     return jnp.einsum("bkgtl,bklh->btkgh", weights_BxKxGxTxL, v_BxKxLxh).reshape(q_BxTxHxh.shape)

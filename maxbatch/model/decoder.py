@@ -26,6 +26,7 @@ from maxbatch.model.mlp import GatedMLP, PlainMLP, is_gated
 from maxbatch.model.norms import stream_norm
 from maxbatch.model.parameters import matrix
 from maxbatch.model.rope import Rope, RopeKeys, Ropes
+from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -249,8 +250,7 @@ class Decoder(nnx.Module):
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Returns logits under `final_logits_soft_cap`."""
-        cap = self.logits_soft_cap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return soft_capped(logits, self.logits_soft_cap)
 
     def output_projection(self) -> jax.Array:
         """Returns the matrix from the stream to the logits, [D, V], in `weight_dtype`."""

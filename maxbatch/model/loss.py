@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.products import exchanges_tokens
+from maxbatch.model.scores import soft_capped
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, unconstrained
 
 # Most float32 logits of one shard at a time: 512 MiB, but 16 MiB on a CPU, where fresh pages cost more than short
@@ -154,8 +155,7 @@ def _cross_entropy(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the losses [T], exp(logits - max) [T, V], its sums over V [T, 1] and the logits [T, V], in float32."""
     logits_TxV = jnp.einsum("td,dv->tv", x_TxD, w_DxV, preferred_element_type=jnp.float32)
-    if soft_cap:
-        logits_TxV = soft_cap * jnp.tanh(logits_TxV / soft_cap)
+    logits_TxV = soft_capped(logits_TxV, soft_cap)
     peak_Tx1 = jnp.max(logits_TxV, axis=1, keepdims=True)
     exp_TxV = jnp.exp(logits_TxV - peak_Tx1)
     exp_sum_Tx1 = jnp.sum(exp_TxV, axis=1, keepdims=True)

@@ -19,10 +19,6 @@ class Scores(NamedTuple):
     is_local: jax.Array | bool = False  # whether the layer is local; traced where a loop runs layers of both kinds
     implementation: Kernel = "dot_product"
 
-    def capped(self, scores: jax.Array) -> jax.Array:
-        """Returns the scores under the cap."""
-        return self.soft_cap * jnp.tanh(scores / self.soft_cap) if self.soft_cap else scores
-
     def in_window(self, distances: jax.Array) -> jax.Array:
         """Returns whether a layer that may be local sees a token so many places back."""
         near = distances < self.window
@@ -30,3 +26,8 @@ class Scores(NamedTuple):
 
 
 PLAIN = Scores()
+
+
+def soft_capped(scores: jax.Array, cap: float) -> jax.Array:
+    """Returns c tanh(s / c), or the scores as they are if the cap c is 0."""
+    return cap * jnp.tanh(scores / cap) if cap else scores
