@@ -207,12 +207,6 @@ def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(capsys: pytest
     assert line.startswith("maxbatch: error: --hlo taken: cannot be written")
 
 
-def test_more_rows_than_one_pass_takes_are_refused_with_a_size_that_works(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", *TINY_RUN, "per_device_batch_size=9000"]) == 2
-    refusal = capsys.readouterr().err.splitlines()[-1]
-    assert "at most 65,536" in refusal and "works: per_device_batch_size=8192 " in refusal
-
-
 @pytest.mark.parametrize("command", ["train", "compile", "fit"])
 def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,6 @@ from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
 from maxbatch.config.values import exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.data.stream.fingerprint import MAX_ROWS
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.system.errors import ConfigError
@@ -23,6 +22,7 @@ from maxbatch.training.compile.modelled import Modelled
 
 # From the least to the most rematerialisation; all are tried if the global batch is stated.
 POLICIES = ("none", "minimal", "full")
+_MOST_ROWS = 1 << 16  # of a micro-batch and data shard that the search tries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Sizes:
             unit = MicrobatchUnit.from_config(config, plan.mesh).rows
             raise ConfigError(
                 f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch on "
-                f"{plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps more), and a step takes at "
-                f"most {MAX_ROWS * plan.mesh.sizes['data']:,} in one pass; works: a larger data axis "
+                f"{plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps more), and fit tries at "
+                f"most {_MOST_ROWS * plan.mesh.sizes['data']:,}; works: a larger data axis "
                 "(ici_data_parallelism), or a smaller unit (num_pipeline_microbatches, per_device_batch_size_start)"
             )
         return sizes
@@ -60,7 +60,7 @@ class Sizes:
     @classmethod
     def _of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
         n, accumulation = plan.num_devices, plan.gradient_accumulation_steps
-        most = MAX_ROWS * plan.mesh.sizes["data"]  # that a step takes in one pass
+        most = _MOST_ROWS * plan.mesh.sizes["data"]
         if config.enable_rampup_batch_size and exact(config.per_device_batch_size_increment) > 0:
             keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
             start, step = (int(exact(config[key]) * n) for key in keys)

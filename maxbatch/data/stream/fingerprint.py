@@ -2,7 +2,7 @@
 
 The same code runs in numpy and inside a jitted step: it uses only operators on uint32 arrays, which wrap around in
 both. A 64-bit row hash is two uint32 lanes. The sum over rows is kept as four limbs of 16 bits, low ones first, in
-uint32, which holds 65,536 such summands.
+uint32, which holds 65,536 such summands; more rows are summed in blocks.
 
 Legend: R rows, L slots of a row.
 """
@@ -20,7 +20,7 @@ _FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
 _POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
 _LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
 _LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
-MAX_ROWS = 1 << 16  # in one call of `limb_sums`
+_BLOCK = 1 << 16  # rows whose limbs 32 bits can sum
 
 
 def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) -> Any:
@@ -58,11 +58,13 @@ def _mixed(x: Any) -> Any:
 
 
 def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
-    """Returns uint32[4]: the sum of row hashes (uint32[R, 2], R <= 65,536) in limbs of 16 bits, not carried."""
-    if hashes_Rx2.shape[0] > MAX_ROWS:
-        raise ValueError(f"{hashes_Rx2.shape[0]} rows in one call; at most {MAX_ROWS}")
-    limbs_Rx2x2 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2)
-    return limbs_Rx2x2.reshape(-1, 4).sum(axis=0, dtype=xp.uint32)
+    """Returns uint32[4]: the sum of row hashes (uint32[R, 2]) in limbs of 16 bits, not yet carried."""
+    limbs_Rx4 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2).reshape(-1, 4)
+    sums = [limbs_Rx4[i : i + _BLOCK].sum(axis=0, dtype=xp.uint32) for i in range(0, max(len(limbs_Rx4), 1), _BLOCK)]
+    total = sums[0]
+    for more in sums[1:]:
+        total = carry(xp, carry(xp, total) + carry(xp, more))
+    return total
 
 
 def carry(xp: Any, limbs: Any) -> Any:
@@ -83,7 +85,7 @@ def to_hex(limbs: Any) -> str:
 
 
 def fingerprint(blocks: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Returns the fingerprint of all rows of blocks (`tokens`, `segments`, `weights` [n, L], n <= 65,536), in numpy."""
+    """Returns the fingerprint of all rows of blocks (`tokens`, `segments`, `weights` [n, L]), in numpy."""
     limbs = np.zeros(4, np.uint32)
     for block in blocks:
         hashes = row_hashes(np, block["tokens"], block["segments"], block["weights"])

@@ -6,7 +6,6 @@ compile ahead of time share them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
@@ -15,13 +14,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import BatchShape, Placement
-from maxbatch.data.stream.fingerprint import MAX_ROWS
 from maxbatch.model.attention import choose_implementation
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.system.errors import ConfigError
 from maxbatch.training.checkpoints import CHECKSUM, state_checksum
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.gradients import NEXT_TOKEN, Objective
@@ -74,19 +70,7 @@ class Programs:
         return abstract_state(self.config, self.mesh, self._objective.make_model)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
-        """Returns the update on batches of a shape (`make_train_step`).
-
-        Raises:
-          ConfigError: the micro-batch has more rows than the step can sum the fingerprint of.
-        """
-        most, devices = MAX_ROWS * self.mesh.shape["data"], self.mesh.size
-        if shape.micro_batch > most:
-            unit = math.lcm(MicrobatchUnit.from_config(self.config, self._shape).rows, devices)
-            raise ConfigError(
-                f"per_device_batch_size={self.config.per_device_batch_size}: a micro-batch of {shape.micro_batch:,} "
-                f"rows ({devices} devices), and it must have at most {most:,}; "
-                f"works: per_device_batch_size={most // unit * unit // devices} and more gradient_accumulation_steps"
-            )
+        """Returns the update on batches of a shape (`make_train_step`)."""
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(self.config, self.mesh, self.abstract, arrange, self._objective)
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
