@@ -20,6 +20,7 @@ settings.load_profile("maxbatch")
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
 os.environ["XDG_CACHE_HOME"] = str(_SESSION / "cache")
 os.environ["JAX_PLATFORMS"] = "cpu"
+# No dtypes and no ranks mix by accident.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # Level 0 halves the time that compiling takes; what is computed is the same.
@@ -39,6 +40,15 @@ def run_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Relative paths of the code under test must not land in the checkout."""
     monkeypatch.chdir(tmp_path)
     yield
+
+
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Lets dtypes mix: JAX's own attention and the lowering of products in bfloat16 do."""
+    import jax
+
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(scope="session")

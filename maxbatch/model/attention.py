@@ -70,11 +70,10 @@ def attend(
     if scores.implementation == "cudnn":
         # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own function mixes bfloat16 and float32
-        return jax.nn.dot_product_attention(
-            q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True, scale=scores.scale,
-            implementation="cudnn" if scores.implementation == "cudnn" else "xla",
-        )  # fmt: skip
+    return jax.nn.dot_product_attention(
+        q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True, scale=scores.scale,
+        implementation="cudnn" if scores.implementation == "cudnn" else "xla",
+    )  # fmt: skip
 
 
 def _attend_capped(

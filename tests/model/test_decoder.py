@@ -108,6 +108,7 @@ def test_rematerialisation_keeps_less(policy: str) -> None:
     assert temporaries(policy) < temporaries("none")
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_bfloat16_compute_stays_close_to_float32() -> None:
     (loss, gradient), (exact_loss, exact_gradient) = (
         loss_and_gradient_of(f"dtype={dtype}") for dtype in ("bfloat16", "float32")

@@ -29,6 +29,7 @@ def chosen_on(platform: str, config: ConfigDict) -> str:
     return choose_implementation(config, platform, make_mesh(config).shape["context"])
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("axes", "kv_heads"),
     [

@@ -94,6 +94,7 @@ def test_log_probabilities_are_those_of_the_forward_pass_of_training(overrides: 
     assert not responses.logprobs_BxL[~counts].any()
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_in_bfloat16_log_probabilities_are_those_of_a_training_pass_within_2e_3() -> None:
     config, params = model("dtype=bfloat16")
     params = jax.tree.map(lambda x: x, params)
