@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
-    The stream and NumPy, on which it stands, are imported only where they may know something: a plan answers at once.
+    The stream and NumPy, on which it stands, are imported only where they may know more than the cache remembers: a
+    plan answers at once.
     """
     from maxbatch.data.store.cache_folder import cache_folder
 
@@ -92,6 +93,10 @@ def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     may_be_cached = config.dataset_type in ("synthetic", "tokens") or cache_folder(config).is_dir()
     if not may_be_mixture and (stated or not may_be_cached):
         return stated
+    from maxbatch.data.stream.epoch_lengths import remembered_length
+
+    if (remembered := remembered_length(config)) is not None:
+        return stated or remembered
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 
     cached = samples_per_epoch_if_cached(config)  # also refuses a mixture that training would refuse

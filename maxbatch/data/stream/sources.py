@@ -29,6 +29,7 @@ from maxbatch.data.stream.conversation_rows import (
     find_trained_tokens,
     fit_rows,
 )
+from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, RowPlan, RowSource, StoredRows
@@ -86,6 +87,8 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     rows = StoredRows(store, plan, len(extents.start_S), tokenizer.pad_id)
     if config.use_sft:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
+    if not held_out:
+        remember_length(config, plan.num_rows)
     return SourceRows(rows, identity, tokenizer)
 
 

@@ -1,0 +1,65 @@
+"""The samples of an epoch as the cache remembers them from the last time that a dataset was opened.
+
+A plan reads them here, since the stream stands on NumPy, and to import that takes as long as the whole plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.storage import is_remote
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import ConfigError
+
+_VERSION = 1  # of how documents become rows
+_FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
+
+
+def remembered_length(config: ConfigDict) -> int | None:
+    """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
+    with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
+        if _shows_changes(config):
+            return int(_path(config).read_text())
+    return None
+
+
+def remember_length(config: ConfigDict, num_samples: int) -> None:
+    """Keeps the samples of an epoch, unless the cache may only be read."""
+    with contextlib.suppress(OSError):
+        if _shows_changes(config):
+            path = _path(config)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, str(num_samples))
+
+
+def _shows_changes(config: ConfigDict) -> bool:
+    """Returns whether the files that an epoch is made from are known with their times of change."""
+    made_otherwise = config.use_sft or config.dataset_type in ("synthetic", "tokens")
+    return not made_otherwise and not is_remote(config.tokenizer_path)
+
+
+def _path(config: ConfigDict) -> Path:
+    """Returns the file that is named by the dataset's files and by all settings that fix its rows."""
+    source = DocumentSource.from_config(config)
+    settings = {name: config[name] for name in _FIXING}
+    facts = [_VERSION, source.files, source.missing_shards, _tokenizer_files(config.tokenizer_path), settings]
+    name = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache_folder(config).parent / "epoch-lengths" / name
+
+
+def _tokenizer_files(stated: str) -> list[tuple[str, int, int]]:
+    """Returns path, size and time of change of a tokenizer's files."""
+    if not stated:
+        return []
+    path = Path(os.path.expanduser(stated))
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
