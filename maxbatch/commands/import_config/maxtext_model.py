@@ -34,6 +34,7 @@ def translate_form(t: Translation, is_preset: bool) -> None:
         _gemma(t, block, is_preset)
     elif block in _LLAMA_BLOCKS:
         t.ignore("decoder_block", "llama's block is the default")
+    _tied_logits(t, block)
     _activations(t)
     _rope(t)
     if t.text("attention_type") == "global":
@@ -63,6 +64,24 @@ def _double_layers(t: Translation) -> None:
     if pairs.is_integer():  # the table of words refuses others
         why = "a layer there is two here, local and global"
         t.map("base_num_decoder_layers", why, base_num_decoder_layers=str(2 * int(pairs)))
+
+
+def _tied_logits(t: Translation, block: str) -> None:
+    """Takes the division of logits by sqrt(base_emb_dim), which MaxText makes by default where embeddings are tied."""
+    word = "normalize_embedding_logits"
+    is_tied = t.is_true("logits_via_embedding")
+    if word not in t:
+        if is_tied and block not in _PATTERNS:
+            why = f"with {word}, its default, MaxText also divides the logits by sqrt(base_emb_dim); here they are not"
+            t.map("logits_via_embedding", why, logits_via_embedding="true")
+    elif not is_tied:
+        t.ignore(word, "it is of embeddings that are tied")
+    elif block in _PATTERNS:
+        t.ignore(word, f"{block}'s embedding is scaled by as much")
+    elif t.is_true(word):
+        t.refuse(word, "false: logits are not divided here")
+    else:
+        t.ignore(word, "logits are not divided here")
 
 
 def _activations(t: Translation) -> None:

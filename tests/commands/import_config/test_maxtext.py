@@ -110,6 +110,18 @@ def test_qwens_and_llamas_forms_are_mapped(tmp_path: Path) -> None:
     assert (config.rope_type, config.rope_factor, config.original_max_position_embeddings) == ("llama3.1", 8, 8192)
 
 
+def test_the_logits_of_tied_embeddings_that_are_divided_there_are_said(tmp_path: Path) -> None:
+    tied = SYNTHETIC + "logits_via_embedding: true\n"
+    config, fates = imported("maxtext", tmp_path / "m.yml", tied)
+    assert config.logits_via_embedding and "sqrt(base_emb_dim)" in fates["logits_via_embedding"].says
+    for stated, fate in (("true", "not supported"), ("false", "ignored")):
+        _, fates = imported("maxtext", tmp_path / f"{stated}.yml", f"{tied}normalize_embedding_logits: {stated}\n")
+        assert fates["normalize_embedding_logits"].fate == fate
+    untied = f"{SYNTHETIC}logits_via_embedding: false\nnormalize_embedding_logits: true\n"
+    _, fates = imported("maxtext", tmp_path / "untied.yml", untied)
+    assert fates["normalize_embedding_logits"].fate == "ignored"
+
+
 def test_a_preset_that_is_another_model_there_has_the_keys_of_there(tmp_path: Path) -> None:
     config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: mistral-7b\n")
     assert (config.attention_type, config.rope_max_timescale, config.base_mlp_dim) == ("global", 1e6, 14336)
