@@ -104,8 +104,8 @@ def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
 
 
 def _trained_tokens(config: ConfigDict, plan: BatchPlan) -> dict[str, float] | None:
-    from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
     from maxbatch.data.stream.sources import trained_tokens_if_cached
+    from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 
     trained = trained_tokens_if_cached(config)
     return trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None

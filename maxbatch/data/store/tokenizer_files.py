@@ -14,7 +14,7 @@ import numpy as np
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_template import ChatTemplate, read_template
-from maxbatch.data.store.tokenizers import utf8_of
+from maxbatch.data.store.utf8 import utf8_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 

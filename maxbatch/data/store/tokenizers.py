@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer, check_vocabulary
 from maxbatch.config.values import shown
+from maxbatch.data.store.utf8 import utf8_of
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,17 +94,6 @@ class ByteTokenizer:
         """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""
         ids = np.asarray(ids)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-
-
-def utf8_of(text: str) -> bytes:
-    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
-            "or the text was not given as UTF-8"
-        ) from error
 
 
 def make_tokenizer(config: ConfigDict) -> Tokenizer:

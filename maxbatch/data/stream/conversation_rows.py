@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
+from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError
 
@@ -60,53 +60,6 @@ def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> 
                 f"works: max_target_length={int(lengths_S.max())}, or overlong=truncate"
             )
     return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), count)
-
-
-class TrainedTokens(NamedTuple):
-    """The trained tokens of a split's rows, each row once."""
-
-    num_rows: int
-    total: int
-    square_sum: int  # of each row's number
-
-    @property
-    def mean(self) -> float:
-        """The mean of a row."""
-        return self.total / self.num_rows
-
-    @property
-    def std(self) -> float:
-        """The standard deviation of a row."""
-        return math.sqrt(max(0.0, self.square_sum / self.num_rows - self.mean**2))
-
-
-class TrainedShare(NamedTuple):
-    """One source's share of a stream of conversations."""
-
-    weight: float  # of the samples; 1 if it is the only source
-    tokens: TrainedTokens
-
-
-def trained_tokens_of_update(shares: Sequence[TrainedShare], batch_size: int) -> dict[str, float]:
-    """Returns the `mean` and the standard deviation (`std`) of the trained tokens in an update of B shuffled rows.
-
-    The rows of a source are drawn from its epoch without replacement (Cochran 1977, Sampling Techniques, theorem 2.2);
-    an update that is longer than an epoch holds all of its rows.
-    """
-    mean = variance = 0.0
-    for weight, tokens in shares:
-        rows, drawn = tokens.num_rows, batch_size * weight
-        mean += drawn * tokens.mean
-        drawn %= rows
-        variance += tokens.std**2 * drawn * (rows - drawn) / max(rows - 1, 1)
-    return {"mean": mean, "std": math.sqrt(variance)}
-
-
-class ConversationFigures(NamedTuple):
-    """Figures of the conversations of a split."""
-
-    num_overlong: int  # longer than a row
-    tokens: TrainedTokens
 
 
 def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTokens | None:

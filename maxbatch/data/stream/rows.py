@@ -9,15 +9,13 @@ Legend: n rows asked for, L row length, P pieces of these rows, S documents of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from maxbatch.data.store.remote_tokens import RemoteTokens
 from maxbatch.data.store.token_store import TokenStore
-
-if TYPE_CHECKING:
-    from maxbatch.data.stream.conversation_rows import ConversationFigures
+from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
 Rows = dict[str, np.ndarray]

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxbatch.data.stream.conversation_rows import TrainedTokens
 from maxbatch.data.stream.mixture_order import Origins, WeightedOrder
 from maxbatch.data.stream.mixture_stages import StagedOrder
 from maxbatch.data.stream.rows import Rows, RowSource
+from maxbatch.data.stream.trained_tokens import TrainedTokens
 
 MAX_SHUFFLED_ROWS = 1 << 32
 

@@ -21,19 +21,13 @@ from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
-from maxbatch.data.stream.conversation_rows import (
-    ConversationFigures,
-    TrainedShare,
-    TrainedTokens,
-    count_trained_tokens,
-    find_trained_tokens,
-    fit_rows,
-)
+from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens, fit_rows
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, RowPlan, RowSource, StoredRows
 from maxbatch.data.stream.synthetic import SyntheticRows
+from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
 
 Identity = dict[str, str | int | bool]

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.data.stream.conversation_rows import ConversationFigures
 from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 _WORDS = 64
 _STRIDES = np.array([1, 7, 19, 45], np.uint64)

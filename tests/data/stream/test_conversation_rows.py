@@ -11,9 +11,9 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.data.stream.conversation_rows import trained_tokens_of_update
 from maxbatch.data.stream.sources import trained_tokens_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tokenizer
 from tests.helpers.corpus import write_jsonl
 
