@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-import maxbatch
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
@@ -46,13 +45,13 @@ def versions(platform: str) -> dict[str, str]:
     found = {name: importlib.metadata.version(name) for name in packages}
     if platform == "cpu":
         found["cpu"] = _cpu_features()
-    return {**found, "maxbatch": maxbatch.__version__, "source": _source_hash()}
+    return {**found, "source": _source_hash()}
 
 
 @functools.cache
 def _source_hash() -> str:
     """Returns a hash of the modules that compiled programs are made from."""
-    package = Path(maxbatch.__file__).parent
+    package = Path(__file__).parents[2]
     rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
     modules = [path for room in rooms for path in (package / room).rglob("*.py")]
     return _hash(*(path.read_bytes() for path in sorted(modules)))
