@@ -29,8 +29,12 @@ for _key in [key for key in os.environ if key.startswith("MAXBATCH_")]:
     del os.environ[_key]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the files that hold slow tests first, so that the workers finish together."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Marks what needs emulated stores; runs files that hold slow tests first, so that the workers finish together."""
+    for item in items:
+        if {"gs", "s3", "store"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.stores)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
