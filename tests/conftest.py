@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if {"gs", "s3", "store"} & set(item.fixturenames):
             item.add_marker(pytest.mark.stores)
+        if item.get_closest_marker("tpu"):
+            item.fixturenames.append("standard_promotion")  # the presets compute in bfloat16
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # Of the others, the files at the end of the tree compile most.
     items.sort(key=lambda item: (slow[item.path], item.path), reverse=True)
@@ -49,10 +51,11 @@ def run_from_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def standard_promotion() -> Iterator[None]:
-    """Lets dtypes mix: JAX's own attention and the lowering of products in bfloat16 do."""
+def standard_promotion(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets dtypes mix, here and in child processes: JAX's own attention and lowering of bfloat16 do."""
     import jax
 
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "standard")
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -32,7 +32,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, TALKS, *TINY_MODEL, "max_target_length=64", f"run_dir={folder / 'run'}", "steps=2",
         "generate_prompt=", "per_device_batch_size=2", "ici_tensor_parallelism=2", "dtype=bfloat16", "scan_layers=true",
     )  # fmt: skip
-    train(config, jax.devices()[:2])
+    with jax.numpy_dtype_promotion("standard"):
+        train(config, jax.devices()[:2])
     return folder / "run"
 
 
