@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from maxbatch.config.loading import keys
+from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
 from maxbatch.system.errors import ConfigError
@@ -47,6 +47,7 @@ class Translation:
         self.fates: list[Fate] = []
         self._stated, self._defaults = dict(words), dict(defaults)
         self._left = [*words, *(word for word in defaults if word not in words)]
+        self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
         self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
 
     def __contains__(self, word: str) -> bool:
@@ -112,6 +113,7 @@ class Translation:
             self.refuse(word, str(error), changes_data=any(_states_data(name) for name in settings))
             return
         self.settings |= settings
+        self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
         self._tell(word, MAPPED, f"{said}: {why}" if why else said)
 
@@ -127,6 +129,19 @@ class Translation:
         """Takes all that is left as the table of words says."""
         for word in list(self._left):
             self._by_table(word)
+        while fault := _fault(self.settings):
+            name = fault.partition("=")[0]
+            if name not in self._words:
+                return  # values that do not go together; nobody can say which of their words is not supported
+            self._take_back(self._words[name], fault)
+
+    def _take_back(self, word: str, fault: str) -> None:
+        """Turns a word that was mapped into one that is not supported, since a rule of ours refuses its value."""
+        names = [name for name, source in self._words.items() if source == word]
+        for name in names:
+            del self._words[name], self.settings[name]
+        self.fates = [fate for fate in self.fates if fate.word != self._written.get(word, word)]
+        self.refuse(word, fault, changes_data=any(_states_data(name) for name in names))
 
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
@@ -160,6 +175,15 @@ class Translation:
         self.fates.append(
             Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, changes_data)
         )
+
+
+def _fault(settings: Mapping[str, str]) -> str:
+    """Returns what is wrong with a config of ours, "" if nothing is."""
+    try:
+        load_config(overrides=[f"{name}={text}" for name, text in settings.items()])
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _says_nothing(name: str, value: str) -> bool:

@@ -102,6 +102,12 @@ def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None
     assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
 
 
+def test_a_value_that_a_rule_of_ours_refuses_is_not_supported_and_is_left_out(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}attention_type: mla\nsteps: 7\n")
+    assert (fates["attention_type"].fate, fates["steps"].fate) == ("not supported", "mapped")
+    assert (config.attention_type, config.steps) == ("global", 7)
+
+
 def test_qwens_and_llamas_forms_are_mapped(tmp_path: Path) -> None:
     text = "decoder_block: qwen3\nuse_qk_norm: true\nattention_bias: true\n"
     config, _ = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
