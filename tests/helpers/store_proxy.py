@@ -39,6 +39,8 @@ class Plan:
     denied: str = ""  # regular expression on method and path of the requests that are answered by 403
 
 
+# Requests to the emulator at a time: its queue of connections is short, and what overflows it waits a second.
+_UPSTREAM = 4
 _DROPPED = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
@@ -52,6 +54,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.upstream = urlsplit(upstream)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self.upstream_slots = threading.Semaphore(_UPSTREAM)
         self.log: list[list[Any]] = []
         self.plan_as({})
 
@@ -61,6 +64,10 @@ class Proxy(ThreadingHTTPServer):
         self.written = 0
 
     def fetch(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
+        with self.upstream_slots:
+            return self._fetch(method, path, headers, body)
+
+    def _fetch(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
         connection = http.client.HTTPConnection(self.upstream.hostname or "", self.upstream.port, timeout=60)
         try:
             connection.request(method, path, body, headers)

@@ -1,0 +1,297 @@
+"""A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
+
+`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`
+
+Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
+the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
+another working folder. After a kill no process may be left, and the next start must not be refused. Where a run has
+ended, its metrics are those of the unharmed run: the same steps, positions and fingerprints, losses within 2e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from maxbatch.system.leases import LAPSE_S, LEASE_FILE
+from maxbatch.system.storage import AnyPath, as_path, is_remote
+from tests.helpers.stores import SCHEMES, Store, serving
+from tests.helpers.tiny import TINY_MODEL
+
+KINDS = ("group", "command", "host")
+STEPS = 40
+EXACT = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
+LOSS_TOLERANCE = 2e-4
+_TRAINING = (
+    *TINY_MODEL, "dataset_type=tokens", "learning_rate=1e-2", "generate_prompt=", "eval_interval=-1",
+    "batch_size_schedule=0:4 80:8", "per_device_batch_size=4", f"steps={STEPS}", "checkpoint_period=5",
+)  # fmt: skip
+_MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
+_END_S = 120.0  # in which a run whose host was killed has ended
+_GONE_S = 5.0  # in which no process is left
+_LONGEST_START_S = 300.0
+
+
+class SoakError(Exception):
+    """A promise that did not hold."""
+
+
+@dataclasses.dataclass
+class Soak:
+    """One place that runs lie in, and what was counted there."""
+
+    folder: Path  # on this machine: working folders, logs, caches
+    place: str  # where the runs and their tokens lie: a folder, or a bucket
+    random: random.Random
+    expected: list[dict]  # the records of the unharmed run
+    lasts_s: float = 0.0  # of a run that nobody kills, from command to end
+    kills: int = 0
+    starts: int = 0
+    runs: int = 0
+    by_kind: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+    @property
+    def run_dir(self) -> str:
+        """The run that is at work."""
+        return f"{self.place}/run-{self.runs}"
+
+    def go_on(self, kind: str | None) -> None:
+        """Starts the run and kills it at a random moment, or (None) lets it end; a run that ended is compared."""
+        hosts = 2 if kind in ("command", "host") else self.random.choice((1, 2))
+        process, log = self._start(hosts)
+        is_killed = bool(kind) and self._kill(process, kind)
+        process.wait(_LONGEST_START_S)
+        self._check_nothing_is_left()
+        if is_killed:
+            self.kills += 1
+            self.by_kind[kind] += 1
+            self._leave_a_strangers_lease()
+        elif process.returncode:
+            raise SoakError(f"{self.run_dir}: a start that nobody harmed failed: {log.read_text()[-2000:]}")
+        if process.returncode == 0:
+            compare(as_path(self.run_dir), self.expected)
+            if (as_path(self.run_dir) / LEASE_FILE).exists():
+                raise SoakError(f"{self.run_dir}: the run has ended, and its lease is there")
+            self.runs += 1
+
+    def _start(self, hosts: int) -> tuple[subprocess.Popen[bytes], Path]:
+        self.starts += 1
+        folder = self.folder / f"start-{self.starts}"
+        folder.mkdir()
+        simulated = (f"--simulate-hosts={hosts}",) if hosts > 1 else ("--simulate-devices=1",)
+        data = (f"dataset_path={self.place}/tokens", f"run_dir={self.run_dir}")
+        log = folder / "log"
+        return start(("train", *_TRAINING, *data, *simulated), folder, log), log
+
+    def _kill(self, process: subprocess.Popen[bytes], kind: str) -> bool:
+        """Kills at a random moment; returns whether there was something to kill by then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self.random.uniform(0.2, 1.2 * self.lasts_s))
+            return False
+        hosts = children(process.pid)
+        if kind == "host" and not hosts:
+            kind = "group"  # it has not started them yet
+        if kind == "host":
+            _kill_one(self.random.choice(hosts))
+            process.wait(_END_S)
+        elif kind == "command":
+            process.kill()
+            process.wait()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return True
+
+    def _check_nothing_is_left(self) -> None:
+        end = time.monotonic() + _GONE_S
+        while left := marked_processes(str(self.folder)):
+            if time.monotonic() > end:
+                raise SoakError(f"processes {left} are left {_GONE_S:.0f} s after the kill")
+            time.sleep(0.05)
+
+    def _leave_a_strangers_lease(self) -> None:
+        """Makes one of twenty leases that are left another machine's: the next start has to wait for the lapse."""
+        lease = as_path(self.run_dir) / LEASE_FILE
+        if not is_remote(self.run_dir) or self.random.random() > 0.05 or not lease.exists():
+            return
+        lease.write_text(json.dumps(json.loads(lease.read_text()) | {"machine": "another", "host": "elsewhere"}))
+
+
+def start(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
+    """Starts `maxbatch ARGUMENTS` in a folder, as a process group of its own that carries the soak's mark."""
+    variables = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(folder.parent / "cache"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        _MARK: str(folder.parent),
+    }
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "maxbatch", *arguments], env=os.environ | variables, cwd=folder,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def finish(arguments: Sequence[str], folder: Path) -> None:
+    """Runs a command to its end, which must be a good one."""
+    folder.mkdir()
+    process = start(arguments, folder, folder / "log")
+    if process.wait(_LONGEST_START_S):
+        raise SoakError(f"maxbatch {arguments[0]} failed: {(folder / 'log').read_text()[-2000:]}")
+
+
+def children(pid: int) -> list[int]:
+    """Returns the children of a process."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _kill_one(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Returns the processes that carry a soak's mark and live."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and f"{_MARK}={mark}\0".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def records(run_dir: AnyPath) -> list[dict]:
+    """Returns the lines of a run's metrics."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(run_dir: AnyPath, expected: list[dict]) -> None:
+    """Raises SoakError unless a run has the steps, fingerprints and losses that are expected."""
+    found = records(run_dir)
+    if [one["step"] for one in found] != list(range(1, STEPS + 1)):
+        raise SoakError(f"{run_dir}: the steps are {[one['step'] for one in found]}")
+    for one, other in zip(found, expected, strict=True):
+        if wrong := [key for key in EXACT if one[key] != other[key]]:
+            raise SoakError(f"{run_dir}: step {one['step']} has another {', '.join(wrong)}")
+        if abs(one["loss"] - other["loss"]) > LOSS_TOLERANCE:
+            raise SoakError(f"{run_dir}: step {one['step']} has loss {one['loss']}, and not {other['loss']}")
+
+
+def _documents(path: Path) -> None:
+    rng = random.Random(0)
+    lines = (json.dumps({"text": f"{number} " + "word " * rng.randrange(60)}) for number in range(400))
+    path.write_text("\n".join(lines))
+
+
+@contextlib.contextmanager
+def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str, Store | None]]]:
+    """Starts the stores and yields where the runs of each lie."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, tuple[str, Store | None]] = {}
+        for name in stores:
+            if name == "local":
+                found[name] = str(folder / "disk"), None
+            else:
+                store = stack.enter_context(serving(name))
+                found[name] = store.bucket(), store
+        yield found
+
+
+def soak(stores: Sequence[str], kills: int, seed: int, share: float) -> list[tuple[str, Soak]]:
+    """Kills runs in the stores by turns; returns what was counted in each.
+
+    Raises:
+      SoakError: a promise did not hold.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="maxbatch-soak-"))
+    try:
+        with _places(stores, folder) as places:
+            found = [_prepared(places[name][0], folder / name, random.Random(f"{seed} {name}")) for name in stores]
+            for _, store in places.values():
+                if store:
+                    store.plan(share=share, seed=seed)
+            _kill_by_turns(found, kills)
+    finally:
+        for name in stores:
+            for pid in marked_processes(str(folder / name)):
+                _kill_one(pid)
+    shutil.rmtree(folder, ignore_errors=True)  # what a failure left is kept
+    return [(name, one) for name, one in zip(stores, found, strict=True)]
+
+
+def _prepared(place: str, folder: Path, chance: random.Random) -> Soak:
+    """Prepares the tokens and trains the unharmed run."""
+    folder.mkdir()
+    documents, unharmed = folder / "documents.jsonl", folder / "unharmed"
+    _documents(documents)
+    data = ("dataset_type=jsonl", f"dataset_path={documents}")
+    finish(("prepare", *data, "--output", f"{place}/tokens"), folder / "preparing")
+    data = (f"dataset_path={place}/tokens", f"run_dir={unharmed}", "--simulate-devices=1")
+    finish(("train", *_TRAINING, *data), folder / "unharmed-run")
+    return Soak(folder, place, chance, records(unharmed))
+
+
+def _kill_by_turns(soaks: Sequence[Soak], kills: int) -> None:
+    for one in soaks:
+        begun = time.monotonic()
+        one.go_on(None)
+        one.lasts_s = time.monotonic() - begun
+        print(f"{one.run_dir}: a run lasts {one.lasts_s:.1f} s")
+    turn = 0
+    while sum(one.kills for one in soaks) < kills:
+        one = soaks[turn % len(soaks)]
+        turn += 1
+        before, begun = one.kills, time.monotonic()
+        kind = one.random.choice(KINDS)
+        one.go_on(kind)
+        waits = LAPSE_S if is_remote(one.place) else 0
+        what = f"killed ({kind})" if one.kills > before else "ended"
+        print(f"{sum(s.kills for s in soaks)}/{kills} {one.run_dir}: {what} after {time.monotonic() - begun:.1f} s")
+        if time.monotonic() - begun > 4 * one.lasts_s + waits + _END_S:
+            raise SoakError(f"{one.run_dir}: a start took {time.monotonic() - begun:.0f} s")
+    for one in soaks:
+        begun = time.monotonic()
+        one.go_on(None)
+        print(f"{one.place}: ended after {time.monotonic() - begun:.1f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a soak; returns 0 where every promise held."""
+    parser = argparse.ArgumentParser(prog="python -m tests.helpers.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stores", nargs="+", choices=("local", *SCHEMES), default=["gs", "s3", "local"])
+    parser.add_argument("--share", type=float, default=0.1, help="of the requests that fail")
+    arguments = parser.parse_args(argv)
+    sys.stdout.reconfigure(line_buffering=True)
+    begun = time.monotonic()
+    try:
+        found = soak(arguments.stores, arguments.kills, arguments.seed, arguments.share)
+    except SoakError as error:
+        print(f"soak: seed {arguments.seed}: {error}", file=sys.stderr)
+        return 1
+    for name, one in found:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in one.by_kind.items())
+        print(f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs as the unharmed one")
+    print(f"every promise held; {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

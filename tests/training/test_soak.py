@@ -1,0 +1,19 @@
+"""Kills at random moments; `.ci/run` makes more of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_killed_runs_train_what_an_unharmed_run_trains() -> None:
+    top = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.helpers.soak", "--kills", "4", "--seed", "4", "--stores", "gs", "s3"]
+    done = subprocess.run(command, cwd=top, env=os.environ, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "every promise held" in done.stdout
