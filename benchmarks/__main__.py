@@ -31,6 +31,7 @@ NUM_DEVICES = {
     "prepare": 1,
     "noise_scale": 4,
     "waiting": 1,
+    "requests": 1,
     "sampler": 1,
     "overlap": 1,
     "batch_warmup": 1,
