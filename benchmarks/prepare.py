@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from maxbatch.config.loading import load_config
-from maxbatch.data.store.builder import build_store
+from maxbatch.data.store.builder import Build, build_store
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.tokenizers import make_tokenizer
 
@@ -78,7 +78,7 @@ def _compared(
 
     def prepare() -> None:
         with tempfile.TemporaryDirectory(dir=folder) as output:
-            build_store(Path(output, "tokens"), source, tokenizer, config, workers=WORKERS)
+            build_store(Path(output, "tokens"), Build(source, tokenizer, config, WORKERS))
 
     seconds = seconds_in_turns({"prepare": prepare, "other": other}, turns)
     what = {"bytes": "a numpy loop", "BPE": "Tokenizer.encode_batch"}[name]

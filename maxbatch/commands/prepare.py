@@ -8,11 +8,11 @@ from argparse import ArgumentParser, Namespace
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of, place
+from maxbatch.commands.arguments import add_config, config_of, count, place
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
-from maxbatch.data.store.builder import build_store, num_cores
+from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
@@ -31,6 +31,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("--verify", "read a prepared folder and check its content"),
     ):
         where.add_argument(flag, type=place, metavar="FOLDER", help=what)
+    parser.add_argument(
+        "--shard-tokens", type=count, metavar="N", help="tokens of a file, about (default: one file; in a bucket 2^30)"
+    )
     # Read as text, so that a bad number gives a one-line error like any other bad value.
     parser.add_argument("--workers", metavar="N", help="processes that tokenise, at most (default: the cores)")
 
@@ -59,7 +62,8 @@ def run(args: Namespace) -> int:
         begin = time.perf_counter()
         try:
             with bytes_bar(source.size, "tokenising") as progress:
-                store = build_store(folder, source, tokenizer, config, workers=workers, progress=progress)
+                build = Build(source, tokenizer, config, workers, progress, args.shard_tokens)
+                store = build_store(folder, build)
         except ConfigError:
             raise
         except OSError as error:

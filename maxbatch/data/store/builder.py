@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +24,33 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
 from maxbatch.data.store.token_store import (
-    FILES,
+    OFFSETS,
     VERSION,
     TokenLayout,
     TokenStore,
     new_content_hash,
     open_folder,
+    shard_names,
     signature,
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.atomic_files import BUILDING, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.leases import take_lease
+from maxbatch.system.leases import LEASE_FILE, take_lease
 from maxbatch.system.locks import exclusive
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
-_COPIED_BYTES = 8 << 20
+# Tokens of a file of a store in an object store, about: ten trillion tokens are thousands of objects.
+SHARD_TOKENS = 1 << 30
 
 Progress = Callable[[int], None]  # called with the bytes of the files that were tokenised since the last call
+KeepShard = Callable[[int, Path, Shard], None]
 
 
 def num_cores() -> int:
@@ -56,15 +63,30 @@ def default_workers(source: DocumentSource) -> int:
     return num_cores() if source.size >= _WORTH_WORKERS_BYTES else 1
 
 
-def build_store(
-    folder: AnyPath,
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    config: ConfigDict,
-    *,
-    workers: int = 1,
-    progress: Progress = lambda _: None,
-) -> TokenStore:
+@dataclass(frozen=True)
+class Build:
+    """What is built, and how.
+
+    Attributes:
+      workers: processes that tokenise, at most.
+      shard_tokens: a file of tokens ends with the job that fills it to so many; None: one file on a disk, and files of
+        `SHARD_TOKENS` in an object store, where a build that was killed goes on after its last finished file.
+    """
+
+    source: DocumentSource
+    tokenizer: Tokenizer
+    config: ConfigDict
+    workers: int = 1
+    progress: Progress = lambda _: None
+    shard_tokens: int | None = None
+
+    @cached_property
+    def signature(self) -> str:
+        """The hash of the files and settings that shape the store."""
+        return signature(self.source, self.tokenizer, self.config)
+
+
+def build_store(folder: AnyPath, build: Build) -> TokenStore:
     """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
 
     Raises:
@@ -73,8 +95,8 @@ def build_store(
       OSError: the folder cannot be written.
     """
     if isinstance(folder, RemotePath):
-        return _build_and_upload(folder, source, tokenizer, config, workers=workers, progress=progress)
-    name = signature(source, tokenizer, config)
+        return _build_remotely(folder, build)
+    name = build.signature
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
         store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
@@ -83,61 +105,66 @@ def build_store(
         remove_leftovers(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:
-            manifest = _write_files(building, source, tokenizer, config, workers, progress)
+            manifest = _write_files(building, build, [], lambda *_: None)
             with writing_atomically(building / "manifest.json") as file:
-                file.write(json.dumps({**manifest, "signature": name}, indent=1).encode())
+                file.write(json.dumps(manifest, indent=1).encode())
             os.chmod(building, 0o755)  # mkdtemp lets nobody else read, and a cache may be shared.
             return _publish(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _build_and_upload(
-    folder: RemotePath,
-    source: DocumentSource,
-    tokenizer: Tokenizer,
-    config: ConfigDict,
-    *,
-    workers: int,
-    progress: Progress,
-) -> TokenStore:
-    """Builds a store on this machine's disk and copies it to an object store, its manifest last."""
-    lease = take_lease(folder / ".lease")
+def _build_remotely(folder: RemotePath, build: Build) -> TokenStore:
+    """Builds a store shard by shard on this machine's disk and copies each to an object store, the manifest last."""
+    lease = take_lease(folder / LEASE_FILE)
     if isinstance(lease, str):
         raise ConfigError(f"{folder}: {lease} is preparing it; wait for it, or give another folder")
+    shards = RemoteShards(folder, build.signature)
+
+    def keep(number: int, file: Path, shard: Shard) -> None:
+        lease.check()
+        shards.keep(number, file, shard)
+
     with contextlib.closing(lease), tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
-        local = Path(temporary, "store")
-        build_store(local, source, tokenizer, config, workers=workers, progress=progress)
+        itemsize = np.dtype(TokenLayout.of(build.tokenizer, build.config).dtype).itemsize
+        finished = shards.found(itemsize)
+        shards.begin()
+        here = Path(temporary)
+        shard_tokens = build.shard_tokens or SHARD_TOKENS
+        manifest = _write_files(here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep)
         lease.check()
         (folder / "manifest.json").unlink(missing_ok=True)  # of a store that this one takes the place of
-        for name in FILES:
-            with open(local / name, "rb") as built, writing_atomically(folder / name) as file:
-                shutil.copyfileobj(built, file, _COPIED_BYTES)
+        for file in here.iterdir():
+            (folder / file.name).upload(file)
         lease.check()
-        write_atomically(folder / "manifest.json", (local / "manifest.json").read_bytes())
+        write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1))
+        shards.tidy(list(manifest["sizes"]))
     store = open_folder(folder)
     if store is None:
         raise OSError(f"the store {folder} was damaged right after it was written")
     return store
 
 
-def _write_files(
-    folder: Path, source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict, workers: int, progress: Progress
-) -> dict[str, Any]:
-    layout = TokenLayout.of(tokenizer, config)
-    conversations = Conversations.from_config(config, tokenizer)
-    tokeniser = Tokeniser(source, tokenizer, layout, conversations)
-    if tokenizer.identity == "byte" and source.dataset_type in ("text", "python_stdlib"):
-        # One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since
-        # their tokens have to be copied once more.
-        workers = 1
+def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> dict[str, Any]:
+    """Writes the shards after those that are finished, and the offsets of all; returns the manifest."""
+    source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
+    conversations = Conversations.from_config(build.config, build.tokenizer)
+    tokeniser = Tokeniser(source, build.tokenizer, layout, conversations)
     total, content = Tokenised(0, skipped=len(source.missing_shards)), new_content_hash()
+
+    def add(done: Tokenised) -> None:
+        total.append(done)
+        content.update(done.digests)
+        build.progress(done.source_bytes)
+
+    for shard in finished:
+        add(shard.facts)
+    jobs = itertools.islice(source.jobs(), sum(shard.jobs for shard in finished), None)
     try:
-        with writing_atomically(folder / "tokens.bin") as file:
-            for done in tokenise_all(tokeniser, source.jobs(), file, folder, workers):
-                total.append(done)
-                content.update(done.digests)
-                progress(done.source_bytes)
+        with ShardWriter(folder, build.shard_tokens, len(finished), keep) as writer:
+            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build)):
+                add(done)
+                writer.end_job(done)
     except RecordError as error:
         number = 1 + len(total.lengths) + total.skipped - len(source.missing_shards) + error.number
         left_out = "skip_bad_records=true leaves such records out"
@@ -149,10 +176,13 @@ def _write_files(
     if not total.lengths:
         raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
+    itemsize = np.dtype(layout.dtype).itemsize
+    sizes = [shard.tokens * itemsize for shard in (*finished, *writer.shards)]
     offsets = np.zeros(len(total.lengths) + 1, np.int64)
     np.cumsum(np.frombuffer(total.lengths, np.int64), out=offsets[1:])
-    with writing_atomically(folder / "offsets.npy") as file:
+    with writing_atomically(folder / OFFSETS) as file:
         np.save(file, offsets)
+    data = (folder / OFFSETS).read_bytes()
     return {
         "version": VERSION,
         "content": content.hexdigest(),
@@ -161,13 +191,24 @@ def _write_files(
         "text_bytes": total.text_bytes,
         "skipped_records": total.skipped,
         "held_out": total.held_out,
-        "tokenizer": tokenizer.identity,
-        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": build.tokenizer.identity,
+        "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": conversations.identity} if conversations else {}),
-        "sizes": {name: (folder / name).stat().st_size for name in FILES},
-        "offsets_crc32": zlib.crc32((folder / "offsets.npy").read_bytes()),
+        "sizes": {**dict(zip(shard_names(len(sizes)), sizes, strict=True)), OFFSETS: len(data)},
+        "offsets_crc32": zlib.crc32(data),
+        "signature": build.signature,
     }
+
+
+def _workers(build: Build) -> int:
+    """Returns the processes that tokenise.
+
+    One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since their
+    tokens have to be copied once more.
+    """
+    is_copy = build.tokenizer.identity == "byte" and build.source.dataset_type in ("text", "python_stdlib")
+    return 1 if is_copy else build.workers
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:

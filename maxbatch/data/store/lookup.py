@@ -39,7 +39,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     """
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
-    from maxbatch.data.store.builder import build_store, default_workers
+    from maxbatch.data.store.builder import Build, build_store, default_workers
     from maxbatch.data.store.documents import DocumentSource
     from maxbatch.system.bars import bytes_bar
 
@@ -49,7 +49,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         return store
     try:
         with bytes_bar(source.size, f"tokenising {key}") as progress:
-            return build_store(folder, source, tokenizer, config, workers=default_workers(source), progress=progress)
+            return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write tokenised data to "

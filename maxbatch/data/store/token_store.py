@@ -1,7 +1,8 @@
 """A dataset tokenised once: a memory-mapped array of tokens, cut into documents.
 
 A store is a folder of three files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
-tokens[offsets[d] : offsets[d + 1]], its bos and eos included) and `manifest.json`. It appears whole, by one rename.
+tokens[offsets[d] : offsets[d + 1]], its bos and eos included) and `manifest.json`. It appears whole, by one rename. The
+tokens of a large store are cut between documents into several files (`maxbatch.data.store.shards`).
 
 In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,17 +28,19 @@ from ml_collections import ConfigDict
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
-    from maxbatch.data.store.remote_tokens import RemoteTokens
+    from maxbatch.data.store.ranged_tokens import RangedTokens
 
 VERSION = 2
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
-FILES = ("tokens.bin", "offsets.npy")
+OFFSETS, ONE_SHARD, FIRST_SHARD = "offsets.npy", "tokens.bin", "tokens-00000.bin"
+BUILDING_FOLDER = ".building"  # lies in an object store while a store is built there
 # The settings that shape the documents of given files.
 _SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
 
@@ -84,27 +88,29 @@ class TokenStore:
     Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
-    `sizes` (bytes per file) and `offsets_crc32`. A store of conversations also has `conversations`, which says how they
-    were made.
+    `sizes` (bytes per file, those of tokens in order) and `offsets_crc32`. A store of conversations also has
+    `conversations`, which says how they were made.
     """
 
     folder: AnyPath
     manifest: dict[str, Any]
 
     @cached_property
-    def tokens(self) -> np.ndarray | RemoteTokens:
-        """uint16 or uint32 [tokens], memory-mapped on a disk and read by range from an object store.
+    def tokens(self) -> np.ndarray | RangedTokens:
+        """uint16 or uint32 [tokens]: memory-mapped, or read by range if they lie in an object store or in shards.
 
         Raises ConfigError if the store was replaced since it was opened.
         """
         self._refuse_replaced()
+        dtype = np.dtype(self.manifest["dtype"])
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
-            return np.zeros(0, self.manifest["dtype"])
-        if isinstance(self.folder, RemotePath):
-            from maxbatch.data.store.remote_tokens import RemoteTokens
+            return np.zeros(0, dtype)
+        files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name != OFFSETS}
+        if len(files) > 1 or isinstance(self.folder, RemotePath):
+            from maxbatch.data.store.ranged_tokens import RangedTokens
 
-            return RemoteTokens(self.folder / "tokens.bin", self.manifest["dtype"], self.manifest["tokens"])
-        return np.memmap(self.folder / "tokens.bin", dtype=self.manifest["dtype"], mode="r")
+            return RangedTokens(list(files), dtype.name, [size // dtype.itemsize for size in files.values()])
+        return np.memmap(str(next(iter(files))), dtype=dtype, mode="r")
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -187,13 +193,21 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_bytes()) if path.is_file() else None
-        sizes = {name: (folder / name).stat().st_size for name in FILES}
+        manifest = json.loads(path.read_bytes())
+        sizes = _file_sizes(folder)
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except (OSError, ValueError, RecursionError):
         return None
     return manifest if _is_manifest(manifest, sizes) else None
+
+
+def _file_sizes(folder: AnyPath) -> dict[str, int]:
+    """Returns the bytes of the files in a folder, by one listing."""
+    if isinstance(folder, RemotePath):
+        return folder.file_sizes()
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
@@ -210,9 +224,17 @@ def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
         and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
         and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
-        and value.get("sizes") == sizes
-        and sizes["tokens.bin"] == value["tokens"] * np.dtype(dtype).itemsize
+        and _are_sizes(value.get("sizes"), sizes, value["tokens"] * np.dtype(dtype).itemsize)
     )
+
+
+def _are_sizes(stated: Any, found: dict[str, int], token_bytes: int) -> bool:
+    """Returns whether the files that a manifest states are there, and are a store's."""
+    if not isinstance(stated, dict) or OFFSETS not in stated:
+        return False
+    shards = [name for name in stated if name != OFFSETS]
+    is_found = all(_is_count(size, 1 << 62) and found.get(name) == size for name, size in stated.items())
+    return is_found and shards == shard_names(len(shards)) and sum(stated[name] for name in shards) == token_bytes
 
 
 def _is_count(value: Any, end: int) -> bool:
@@ -223,9 +245,16 @@ def _are_counts(value: Any, end: int, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
 
 
+def shard_names(num_shards: int) -> list[str]:
+    """Returns the names of a store's files of tokens."""
+    return [ONE_SHARD] if num_shards == 1 else [f"tokens-{number:05d}.bin" for number in range(num_shards)]
+
+
 def was_prepared(folder: AnyPath) -> bool:
-    """Returns whether a folder has a store's files, perhaps damaged or of another version."""
-    return {"manifest.json", "tokens.bin"} <= {path.name for path in folder.iterdir()}
+    """Returns whether a folder has a store's files, perhaps damaged, of another version or not all built yet."""
+    names = {path.name for path in folder.iterdir()}
+    is_store = "manifest.json" in names and bool(names & {ONE_SHARD, FIRST_SHARD})
+    return is_store or BUILDING_FOLDER in names or names == {LEASE_FILE}
 
 
 def open_folder(folder: AnyPath) -> TokenStore | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +31,12 @@ _WRITE_PARTS = 4096
 _COPY_BYTES = 1 << 18
 
 
+class Writable(Protocol):
+    """What tokens are written to."""
+
+    def write(self, data: Any, /) -> object: ...
+
+
 @dataclass(frozen=True)
 class Tokeniser:
     """The settings that turn documents into tokens."""
@@ -40,7 +46,7 @@ class Tokeniser:
     layout: TokenLayout
     conversations: Conversations | None = None  # what records are, if they are not documents
 
-    def tokenise(self, job: Sequence[Piece], file: BinaryIO) -> Tokenised:
+    def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
         done = Tokenised(sum(piece.size for piece in job))
         dtype = np.dtype(self.layout.dtype)
@@ -125,7 +131,7 @@ class Tokenised:
 
 
 def tokenise_all(
-    tokeniser: Tokeniser, jobs: Iterable[Sequence[Piece]], file: BinaryIO, folder: Path, workers: int
+    tokeniser: Tokeniser, jobs: Iterable[Sequence[Piece]], file: Writable, folder: Path, workers: int
 ) -> Iterator[Tokenised]:
     """Appends the tokens of all jobs to a file, in order, and yields the facts about each.
 

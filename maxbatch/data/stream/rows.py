@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.remote_tokens import RemoteTokens
+from maxbatch.data.store.ranged_tokens import RangedTokens
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
@@ -97,7 +97,7 @@ class DocumentPlan:
 
 
 def assemble(
-    tokens: np.ndarray | RemoteTokens,
+    tokens: np.ndarray | RangedTokens,
     pieces: Pieces,
     num_rows: int,
     row_length: int,

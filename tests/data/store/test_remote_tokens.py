@@ -9,7 +9,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.data.store.remote_tokens import RemoteTokens
+from maxbatch.data.store.ranged_tokens import RangedTokens
 from maxbatch.data.store.token_store import open_folder
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.remote_path import RemotePath
@@ -61,7 +61,7 @@ def test_ranges_that_lie_side_by_side_are_one_request(store: Store) -> None:
     assert isinstance(path, RemotePath)
     whole = np.arange(100_000, dtype=np.uint16) * 7
     path.write_bytes(whole.tobytes())
-    tokens = RemoteTokens(path, "uint16", len(whole))
+    tokens = RangedTokens([path], "uint16", [len(whole)])
     store.forget()
     places = np.concatenate([np.arange(5000, 5100), np.arange(60_000, 60_050), np.arange(5100, 5300)])
     np.testing.assert_array_equal(tokens[places], whole[places])

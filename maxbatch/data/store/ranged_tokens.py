@@ -1,0 +1,92 @@
+"""Tokens that are read by range: from objects of a store, of which a host reads the rows that it trains on and little
+more, or from the shards of a store on a disk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxbatch.system.object_stores import MAX_REQUESTS
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
+
+# Ranges that are closer than this are read as one: a request costs as much as reading so many bytes.
+_GAP_BYTES = 16 << 10
+_LONGEST_BYTES = 8 << 20  # of one request
+
+
+class RangedTokens:
+    """An array of tokens in one file or several, of which slices and lists of places are read when they are asked for.
+
+    Args:
+      files: their paths, in order.
+      dtype: of a token.
+      sizes: tokens of each file.
+    """
+
+    def __init__(self, files: Sequence[AnyPath], dtype: str, sizes: Sequence[int]) -> None:
+        self._files, self.dtype = files, np.dtype(dtype)
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._size = int(self._starts[-1])
+        self._maps: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, places: Any) -> np.ndarray:
+        if isinstance(places, slice):
+            begin, end, step = places.indices(self._size)
+            if step != 1:
+                raise IndexError("a slice of ranged tokens has no step")
+            return self._read([(begin, max(begin, end))])
+        wanted = np.asarray(places)
+        if wanted.dtype == bool or not wanted.size:
+            return self._read([]) if not wanted.size else self[np.flatnonzero(wanted)]
+        return self._gather(np.where(wanted < 0, wanted + self._size, wanted).astype(np.int64))
+
+    def _gather(self, wanted: np.ndarray) -> np.ndarray:
+        places, inverse = np.unique(wanted, return_inverse=True)
+        gap = _GAP_BYTES // self.dtype.itemsize
+        starts = np.flatnonzero(np.diff(places, prepend=places[0] - gap - 2) > gap + 1)
+        ends = np.append(starts[1:], len(places)) - 1
+        ranges = list(zip(places[starts].tolist(), (places[ends] + 1).tolist(), strict=True))
+        read = self._read(ranges)
+        # Where each range begins in what was read, less where it begins in the store.
+        lengths = np.array([end - begin for begin, end in ranges])
+        shift = np.cumsum(lengths) - lengths - np.array([begin for begin, _ in ranges])
+        return read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(wanted.shape)
+
+    def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
+        longest = _LONGEST_BYTES // self.dtype.itemsize
+        parts: list[tuple[int, int, int]] = []
+        for begin, end in ranges:
+            while begin < end:
+                file = int(np.searchsorted(self._starts, begin, side="right")) - 1
+                stop = min(end, begin + longest, int(self._starts[file + 1]))
+                parts.append((file, begin - int(self._starts[file]), stop - int(self._starts[file])))
+                begin = stop
+        is_far = len(parts) > 1 and isinstance(self._files[0], RemotePath)
+        found = _readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
+        return np.concatenate([np.zeros(0, self.dtype), *found])
+
+    def _read_one(self, part: tuple[int, int, int]) -> np.ndarray:
+        number, begin, end = part
+        file, itemsize = self._files[number], self.dtype.itemsize
+        if isinstance(file, RemotePath):
+            return np.frombuffer(file.read_range(begin * itemsize, end * itemsize), self.dtype)
+        return self._mapped(number, file)[begin:end]
+
+    def _mapped(self, number: int, file: Path) -> np.ndarray:
+        if number not in self._maps:
+            self._maps[number] = np.memmap(file, dtype=self.dtype, mode="r")
+        return self._maps[number]
+
+
+@functools.cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-tokens")

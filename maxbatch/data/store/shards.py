@@ -1,0 +1,185 @@
+"""Shards of a token store: files of tokens that are cut between the jobs of a build.
+
+While a store is built into an object store, what is known of the documents of each finished shard lies beside it, in
+`.building/`, so that a build that was killed goes on with the next shard.
+"""
+
+from __future__ import annotations
+
+import array
+import io
+import json
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxbatch.data.store.token_store import BUILDING_FOLDER, shard_names
+from maxbatch.data.store.tokenise import Tokenised
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import remove_tree
+
+
+def _name(number: int) -> str:
+    return shard_names(number + 2)[number]  # of a store of several shards
+
+
+@dataclass
+class Shard:
+    """What is known of the documents of a shard, and how many jobs it took."""
+
+    jobs: int = 0
+    facts: Tokenised = field(default_factory=lambda: Tokenised(0))  # with the digests of its documents
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the shard, those that begin and end documents included."""
+        return int(np.frombuffer(self.facts.lengths, np.int64).sum())
+
+    def add(self, job: Tokenised) -> None:
+        """Adds the documents of the next job."""
+        self.jobs += 1
+        self.facts.append(job)
+        self.facts.digests += job.digests
+
+    def to_bytes(self, signature: str) -> bytes:
+        """Returns the shard as the content of a file, for a build of this signature."""
+        facts = self.facts
+        counts = {
+            "signature": signature, "jobs": self.jobs, "tokens": self.tokens, "source_bytes": facts.source_bytes,
+            "skipped": facts.skipped, "text_bytes": facts.text_bytes,
+        }  # fmt: skip
+        file = io.BytesIO()
+        np.savez(
+            file,
+            counts=np.frombuffer(json.dumps(counts).encode(), np.uint8),
+            lengths=np.frombuffer(facts.lengths, np.int64),
+            digests=np.frombuffer(facts.digests, np.uint8),
+            held_out=np.array(facts.held_out, np.int64),
+        )
+        return file.getvalue()
+
+    @classmethod
+    def from_bytes(cls, content: bytes, signature: str) -> Shard | None:
+        """Returns the shard that a file holds; None if the file is damaged or of a build of another signature."""
+        try:
+            with np.load(io.BytesIO(content)) as saved:
+                counts: dict[str, Any] = json.loads(saved["counts"].tobytes())
+                lengths, digests, held_out = (saved[name] for name in ("lengths", "digests", "held_out"))
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
+            return None
+        if counts["signature"] != signature:
+            return None
+        facts = Tokenised(
+            counts["source_bytes"], array.array("q", lengths.tobytes()), digests.tobytes(), held_out.tolist(),
+            counts["skipped"], counts["text_bytes"],
+        )  # fmt: skip
+        return cls(counts["jobs"], facts)
+
+
+class ShardWriter:
+    """Writes tokens into files of about `shard_tokens` tokens each; it is the file that jobs write to.
+
+    Args:
+      folder: where the files are made.
+      shard_tokens: a shard that has as many ends with its job; None for one shard.
+      first: the number of the first shard.
+      keep: takes the number, the file and the facts of each shard that others follow.
+    """
+
+    def __init__(
+        self, folder: Path, shard_tokens: int | None, first: int, keep: Callable[[int, Path, Shard], None]
+    ) -> None:
+        self.shards: list[Shard] = []  # those that are finished
+        self._folder, self._shard_tokens, self._number, self._keep = folder, shard_tokens, first, keep
+        self._shard, self._is_full = Shard(), False
+        self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / _name(self._number)
+
+    def write(self, data: Any) -> int:
+        """Writes tokens of the job that is at work."""
+        if self._is_full:
+            self._close()
+            self._keep(self._number, self._path, self._shard)
+            self.shards.append(self._shard)
+            self._number += 1
+            self._shard, self._is_full = Shard(), False
+            self._file = open(self._path, "wb")  # noqa: SIM115
+        return self._file.write(data)
+
+    def end_job(self, done: Tokenised) -> None:
+        """Takes the facts about the job whose tokens were written last."""
+        self._shard.add(done)
+        self._is_full = self._shard_tokens is not None and self._shard.tokens >= self._shard_tokens
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: object, *exc: object) -> None:
+        """Closes the last file; the only one of a store gets its own name."""
+        if kind:
+            self._file.close()
+            return
+        self._close()
+        self._path.replace(self._folder / shard_names(self._number + 1)[-1])
+        self.shards.append(self._shard)
+
+    def _close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+class RemoteShards:
+    """The finished shards of a build into an object store."""
+
+    def __init__(self, folder: RemotePath, signature: str) -> None:
+        self._folder, self._signature = folder, signature
+
+    def begin(self) -> None:
+        """Marks the folder as one in which a store is built, so that a build that was killed can be started again."""
+        (self._folder / BUILDING_FOLDER / "signature").write_text(self._signature)
+
+    def found(self, itemsize: int) -> list[Shard]:
+        """Returns the shards that an earlier build of the same signature finished, from the first on."""
+        found: list[Shard] = []
+        try:
+            sizes = self._folder.file_sizes()
+        except FileNotFoundError:
+            return found
+        while (name := _name(len(found))) in sizes:
+            shard = self._read(len(found))
+            if shard is None or shard.tokens * itemsize != sizes[name]:
+                break
+            found.append(shard)
+        return found
+
+    def _read(self, number: int) -> Shard | None:
+        try:
+            return Shard.from_bytes(self._facts(number).read_bytes(), self._signature)
+        except FileNotFoundError:
+            return None
+
+    def keep(self, number: int, file: Path, shard: Shard) -> None:
+        """Copies a finished shard to the store, and then its facts, which make it count; removes the file here."""
+        (self._folder / "manifest.json").unlink(missing_ok=True)  # of a store that this one takes the place of
+        (self._folder / file.name).upload(file)
+        self._facts(number).write_bytes(shard.to_bytes(self._signature))
+        file.unlink()
+
+    def _facts(self, number: int) -> RemotePath:
+        return self._folder / BUILDING_FOLDER / f"{number:05d}.npz"
+
+    def tidy(self, names: Sequence[str]) -> None:
+        """Removes what only a build needs, and tokens of another store that lay in the folder."""
+        remove_tree(self._folder / BUILDING_FOLDER)
+        for name in self._folder.file_sizes():
+            if name.startswith("tokens") and name.endswith(".bin") and name not in names:
+                (self._folder / name).unlink(missing_ok=True)
