@@ -18,20 +18,27 @@ from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
-from maxbatch.system.stopping import watch_signals
+from maxbatch.system.stopping import leave_threads_behind, watch_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `maxbatch` with these arguments (by default the process's) and returns the exit code."""
-    if argv is None:
-        watch_signals()
+    if argv is not None:
+        return _run(argv)
+    watch_signals()
+    code = _run(sys.argv[1:])
+    leave_threads_behind(code)
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
     if sys.stdout is None:  # closed by whoever started the process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will say so
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the encoding does not
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(list(argv))
         sys.stdout.flush()
         return code
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:

@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}  # and the package that reaches them
 EXTRAS = {"gs": "gcs", "s3": "s3"}
+MAX_REQUESTS = 32  # at the same time
 _CONNECT_S, _READ_S = 10, 30  # a request that is silent for longer has failed
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
+_SLICE_S = 0.5
 _PASSING_CODES = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_TYPES = (
     "ClientConnectionError", "ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "ClientPayloadError",
@@ -59,10 +61,12 @@ class Patience:
     """How long a request that fails for a passing reason is tried again."""
 
     seconds = 300.0
-    hurried_seconds = 20.0  # once somebody asked to stop
+    hurried_seconds = 20.0  # once somebody asked to stop, for all requests together
+    last_seconds = 2.0  # after that, for each
 
     def __init__(self) -> None:
         self._hurried_at: float | None = None
+        self.left_behind = False  # whether a thread still waits for a store on which the command gave up
 
     def hurry(self) -> None:
         """Shortens the bound, since somebody asked the process to stop."""
@@ -71,7 +75,15 @@ class Patience:
     def ends(self, started: float) -> float:
         """Returns when a request that started then is given up, in time.monotonic()."""
         end = started + self.seconds
-        return end if self._hurried_at is None else min(end, max(started, self._hurried_at) + self.hurried_seconds)
+        if self._hurried_at is None:
+            return end
+        return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
+
+    def sleep(self, seconds: float) -> None:
+        """Pauses between two tries; once somebody asks to stop the pause is over."""
+        end, was_hurried = time.monotonic() + seconds, self._hurried_at
+        while (left := end - time.monotonic()) > 0 and self._hurried_at == was_hurried:
+            time.sleep(min(left, _SLICE_S))
 
 
 PATIENCE = Patience()
@@ -98,7 +110,7 @@ def persist(url: str, request: Callable[[], T]) -> T:
             if attempt and waited > _LONGEST_PAUSE_S:
                 print(f"maxbatch: warning: {failure}; trying again, for {left:.0f} s more", file=sys.stderr, flush=True)
         pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
-        time.sleep(min(pause, max(0.0, left)))
+        PATIENCE.sleep(min(pause, max(0.0, left)))
         attempt += 1
 
 
@@ -239,7 +251,8 @@ def configure() -> None:
         import aiohttp
 
         google["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
-    amazon.setdefault("config_kwargs", {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S})
+    pool = {"max_pool_connections": MAX_REQUESTS}
+    amazon.setdefault("config_kwargs", {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, **pool})
     for key, variable in (("key", "AWS_ACCESS_KEY_ID"), ("secret", "AWS_SECRET_ACCESS_KEY")):
         if key in amazon:  # FSSPEC_S3_KEY: TensorStore knows the other name only
             os.environ.setdefault(variable, str(amazon[key]))

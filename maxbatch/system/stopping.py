@@ -71,6 +71,15 @@ def watch_signals() -> None:
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
 
+def leave_threads_behind(code: int) -> None:
+    """Ends the process at once if threads of it still wait for a store on which the command gave up."""
+    if PATIENCE.left_behind:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
 def _watch(reading: int) -> None:
     asked: float | None = None
     while True:

@@ -21,8 +21,8 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
-# Pauses of TensorStore's own between tries of a request; it gives up after about two minutes.
-_RETRIES = {"max_retries": 10, "initial_delay": "300ms", "max_delay": "16s"}
+# Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
+_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 
 
 def arrays_handler() -> ocp.PyTreeCheckpointHandler:

@@ -104,7 +104,9 @@ class Board:
     def close(self) -> None:
         """Closes the file."""
         with self._stack:
-            if isinstance(self._folder, RemotePath):
-                self.sync()
-            with self._writing():
-                self._writer.close()
+            try:
+                if isinstance(self._folder, RemotePath):
+                    self.sync()
+            finally:
+                with self._writing():
+                    self._writer.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,14 +25,16 @@ from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
+from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, cannot_read, cannot_write
+from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, move_tree, remove_tree, subfolders
+from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.parameters import base_identity
 from maxbatch.training.state import TrainState
 
+_POLL_S, _LOOK_S = 0.05, 10.0
 CHECKSUM = "checksum"  # name of the compiled program
 _OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 
@@ -100,6 +103,7 @@ class Checkpoints:
         self._jitted_checksum = jax.jit(state_checksum)
         self._checksum: Callable[[TrainState], Any] = self._jitted_checksum  # until it is compiled ahead
         self._opened: ocp.CheckpointManager | None = None
+        self._started = self.saved = 0  # the step whose save began last; the last that is known to be saved
         self._stack = contextlib.ExitStack()
 
     @property
@@ -196,6 +200,7 @@ class Checkpoints:
                 state, damage = self._restore_arrays(step, abstract, record.checksum, make)
             if not damage:
                 restored = Restored(state, record.position)
+                self._started = self.saved = step
                 break
             damages[step] = damage
         if not restored and any(_OTHER_ARRAYS in damage for damage in damages.values()):
@@ -259,7 +264,9 @@ class Checkpoints:
         with self._writing():
             items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())
+            self._wait()
             self._manager.save(position.step, args=ocp.args.Composite(**items))
+            self._started, self.saved = position.step, self._started  # it waited for the save before
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""
@@ -267,9 +274,30 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the last save to commit; raises what `save` does."""
-        self._opened = None
         with self._writing():
+            self._wait()
+            self._opened = None
             self._stack.close()
+            self.saved = self._started
+
+    def _wait(self) -> None:
+        """Waits for the last save. If it takes long, looks whether the store still takes writes, and else gives it up.
+
+        TensorStore tries again for minutes what a full or closed bucket refuses.
+        """
+        looked_at = time.monotonic()
+        while isinstance(self._run_dir, RemotePath) and self._opened and self._opened.is_saving_in_progress():
+            time.sleep(_POLL_S)
+            if time.monotonic() < looked_at + _LOOK_S:
+                continue
+            try:
+                probe(self._run_dir)
+            except (StoreFailed, StoreFull, StoreRefused):
+                self._opened = None
+                self._stack.pop_all()
+                PATIENCE.left_behind = True
+                raise
+            looked_at = time.monotonic()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ evaluates, saves and stops.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
 from maxbatch.training.checkpoints import Checkpoints
@@ -154,6 +156,7 @@ class Session(Generic[B]):
             )
             return Outcome(self.position, None)
         with (
+            self._naming_what_is_saved(),
             CompileCounter() as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
@@ -167,7 +170,8 @@ class Session(Generic[B]):
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             self.train(feed, recorder, profiler)
         if self.checkpoints:
-            self.checkpoints.close()  # what is said to be done or saved is on disk
+            with self._naming_what_is_saved():
+                self.checkpoints.close()  # what is said to be done or saved is on disk
         return self._conclude()
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
@@ -232,6 +236,15 @@ class Session(Generic[B]):
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             recorder.sync()
             self.checkpoints.save(self.state, recorder.position)
+
+    @contextlib.contextmanager
+    def _naming_what_is_saved(self) -> Iterator[None]:
+        """Says with a failure of the store in mid-run, which is not the fault of the command's input, what is saved."""
+        try:
+            yield
+        except (StoreRefused, StoreFailed, StoreFull) as error:
+            saved = self.checkpoints.saved if self.checkpoints else 0
+            raise TrainingError(f"{error}; {f'step {saved}' if saved else 'nothing'} is saved") from error
 
     def _compile_rest(self) -> None:
         self.task.compile_rest()

@@ -17,7 +17,7 @@ from maxbatch.cli import main
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
-from tests.helpers.command import environment, maxbatch
+from tests.helpers.command import environment, maxbatch, wait_until
 from tests.helpers.stores import Store
 from tests.helpers.tiny import TINY_RUN, tiny_config
 
@@ -87,6 +87,37 @@ def test_a_start_that_the_bucket_does_not_let_write_is_one_line(
     assert f"no permission in bucket {bucket[5:]}; give this identity" in error
     assert main(["train", *RAMPED, f"run_dir={store.scheme}://no-bucket-is-here/run"]) == 2
     assert "there is no bucket no-bucket-is-here; make it" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_killed_on_four_hosts_goes_on_on_two_and_then_on_one_from_other_folders(
+    gs: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gs.plan()
+    run_dir, expected = as_path(gs.bucket() + "/run"), tmp_path / "expected"
+    keys = [*RAMPED, "global_rampup_samples=96", "steps=24", "checkpoint_period=4", "per_device_batch_size=4"]
+    command = ["train", *keys, f"run_dir={run_dir}", "--simulate-devices", "4"]
+    saved = 0
+    for hosts in (4, 2, 1):
+        elsewhere = tmp_path / f"{hosts} hosts"
+        elsewhere.mkdir()
+        monkeypatch.chdir(elsewhere)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere / "cache"))
+        if hosts == 1:
+            assert maxbatch(*command).returncode == 0
+            continue
+        process = subprocess.Popen(
+            [sys.executable, "-m", "maxbatch", *command, "--simulate-hosts", str(hosts)], env=environment(),
+            start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(lambda saved=saved: (committed_steps(run_dir) or [0])[0] > saved, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        saved = committed_steps(run_dir)[0]
+        assert saved < 24
+    assert maxbatch(*command[:-3], f"run_dir={expected}", "--simulate-devices", "4").returncode == 0
+    assert_same(records(run_dir), records(expected))
+    assert committed_steps(run_dir)[0] == 24
 
 
 @pytest.mark.slow
