@@ -157,6 +157,22 @@ def test_tpu_workers_go_on_after_a_stop_and_end_with_the_run(
     assert calls[1:] == ["train|my run.yml|generate_prompt=it's $5|"] * runs
 
 
+def test_a_tpu_worker_without_maxbatch_installs_it_with_a_python_that_is_new_enough(tmp_path: Path) -> None:
+    calls, home = tmp_path / "calls", tmp_path / "home"
+    executable(tmp_path / "bin" / "gcloud", '#!/bin/bash\nexec bash -c "${8#--command=}"\n')
+    executable(tmp_path / "bin" / "bash", '#!/bin/sh\n[ "$1" = -lc ] && shift && set -- -c "$@"\nexec /bin/bash "$@"\n')
+    executable(tmp_path / "maxbatch", '#!/bin/bash\necho "maxbatch $*" >> "$CALLS"\n')
+    uv = '#!/bin/bash\necho "uv $*" >> "$CALLS"\nmkdir -p "$HOME/.maxbatch/bin"\n'
+    executable(tmp_path / "bin" / "uv", f'{uv}cp {tmp_path}/maxbatch "$HOME/.maxbatch/bin/"\n')
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(home), "CALLS": str(calls)}
+    done = subprocess.run([LAUNCH / "tpu_vm.sh", "my-tpu", "zone", "steps=3"], env=environment, timeout=60)
+    assert done.returncode == 0
+    venv, install, run = calls.read_text().splitlines()
+    assert venv == f"uv venv --quiet --python 3.12 {home}/.maxbatch"
+    assert install.endswith(f"{home}/.maxbatch/bin/python {home}/maxbatch[tpu,gcs,s3,text,parquet]")
+    assert run == "maxbatch train steps=3"
+
+
 def test_tpu_vm_says_what_it_needs() -> None:
     done = subprocess.run([LAUNCH / "tpu_vm.sh", "my-tpu"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("usage: ")
