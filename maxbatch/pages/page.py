@@ -6,7 +6,6 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxbatch.pages.plots import Figure, Panel, colour
@@ -84,7 +83,7 @@ class Page:
             self._figures.append(spec)
         self._body.append(f'<div class="figures">{"".join(parts)}</div>')
 
-    def save(self, path: Path) -> str:
+    def save(self, path: AnyPath) -> str:
         """Writes the page if it can, and returns a line that says where it is or why it was not written."""
         try:
             self.write(path)

@@ -15,7 +15,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
-_COMMITTED = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
+COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
 class Position(NamedTuple):
@@ -111,7 +111,7 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
 
 def is_committed(checkpoint: AnyPath) -> bool:
     """Returns whether a folder named by a step is a whole checkpoint: on a disk always, since it was renamed there."""
-    return not isinstance(checkpoint, RemotePath) or (checkpoint / _COMMITTED).is_file()
+    return not isinstance(checkpoint, RemotePath) or (checkpoint / COMMITTED_FILE).is_file()
 
 
 def _content(path: AnyPath) -> str:

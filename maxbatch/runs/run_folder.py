@@ -9,13 +9,12 @@ from typing import BinaryIO
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
-from maxbatch.system.leases import Lease, take_lease
+from maxbatch.system.leases import LEASE_FILE, Lease, take_lease
 from maxbatch.system.locks import take_lock
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
-LEASE_FILE = ".lease"  # in an object store, which locks no files
 _FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 

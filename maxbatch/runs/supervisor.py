@@ -16,10 +16,13 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED
+from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.stopping import Stopping
+from maxbatch.system.storage import AnyPath, kept_here
 
 LOG_FILE = "log.txt"
 _POLL_S = 0.1
+_LOOK_S = 5.0  # between two looks at a run in an object store
 T = TypeVar("T")
 
 
@@ -28,9 +31,14 @@ class ChildRun(Generic[T]):
     """A run to train in a process of its own."""
 
     subject: T  # what the command trains it for: a trial, a branch
-    run_dir: Path  # where `log.txt` takes what it prints
+    run_dir: AnyPath  # where `log.txt` takes what it prints
     arguments: Sequence[str]  # of `maxbatch train`
     claim: BinaryIO  # an open lock, which the child holds too: while one of both lives nobody else starts the run
+
+    @property
+    def log(self) -> Path:
+        """The file of this machine that takes what the child prints."""
+        return kept_here(self.run_dir) / LOG_FILE
 
 
 class ChildEnd(NamedTuple):
@@ -64,6 +72,7 @@ class _Child(Generic[T]):
     process: subprocess.Popen[bytes]
     started: float
     pruned: RecordedOutcome | None = None
+    looked_at: float = 0.0
 
     def end(self, is_stopping: bool) -> ChildEnd:
         status, reason = self.pruned or self._outcome()
@@ -81,7 +90,7 @@ class _Child(Generic[T]):
             return recorded
         if code < 0:
             return Status.FAILED, f"killed by {signal.Signals(-code).name}"
-        with open(self.run.run_dir / LOG_FILE, "rb") as log:
+        with open(self.run.log, "rb") as log:
             return Status.FAILED, last_line(log) or f"exit code {code}"
 
     def close(self) -> None:
@@ -123,7 +132,7 @@ class Supervisor(Generic[T]):
 
     def _start(self, run: ChildRun[T]) -> None:
         (run.run_dir / OUTCOME_FILE).unlink(missing_ok=True)
-        with open(run.run_dir / LOG_FILE, "ab") as log:
+        with open(run.log, "ab") as log:
             process = start_child(["train", *run.arguments], log, keep_open=[run.claim.fileno()])
         self._children.append(_Child(run, process, time.monotonic()))
 
@@ -131,10 +140,16 @@ class Supervisor(Generic[T]):
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
             child.close()
+            if isinstance(child.run.run_dir, RemotePath):
+                (child.run.run_dir / LOG_FILE).write_bytes(child.run.log.read_bytes())
             self._runs.ended(child.run, child.end(stop.is_asked))
 
     def _watch(self) -> None:
         for child in self._children:
+            if isinstance(child.run.run_dir, RemotePath):
+                if time.monotonic() < child.looked_at + _LOOK_S:
+                    continue
+                child.looked_at = time.monotonic()
             if not child.pruned and (reason := self._runs.watch(child.run)):
                 child.pruned = RecordedOutcome(Status.PRUNED, reason)
                 write_outcome(child.run.run_dir, child.pruned)  # first: a kill in between must not undo it

@@ -9,7 +9,8 @@
         outcome.json                how it ended, once it did
 
 A sweep goes on from these files after a kill as after a stop. Values of the metric are read from the trials' own
-`metrics.jsonl`.
+`metrics.jsonl`. If the folder lies in an object store, the logs and the study lie in the user's cache while the sweep
+runs, and are copied to the store whenever a trial has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.runs.json_file import read_json, write_json
@@ -25,6 +25,7 @@ from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.locks import take_lock
+from maxbatch.system.storage import AnyPath, kept_here
 
 SWEEP_METRICS: dict[str, str] = {
     Metric.EVAL_LOSS: "eval_loss, the last one of the trial",
@@ -39,7 +40,7 @@ class Trial(NamedTuple):
     """One combination of a sweep."""
 
     number: int  # from 0; names the folder
-    folder: Path  # its run_dir
+    folder: AnyPath  # its run_dir
     overrides: dict[str, str]  # swept key to the text of its value
     config: dict[str, str] | None  # every key to its text; None for a combination that the config refused
 
@@ -57,7 +58,7 @@ class Trial(NamedTuple):
 
     def claim(self) -> BinaryIO | None:
         """Returns an open lock on the trial, None while another process holds it."""
-        return take_lock(self.folder / ".claim")
+        return take_lock(kept_here(self.folder) / ".claim")
 
 
 class Result(NamedTuple):
@@ -83,14 +84,14 @@ def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | N
 class SweepFolder:
     """The folder of a sweep."""
 
-    path: Path
+    path: AnyPath
 
     @property
     def is_sweep(self) -> bool:
         return (self.path / "sweep.json").is_file()
 
     @property
-    def base(self) -> Path:
+    def base(self) -> AnyPath:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
@@ -100,13 +101,13 @@ class SweepFolder:
     def write(self, settings: Mapping[str, Any]) -> None:
         write_json(self.path / "sweep.json", settings)
 
-    def trial_folder(self, number: int) -> Path:
+    def trial_folder(self, number: int) -> AnyPath:
         return self.path / "trials" / f"{number:04d}"
 
     def trials(self) -> list[Trial]:
         """Returns the recorded trials, by number."""
 
-        def read(path: Path) -> Trial | None:
+        def read(path: AnyPath) -> Trial | None:
             return read_json(path, _REMEDY, lambda t: Trial(t["number"], path.parent, t["overrides"], t["config"]))
 
         trials = filter(None, map(read, self.path.glob("trials/*/trial.json")))

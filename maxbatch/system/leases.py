@@ -7,19 +7,22 @@ the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock clie
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
 
+LEASE_FILE = ".lease"
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0
 _LOOK_S = 1.0
@@ -120,6 +123,28 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
         elif version != watched[0]:
             return _in_words(other)
         time.sleep(_LOOK_S)
+
+
+@contextlib.contextmanager
+def leased(folder: AnyPath, refusal: str) -> Iterator[None]:
+    """Holds the lease of a folder in an object store for the length of a block; a folder of a disk needs none.
+
+    Args:
+      folder: the folder.
+      refusal: what another holder does in it, for the message.
+
+    Raises:
+      ConfigError: another process holds it.
+    """
+    if not isinstance(folder, RemotePath):
+        yield
+        return
+    lease = take_lease(folder / LEASE_FILE, say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+    if isinstance(lease, str):
+        raise ConfigError(f"{folder}: {lease} {refusal}; wait for it")
+    with contextlib.closing(lease):
+        yield
+        lease.check()
 
 
 def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:

@@ -8,7 +8,7 @@ import fnmatch
 import io
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 
 from maxbatch.system import preconditions
@@ -110,6 +110,11 @@ class RemotePath:
         """Returns the folders that lie directly in this one, by one listing."""
         return [RemotePath(url) for url, kind in self._entries() if kind == "directory"]
 
+    def file_sizes(self) -> dict[str, int]:
+        """Returns the bytes of the objects that lie directly in the folder, by their names, by one listing."""
+        found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
+        return {self._url_of(e).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
+
     def _entries(self) -> list[tuple[str, str]]:
         found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
         entries = {self._url_of(entry): entry["type"] for entry in found}
@@ -173,6 +178,11 @@ class RemotePath:
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
         return self.write_bytes(text.encode(encoding))
 
+    def upload(self, file: Path) -> None:
+        """Copies a file of this machine into the object, which appears whole or not at all."""
+        with _writing(self):
+            persist(self.url, lambda: self.file_system.put_file(str(file), self.url))
+
     def open(self, mode: str = "rb") -> IO[Any]:
         """Opens the object, in mode r, rb, w or wb; a written one appears when it is closed."""
         if mode not in ("r", "rb", "w", "wb"):
@@ -211,6 +221,10 @@ class RemotePath:
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder is there once an object lies below it."""
 
+    def copy(self, target: RemotePath) -> None:
+        """Copies the object, inside of the store."""
+        persist(self.url, lambda: self.file_system.cp_file(self.url, target.url))
+
     def rename(self, target: RemotePath) -> RemotePath:
         """Moves the object, or every object of the folder, one after the other: not at once."""
         moved = [(self, 0)] if self.is_file() else self.files()
@@ -218,7 +232,7 @@ class RemotePath:
             raise FileNotFoundError(self.url)
         for path, _ in moved:
             goal = target.url + path.url.removeprefix(self.url)
-            persist(self.url, lambda path=path, goal=goal: self.file_system.cp_file(path.url, goal))  # type: ignore[misc]
+            path.copy(RemotePath(goal))
         for path, _ in moved:
             path.unlink(missing_ok=True)
         return target

@@ -10,6 +10,7 @@ below it, and nothing needs to make it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -59,6 +60,22 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
     return RemotePath("/".join([f"{scheme}://{bucket}", *parts]))
 
 
+def as_typed(text: str) -> AnyPath:
+    """Returns the path that a text names; a relative one stays as it was typed, since it is printed."""
+    return as_path(text) if is_remote(text) else Path(text)
+
+
+def kept_here(folder: AnyPath) -> Path:
+    """Returns the folder of this machine for what belongs to a folder but cannot lie in an object store: locks, files
+    that grow. It is the folder itself, or one in the user's cache, which is made."""
+    if isinstance(folder, Path):
+        return folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    found = cache / "maxbatch" / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
 def remove_tree(path: AnyPath) -> None:
     """Removes a folder and what lies below it, or a file; nothing where nothing is."""
     if isinstance(path, Path):
@@ -88,6 +105,13 @@ def subfolders(folder: AnyPath) -> list[str]:
         return [entry.name for entry in folder.folders()]
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries if entry.is_dir()]
+
+
+def copy_objects(source: RemotePath, target: RemotePath, last: str = "") -> None:
+    """Copies the objects below a folder to another one, inside of the store; the one named `last` after all others."""
+    names = [found.relative_to(source) for found, _ in source.files()]
+    for name in sorted(names, key=lambda name: (str(name) == last, str(name))):
+        (source / name).copy(target / name)
 
 
 def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:

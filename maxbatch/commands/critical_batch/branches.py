@@ -2,7 +2,7 @@
 
 RUN/critical-batch/sqrt-4096/step-400-batch-64/
     config.yml, metrics.jsonl   as of every run; the first update is 401
-    checkpoints/                starts as hard links to the fork; removed once the branch is done
+    checkpoints/                starts as hard links to the fork (copies in an object store); removed once it is done
     branch.json                 the fork and the batch
     log.txt                     what the training printed
     outcome.json                how the branch ended
@@ -10,9 +10,11 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,18 +26,28 @@ from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
+from maxbatch.runs.position import COMMITTED_FILE, committed_steps
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, copy_objects, kept_here, remove_tree
 
 _LOCK_S = 20  # for the branch of a command that was killed to end
 
 
-def locked(folder: Path) -> BinaryIO:
-    """Returns the lock on a folder, which is free once this process and its branch have closed it."""
+@contextlib.contextmanager
+def locked(folder: AnyPath) -> Iterator[BinaryIO]:
+    """Holds the lock on a folder, which is free once this process and its branch have closed it."""
+    with leased(folder, "measures in it"), _lock_on(folder) as lock:
+        yield lock
+
+
+def _lock_on(folder: AnyPath) -> BinaryIO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(folder / ".lock", _LOCK_S)
+        lock = take_lock(kept_here(folder) / ".lock", _LOCK_S)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     if lock is None:
@@ -46,12 +58,12 @@ def locked(folder: Path) -> BinaryIO:
 class Branches:
     """The branches of a plan, which fork from a run, in `folder`: RUN/critical-batch."""
 
-    def __init__(self, run: MeasuredRun, plan: MeasurementPlan, folder: Path) -> None:
+    def __init__(self, run: MeasuredRun, plan: MeasurementPlan, folder: AnyPath) -> None:
         self._run, self._plan = run, plan
         self._folder = folder / f"{plan.scaling}-{plan.samples}"
         self.all = [branch for fork in plan.forks for branch in plan.branches(fork)]
 
-    def folder(self, branch: Branch) -> Path:
+    def folder(self, branch: Branch) -> AnyPath:
         return self._folder / branch.name
 
     def is_done(self, branch: Branch) -> bool:
@@ -73,7 +85,7 @@ class Branches:
         if status == Status.DONE and self._last_chunks(branch) is None:
             status, reason = Status.DIVERGED, "its last losses are not finite"
         write_outcome(self.folder(branch), RecordedOutcome(status, reason))
-        shutil.rmtree(self.folder(branch) / "checkpoints", ignore_errors=True)
+        remove_tree(self.folder(branch) / "checkpoints")
 
     def chunks(self, branch: Branch) -> list[Chunk] | None:
         """Returns the losses at the end of a branch that is done; None for one that diverged."""
@@ -102,16 +114,23 @@ class Branches:
                 raise ConfigError(f"{origin.parent}: {rule}")
         for branch in self.left():
             folder = self.folder(branch)
-            if not any(path.name.isdecimal() for path in folder.glob("checkpoints/*")):
-                shutil.rmtree(folder, ignore_errors=True)
+            if not committed_steps(folder):
+                remove_tree(folder)
                 folder.mkdir(parents=True)
-                config = load_config(self._run.path / "config.yml", self.overrides(branch))
+                config = load_config(str(self._run.path / "config.yml"), self.overrides(branch))
                 write_atomically(folder / "config.yml", dump_config(config))
                 write_json(folder / "branch.json", dataclasses.asdict(branch))
                 self._link_checkpoint(branch.fork.step, folder)
 
-    def _link_checkpoint(self, step: int, folder: Path) -> None:
-        source, linking = self._run.path / "checkpoints" / str(step), folder / ".linking"
+    def _link_checkpoint(self, step: int, folder: AnyPath) -> None:
+        source = self._run.path / "checkpoints" / str(step)
+        if isinstance(source, RemotePath) and isinstance(folder, RemotePath):
+            copy_objects(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
+        else:
+            self._link_files(Path(str(source)), Path(str(folder)), step)
+
+    def _link_files(self, source: Path, folder: Path, step: int) -> None:
+        linking = folder / ".linking"
         try:
             shutil.copytree(source, linking, copy_function=_link_or_copy)
         except OSError as error:

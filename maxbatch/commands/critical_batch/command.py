@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import count, local_path
+from maxbatch.commands.arguments import count, place
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
@@ -28,13 +27,14 @@ from maxbatch.runs.supervisor import Supervisor
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
+from maxbatch.system.storage import AnyPath, as_typed
 from maxbatch.system.terminal import TrainingConsole
 
 TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=local_path, metavar="RUN", help="the folder of a run that kept several checkpoints")
+    parser.add_argument("run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
         "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
         type=_flag(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
       ConfigError: the run cannot be measured so; the message names what works.
       TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
-    measured = MeasuredRun.read(Path(args.run), args.simulate_devices or _num_devices())
+    measured = MeasuredRun.read(as_typed(args.run), args.simulate_devices or _num_devices())
     folder = (measured.path / CRITICAL_BATCH_FILE).parent
     console = TrainingConsole()
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: Path) -> MeasurementPlan:
+def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> MeasurementPlan:
     """Returns the plan of these flags: the one of their first use, even if the run went on since."""
     path = folder / "plans.json"
     plans = read_json(path, "remove it") or {}
@@ -109,7 +109,7 @@ def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> N
     )
 
 
-def _conclude(found: Measurement, folder: Path, console: Console) -> None:
+def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
     path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
     write_json(path, found.to_json())
     console.print(found.table())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -15,6 +14,7 @@ from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +32,18 @@ class Fork:
 class MeasuredRun:
     """The run that is measured."""
 
-    path: Path
+    path: AnyPath
     config: ConfigDict
     records: list[dict[str, Any]]  # its updates
     checkpoints: dict[int, CheckpointRecord]  # the committed ones, by step
     num_devices: int  # of the branches
 
     @classmethod
-    def read(cls, path: Path, num_devices: int) -> MeasuredRun:
+    def read(cls, path: AnyPath, num_devices: int) -> MeasuredRun:
         """Reads a run's folder."""
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
-        config, records = load_config(path / "config.yml"), read_metrics(path)
+        config, records = load_config(str(path / "config.yml")), read_metrics(path)
         if config.batch_size is not None:
             raise ConfigError(
                 f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
@@ -80,7 +80,7 @@ class MeasuredRun:
         """Returns the factor on the learning rate that a rule gives a batch."""
         stated = (f"global_batch_size={batch_size}", f"learning_rate_scaling={scaling}",
                   f"reference_batch_size={self.reference_batch_size}", f"train_samples={batch_size}")  # fmt: skip
-        config = load_config(self.path / "config.yml", stated)
+        config = load_config(str(self.path / "config.yml"), stated)
         return RampupBatchManager.from_config(config, self.num_devices).stages[0].learning_rate_scale
 
     def fork_at(self, step: int) -> Fork:
@@ -95,7 +95,7 @@ class MeasuredRun:
         return Fork(step, saved.position.samples_seen, max(batches), at[Metric.LEARNING_RATE], saved.checksum)
 
 
-def _read_checkpoint(path: Path, step: int) -> CheckpointRecord | None:
+def _read_checkpoint(path: AnyPath, step: int) -> CheckpointRecord | None:
     """Returns the record of a checkpoint; None if the run, which still trains, has just removed it."""
     try:
         return read_record(path, step)

@@ -17,7 +17,7 @@ from maxbatch.runs.json_file import read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.stopping import Stopping
-from maxbatch.system.storage import AnyPath, as_path, is_remote
+from maxbatch.system.storage import AnyPath, as_typed
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
 _LONG_S = 3 * 3600
@@ -42,19 +42,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
     """
-    paths = [_as_typed(text) for text in args.runs]
+    paths = [as_typed(text) for text in args.runs]
     beside = paths[0] if len(paths) == 1 else Path()
-    output = _as_typed(args.output) if args.output else beside / "report.html"
+    output = as_typed(args.output) if args.output else beside / "report.html"
     make_page(paths, args.watch or 0).write(output)
     print(output, flush=True)
     if args.watch:
         _watch(paths, output, args.watch)
     return 0
-
-
-def _as_typed(text: str) -> AnyPath:
-    """Returns a path, a relative one as it was typed: it is printed."""
-    return as_path(text) if is_remote(text) else Path(text)
 
 
 def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
@@ -82,7 +77,7 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
     runs: list[ReportedRun] = []
     for path, name in zip(paths, names, strict=True):
-        if isinstance(path, Path) and SweepFolder(path).is_sweep:
+        if SweepFolder(path).is_sweep:
             runs += _add_sweep(page, path, name, len(paths) > 1)
         else:
             runs.append(ReportedRun.read(path, name))
@@ -95,7 +90,7 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     return page
 
 
-def _add_sweep(page: Page, path: Path, name: str, is_one_of_many: bool) -> list[ReportedRun]:
+def _add_sweep(page: Page, path: AnyPath, name: str, is_one_of_many: bool) -> list[ReportedRun]:
     """Adds a sweep's own plots, and returns its best trials as runs."""
     folder = SweepFolder(path)
     sweep = folder.to_dict()

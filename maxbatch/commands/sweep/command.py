@@ -23,6 +23,7 @@ from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepF
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.folding import folded_command, terminal_width
+from maxbatch.system.leases import leased
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.retry_failed:
         forget_failed(folder, sweep.metric)
-    with Stopping("once the trials that run have saved") as stop:
+    with Stopping("once the trials that run have saved") as stop, leased(folder.path, "sweeps in it"):
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
         num_ended = sum(trial.is_finished for trial in folder.trials())

@@ -24,12 +24,16 @@ from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import kept_here
 
 MOST_COMBINATIONS = 100_000
 _LOST_S = 60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
+_DATABASE = "optuna.db"
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
 Overrides = dict[str, str]
 
@@ -59,7 +63,8 @@ class SweepStudy:
         check_recorded(sweep, recorded, None if self._grid is None else set(map(_items, self._grid)))
         self._check_combinations()
         check_settings(sweep, folder)
-        self._lock_file = folder.path / ".study.lock"  # under which commands in one sweep_dir take trials
+        self._here = kept_here(folder.path)
+        self._lock_file = self._here / ".study.lock"  # under which commands in one sweep_dir take trials
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
         self._num_reported: dict[int, int] = {}  # by trial, the evals that the study knows
@@ -86,7 +91,8 @@ class SweepStudy:
 
     def _open(self) -> Any:
         sweep, pruners = self._sweep, self._optuna.pruners
-        url = sweep.storage or f"sqlite:///{self._folder.path.resolve() / 'optuna.db'}"
+        self._fetch()
+        url = sweep.storage or f"sqlite:///{self._here.resolve() / _DATABASE}"
         parameters = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
         settings = json.dumps({"metric": sweep.metric, "parameters": parameters}, sort_keys=True)
         shown_url = re.sub(r"://[^@/]*@", "://...@", url)  # without the password
@@ -108,6 +114,17 @@ class SweepStudy:
                 "give another storage, or another name to the sweep file"
             )
         return study
+
+    def _fetch(self) -> None:
+        """Takes the database of a sweep in an object store from there, where another machine may have left it."""
+        if isinstance(self._folder.path, RemotePath) and self._sweep.storage is None:
+            with contextlib.suppress(FileNotFoundError):
+                write_atomically(self._here / _DATABASE, (self._folder.path / _DATABASE).read_bytes())
+
+    def _keep(self) -> None:
+        """Copies the database of a sweep in an object store there. Trials that it lacks are known by their folders."""
+        if isinstance(self._folder.path, RemotePath) and self._sweep.storage is None:
+            (self._folder.path / _DATABASE).write_bytes((self._here / _DATABASE).read_bytes())
 
     def _trials(self) -> list[Any]:
         return self._study.get_trials(deepcopy=False)
@@ -245,6 +262,7 @@ class SweepStudy:
         value = result.value if told == state.COMPLETE else None
         with contextlib.suppress(ValueError):  # told already, by the same command before it was killed
             self._study.tell(result.trial.number, value, state=told)
+        self._keep()
 
 
 def _optuna() -> Any:

@@ -18,11 +18,12 @@ from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import SWEEP_METRICS
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_typed
 
 _SETTINGS = (
     Scalar("sampler", "choice", choices=("grid", "random", "optuna"), default="grid"),
     Scalar("metric", "choice", choices=tuple(SWEEP_METRICS), default=Metric.EVAL_LOSS),
-    Scalar("sweep_dir", "local"),
+    Scalar("sweep_dir", "path"),
     Scalar("parallel", "int", Bounds(1, 1024), default="1"),
     Scalar("trials", "int", Bounds(1, 100_000), default="20"),
     Scalar("seed", "int", Bounds(0, 2**32 - 1), default="0"),
@@ -41,7 +42,7 @@ class SweepFile:
     sampler: str
     metric: str  # lower is better
     base: str  # YAML text of the config keys that all trials share
-    sweep_dir: Path
+    sweep_dir: AnyPath
     parallel: int  # trials at a time, of this command
     trials: int | None  # in all; None for a grid
     seed: int  # of the random sampler and of TPE
@@ -67,7 +68,7 @@ class SweepFile:
         return cls(**values | {
             "path": path,
             "base": _base(path, nodes.get("base")),
-            "sweep_dir": Path(values["sweep_dir"] or f"runs/{path.stem}"),
+            "sweep_dir": as_typed(values["sweep_dir"] or f"runs/{path.stem}"),
             "trials": None if values["sampler"] == "grid" else values["trials"],
             "storage": values["storage"] or None,
             "parameters": _parameters(path, nodes.get("parameters")),
