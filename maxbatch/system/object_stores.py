@@ -6,6 +6,7 @@ fsspec's own configuration. TensorStore reads environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -13,8 +14,9 @@ import os
 import random
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -67,10 +69,28 @@ class Patience:
     def __init__(self) -> None:
         self._hurried_at: float | None = None
         self.left_behind = False  # whether a thread still waits for a store on which the command gave up
+        self._trying = 0  # threads that make a request
+        self._lock = threading.Lock()
 
     def hurry(self) -> None:
         """Shortens the bound, since somebody asked the process to stop."""
         self._hurried_at = self._hurried_at or time.monotonic()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Counts a thread that makes a request, which may be tried again for long."""
+        with self._lock:
+            self._trying += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._trying -= 1
+
+    @property
+    def keeps_threads(self) -> bool:
+        """Whether threads of this process still wait for a store."""
+        return self.left_behind or self._trying > 0
 
     def ends(self, started: float) -> float:
         """Returns when a request that started then is given up, in time.monotonic()."""
@@ -97,6 +117,11 @@ def persist(url: str, request: Callable[[], T]) -> T:
       StoreRefused: the store refuses for good.
       StoreFailed: it does not answer for as long as `PATIENCE` says.
     """
+    with PATIENCE.trying():
+        return _persist(url, request)
+
+
+def _persist(url: str, request: Callable[[], T]) -> T:
     started, attempt = time.monotonic(), 0
     while True:
         try:

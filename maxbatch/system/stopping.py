@@ -72,8 +72,8 @@ def watch_signals() -> None:
 
 
 def leave_threads_behind(code: int) -> None:
-    """Ends the process at once if threads of it still wait for a store on which the command gave up."""
-    if PATIENCE.left_behind:
+    """Ends the process at once if threads of it still wait for a store, which the usual exit would wait for."""
+    if PATIENCE.keeps_threads:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()

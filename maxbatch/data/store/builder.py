@@ -26,6 +26,7 @@ from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
 from maxbatch.data.store.token_store import (
+    MANIFEST,
     OFFSETS,
     VERSION,
     TokenLayout,
@@ -106,7 +107,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:
             manifest = _write_files(building, build, [], lambda *_: None)
-            with writing_atomically(building / "manifest.json") as file:
+            with writing_atomically(building / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             os.chmod(building, 0o755)  # mkdtemp lets nobody else read, and a cache may be shared.
             return _publish(building, folder)
@@ -133,11 +134,11 @@ def _build_remotely(folder: RemotePath, build: Build) -> TokenStore:
         shard_tokens = build.shard_tokens or SHARD_TOKENS
         manifest = _write_files(here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep)
         lease.check()
-        (folder / "manifest.json").unlink(missing_ok=True)  # of a store that this one takes the place of
+        (folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
         for file in here.iterdir():
             (folder / file.name).upload(file)
         lease.check()
-        write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1))
+        write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
         shards.tidy(list(manifest["sizes"]))
     store = open_folder(folder)
     if store is None:

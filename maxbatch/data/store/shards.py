@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.data.store.token_store import BUILDING_FOLDER, shard_names
+from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import remove_tree
@@ -169,7 +169,7 @@ class RemoteShards:
 
     def keep(self, number: int, file: Path, shard: Shard) -> None:
         """Copies a finished shard to the store, and then its facts, which make it count; removes the file here."""
-        (self._folder / "manifest.json").unlink(missing_ok=True)  # of a store that this one takes the place of
+        (self._folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
         (self._folder / file.name).upload(file)
         self._facts(number).write_bytes(shard.to_bytes(self._signature))
         file.unlink()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 VERSION = 2
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
-OFFSETS, ONE_SHARD, FIRST_SHARD = "offsets.npy", "tokens.bin", "tokens-00000.bin"
+MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
 BUILDING_FOLDER = ".building"  # lies in an object store while a store is built there
 # The settings that shape the documents of given files.
 _SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
@@ -191,10 +191,9 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
 
 def _read_manifest(folder: AnyPath) -> dict[str, Any] | None:
     """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
-    path = folder / "manifest.json"
     try:
-        manifest = json.loads(path.read_bytes())
         sizes = _file_sizes(folder)
+        manifest = json.loads((folder / MANIFEST).read_bytes()) if MANIFEST in sizes else None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except (OSError, ValueError, RecursionError):
@@ -253,7 +252,7 @@ def shard_names(num_shards: int) -> list[str]:
 def was_prepared(folder: AnyPath) -> bool:
     """Returns whether a folder has a store's files, perhaps damaged, of another version or not all built yet."""
     names = {path.name for path in folder.iterdir()}
-    is_store = "manifest.json" in names and bool(names & {ONE_SHARD, FIRST_SHARD})
+    is_store = MANIFEST in names and bool(names & {ONE_SHARD, FIRST_SHARD})
     return is_store or BUILDING_FOLDER in names or names == {LEASE_FILE}
 
 
