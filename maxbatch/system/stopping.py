@@ -72,8 +72,8 @@ def watch_signals() -> None:
 
 
 def leave_threads_behind(code: int) -> None:
-    """Ends the process at once if threads of it still wait for a store, which the usual exit would wait for."""
-    if PATIENCE.keeps_threads:
+    """Ends a process that failed at once if threads of it wait for a store: the usual exit would wait for them."""
+    if code == EXIT_FAILED and PATIENCE.keeps_threads:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
