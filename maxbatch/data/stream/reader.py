@@ -12,6 +12,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from maxbatch.data.stream.ahead import ReadAheadByTime
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
@@ -19,6 +20,8 @@ from maxbatch.system.child_process import end_with_parent, leave_signals_to_pare
 # Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between processes) negligible.
 _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
+_AHEAD_BYTES = 32 << 20  # of rows that are read ahead by time, at most
+_SLOT_BYTES = 12  # of a token with its segment and its weight
 # The length of an endless order; places and indices below it fit into 64 bits.
 ENDLESS = 1 << 62
 
@@ -72,6 +75,7 @@ class ReadAhead(NamedTuple):
 
     worker_count: int  # processes that read; 0 means threads of this one
     rows: int  # read ahead, at least 1 (rounded up to whole blocks)
+    seconds: float = 0.0  # read ahead at least as many rows as training takes in so long; for rows that lie far away
 
 
 class Reader:
@@ -86,7 +90,9 @@ class Reader:
         self._blocks = RowBlocks(batch, order, size)
         self._worker_count = ahead.worker_count
         self._prefetch_blocks = -(-ahead.rows // size)
-        self._iterator: grain.DatasetIterator[Rows] | None = None
+        self._seconds = ahead.seconds
+        self._most_blocks = _AHEAD_BYTES // (size * row_length * _SLOT_BYTES)
+        self._iterator: grain.DatasetIterator[Rows] | ReadAheadByTime[Rows] | None = None
         self._rest: Rows | None = None
         self._closed = False
         self.position = 0  # samples returned so far: the place of the next one in the order
@@ -136,7 +142,9 @@ class Reader:
             self._finalizer = weakref.finalize(self, self._iterator.close)
         return next(self._iterator)
 
-    def _start(self) -> grain.DatasetIterator[Rows]:
+    def _start(self) -> grain.DatasetIterator[Rows] | ReadAheadByTime[Rows]:
+        if self._seconds and not self._worker_count:
+            return ReadAheadByTime(self._blocks, self._seconds, self._prefetch_blocks, self._most_blocks)
         blocks = grain.MapDataset.source(self._blocks)
         if not self._worker_count:
             threads = min(_MAX_THREADS, self._prefetch_blocks)

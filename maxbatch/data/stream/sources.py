@@ -29,6 +29,7 @@ from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, Ro
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
 
 Identity = dict[str, str | int | bool]
 
@@ -39,6 +40,7 @@ class SourceRows(NamedTuple):
     rows: RowSource
     identity: Identity  # the settings that define the rows, by config key if there is one
     tokenizer: Tokenizer
+    store_folder: AnyPath | None = None  # None: the rows are computed
 
     @property
     def shuffle_name(self) -> str:
@@ -83,7 +85,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:
         remember_length(config, plan.num_rows)
-    return SourceRows(rows, identity, tokenizer)
+    return SourceRows(rows, identity, tokenizer, store.folder)
 
 
 def _row_identity(config: ConfigDict) -> Identity:
