@@ -7,6 +7,7 @@ While a store is built into an object store, what is known of the documents of e
 from __future__ import annotations
 
 import array
+import contextlib
 import io
 import json
 import os
@@ -125,16 +126,17 @@ class ShardWriter:
     def __exit__(self, kind: object, *exc: object) -> None:
         """Closes the last file; the only one of a store gets its own name."""
         if kind:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what failed before is what counts
+                self._file.close()
             return
         self._close()
         self._path.replace(self._folder / shard_names(self._number + 1)[-1])
         self.shards.append(self._shard)
 
     def _close(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 class RemoteShards:
