@@ -25,7 +25,7 @@ from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, cannot_read, cannot_write
+from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
@@ -290,14 +290,15 @@ class Checkpoints:
             time.sleep(_POLL_S)
             if time.monotonic() < looked_at + _LOOK_S:
                 continue
-            try:
-                probe(self._run_dir)
-            except (StoreFailed, StoreFull, StoreRefused):
-                self._opened = None
-                self._stack.pop_all()
-                PATIENCE.left_behind = True
-                raise
+            probe(self._run_dir)
             looked_at = time.monotonic()
+
+    def _give_up(self) -> None:
+        """Leaves the threads of a save to a store that fails behind: nobody waits for them, or is told once more."""
+        if isinstance(self._run_dir, RemotePath):
+            self._opened = None
+            self._stack.pop_all()
+            PATIENCE.left_behind = True
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -305,5 +306,6 @@ class Checkpoints:
             yield
         except Exception as error:
             if failure := os_error(error, self._folder):
+                self._give_up()
                 raise cannot_write(self._folder, failure) from error
             raise
