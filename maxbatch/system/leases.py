@@ -139,7 +139,7 @@ def leased(folder: AnyPath, refusal: str) -> Iterator[None]:
     if not isinstance(folder, RemotePath):
         yield
         return
-    lease = take_lease(folder / LEASE_FILE, say=lambda text: print(f"maxbatch: {text}", file=sys.stderr))
+    lease = take_lease(folder / LEASE_FILE)
     if isinstance(lease, str):
         raise ConfigError(f"{folder}: {lease} {refusal}; wait for it")
     with contextlib.closing(lease):
