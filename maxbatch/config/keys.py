@@ -41,6 +41,8 @@ class Part(enum.Enum):
 
 
 SAME, OURS = "the same", None
+# MaxText's names, from the least to the most that the backward pass computes again.
+REMAT_POLICIES = ("none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +190,7 @@ ROWS: tuple[Key, ...] = (
     Key("normalization_layer_epsilon", "real", _POSITIVE, fixes=_MODEL),
     Key("dtype", "choice", choices=_DTYPES, fixes=_PROGRAM),
     Key("weight_dtype", "choice", choices=_DTYPES, fixes=_MODEL),
-    Key("remat_policy", "choice", choices=("none", "minimal", "full"), fixes=_PROGRAM),
+    Key("remat_policy", "choice", choices=REMAT_POLICIES, fixes=_PROGRAM),
     Key("attention", "choice", choices=("auto", "dot_product", "cudnn", "splash"), fixes=_PROGRAM),
     Key("scan_layers", "bool", fixes=_PROGRAM),
     Key("init_weights_seed", "int", _SEED, fixes=_MODEL),

@@ -18,6 +18,7 @@ from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import PLAIN, Scores, soft_capped
 from maxbatch.model.splash import splash_attend
+from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
@@ -148,8 +149,11 @@ class Attention(nnx.Module):
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
     ) -> jax.Array:
         """Returns the attention output, [M, L, D], in x's dtype."""
-        q, k, v = self._queries_keys_values(x_MxLxD, rope)
         scores = self.scores._replace(is_local=is_local, implementation=self.implementation)
+        factor = 1.0
+        if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
+            factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
+        q, k, v = self._queries_keys_values(x_MxLxD, rope, factor)
         return self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
 
     def with_cache(
@@ -172,24 +176,33 @@ class Attention(nnx.Module):
         scores = self.scores._replace(is_local=is_local)
         return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT, scores)), cache
 
-    def _queries_keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _queries_keys_values(
+        self, x_MxLxD: jax.Array, rope: Rope | None, factor: float = 1.0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns rotated queries, times `factor`, rotated keys, and values."""
+
         def heads(name: str, axis: str) -> jax.Array:
             weight = getattr(self, name)
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
             if hasattr(self, f"{name}_bias"):
                 out += getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)[None, None]
             out = self.constrain(out, ("batch", "length", axis, "head_dim"))
-            return getattr(self, f"{name}_norm")(out) if hasattr(self, f"{name}_norm") else out
+            if not hasattr(self, f"{name}_norm"):
+                return out
+            # The gradient of a norm needs its input: without it the product would be computed again.
+            return getattr(self, f"{name}_norm")(kept(out, f"{name}_proj"))
 
-        def rotated(x_MxLxHxh: jax.Array) -> jax.Array:
-            return x_MxLxHxh if rope is None else apply_rope(x_MxLxHxh, rope)
+        def rotated(x_MxLxHxh: jax.Array, name: str, factor: float = 1.0) -> jax.Array:
+            if rope is not None:
+                x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
+            return x_MxLxHxh if hasattr(self, f"{name}_norm") else kept(x_MxLxHxh, f"{name}_proj")
 
-        q_MxLxHxh = rotated(heads("query", "heads"))
-        k_MxLxKxh = rotated(heads("key", "kv_heads"))
-        return q_MxLxHxh, k_MxLxKxh, heads("value", "kv_heads")
+        q_MxLxHxh = rotated(heads("query", "heads"), "query", factor)
+        k_MxLxKxh = rotated(heads("key", "kv_heads"), "key")
+        return q_MxLxHxh, k_MxLxKxh, kept(heads("value", "kv_heads"), "value_proj")
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
         joined_MxLxD = jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
-        return joined_MxLxD
+        return kept(joined_MxLxD, "out_proj")

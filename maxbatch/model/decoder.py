@@ -29,13 +29,8 @@ from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
+from maxbatch.parallel.remat import checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
-
-REMAT_POLICIES = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class LayerRunner(Protocol):
@@ -185,8 +180,7 @@ class Decoder(nnx.Module):
             stacked = self._stacked(parameters, self.layer_runner.order(len(self.local_layers)))
             x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
             return self.final_norm(self.constrain(x_MxLxD, ("batch", "length", "embed")))
-        if self.remat_policy != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
+        layer = checkpointed(layer, self.remat_policy)
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, self._stacked(parameters)))
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.blocks import BLOCKS
 from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.products import two_products
+from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -47,9 +48,9 @@ class GatedMLP(nnx.Module):
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the MLP's output, [M, L, D], in x's dtype."""
         gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
-        inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
+        inner_MxLxF = self.activation(kept(gate_MxLxF, "mlpwi_0")) * kept(up_MxLxF, "mlpwi_1")
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
-        return jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(x_MxLxD.dtype))
+        return kept(jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(x_MxLxD.dtype)), "mlpwo")
 
 
 class PlainMLP(nnx.Module):
@@ -71,6 +72,9 @@ class PlainMLP(nnx.Module):
         inner_MxLxF = jnp.einsum("mld,df->mlf", x_MxLxD, self.up[...].astype(dtype))
         if self.has_biases:
             inner_MxLxF += self.up_bias[...].astype(dtype)[None, None]
-        inner_MxLxF = self.constrain(self.activation(inner_MxLxF), ("batch", "length", "mlp"))
+        inner_MxLxF = self.activation(kept(inner_MxLxF, "mlpwi_0"))
+        inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
         out_MxLxD = jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(dtype))
-        return out_MxLxD + self.down_bias[...].astype(dtype)[None, None] if self.has_biases else out_MxLxD
+        if self.has_biases:
+            out_MxLxD += self.down_bias[...].astype(dtype)[None, None]
+        return kept(out_MxLxD, "mlpwo")

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.model.products import quarter_turn
+
 Rope = tuple[jax.Array, jax.Array]
 
 
@@ -66,12 +68,22 @@ class Ropes:
         return cos, sin
 
 
-def apply_rope(x_MxLxHxh: jax.Array, rope: Rope) -> jax.Array:
+def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
     """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
 
     The tables are of their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
+
+    Args:
+      platform: the kind of the devices, whose fastest form it takes; the values are the same.
+      factor: multiplies the result before it is rounded.
     """
     cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    if platform == "tpu":
+        cos, sin = (jnp.concatenate([table, table], axis=-1) for table in (cos, sin))
+        rotated = x_MxLxHxh.astype(jnp.float32) * cos + quarter_turn(x_MxLxHxh) * sin
+        return rotated.astype(x_MxLxHxh.dtype)
     first, second = jnp.split(x_MxLxHxh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_MxLxHxh.dtype)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.scores import PLAIN, Scores
+from maxbatch.parallel.remat import CONTEXT
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.plan.program import LANES
 
@@ -56,9 +57,12 @@ def splash_attend(
         k_MxLxKxh, v_MxLxKxh = (jnp.repeat(x, repeats, axis=2) for x in (k_MxLxKxh, v_MxLxKxh))
     shards = mesh.shape[context] if context else 1, mesh.shape[tensor] if tensor else 1
 
+    scale = scores.scale or head_dim**-0.5
+
     def attend_here(kernel: Any, q: Any, k: Any, v: Any, q_segments: Any, kv_segments: Any) -> jax.Array:
         # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
-        q = (q.astype(jnp.float32) * (scores.scale or head_dim**-0.5)).astype(q.dtype)
+        if scale != 1.0:
+            q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         segments = kernels.SegmentIds(q_segments, kv_segments)
         return jax.vmap(kernel)(q, k, v, segments).transpose(0, 2, 1, 3)
@@ -94,7 +98,7 @@ def _kernel(length: int, heads: int, shards: tuple[int, int], scores: Scores, se
         mask = masks.LocalMask((length, length), (scores.window - 1, 0), 0, shard_count=query_shards)
     return kernels.make_splash_mha(
         masks.MultiHeadMask([mask] * heads), head_shards=head_shards, q_seq_shards=query_shards,
-        interpret=platform == "cpu", attn_logits_soft_cap=scores.soft_cap or None,
+        interpret=platform == "cpu", attn_logits_soft_cap=scores.soft_cap or None, residual_checkpoint_name=CONTEXT,
         block_sizes=kernels.BlockSizes(
             block_q=block_q, block_kv=block_kv, block_q_dq=block_q, block_kv_dq=block_kv,
             block_q_dkv=block_q, block_kv_dkv=block_kv,

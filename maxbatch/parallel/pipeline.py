@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.parallel.remat import kept_by
 from maxbatch.parallel.sharding import Constrain, activation_constraint
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
@@ -132,11 +133,7 @@ class Pipeline:
         if self.remat_policy == "none" and self.num_repeats == 1:
             return stages  # its weights are the same at every tick, and JAX keeps one copy
         # Never keeps a copy of the weights, because there would be one per tick.
-        policy = {
-            "full": jax.checkpoint_policies.nothing_saveable,
-            "minimal": _products_with_weights,
-            "none": jax.checkpoint_policies.dots_saveable,
-        }[self.remat_policy]
+        policy = jax.checkpoint_policies.dots_saveable if self.remat_policy == "none" else kept_by(self.remat_policy)
         # In a loop the compiler cannot merge the recomputation with the first run, so it needs no barrier.
         return jax.checkpoint(stages, policy=policy, prevent_cse=False)
 
@@ -221,14 +218,6 @@ _roll.defvjp(lambda x_S, by: (_roll(x_S, by), None), lambda by, _, cotangent_S: 
 def _choose(flag: jax.Array, if_true: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
     """Returns `jnp.where`, by default with zero; the backward pass keeps the small flag, not one per element."""
     return jnp.where(flag, if_true, jnp.zeros_like(if_true) if otherwise is None else otherwise)
-
-
-def _products_with_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Keeps products whose only batch dimension is the stages: `dots_with_no_batch_dims` of a single stage."""
-    if primitive is not jax.lax.dot_general_p:
-        return False
-    _, (batch_dims, _) = parameters["dimension_numbers"]
-    return len(batch_dims) <= 1
 
 
 def _rounds(S: int, R: int) -> tuple[np.ndarray, np.ndarray, list[list[tuple[int, int]]]]:

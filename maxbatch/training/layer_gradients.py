@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.model.decoder import REMAT_POLICIES
 from maxbatch.model.stacked import Stacked
+from maxbatch.parallel.remat import checkpointed
 from maxbatch.parallel.sharding import Constrain
 
 PyTree = Any
@@ -61,8 +61,7 @@ class SummingLayers:
             return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], one))
 
         # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
-        if self.remat_policy != "none":
-            layer = jax.checkpoint(layer, policy=REMAT_POLICIES[self.remat_policy])
+        layer = checkpointed(layer, self.remat_policy)
 
         def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
             (x_MxLxD, sums), (index, one) = carried, numbered

@@ -47,6 +47,15 @@ def test_rope_keeps_lengths_and_leaves_position_zero() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rope_has_the_same_values_in_the_form_for_tpus(dtype: str) -> None:
+    q, _, _ = queries_keys_values(dtype=dtype)
+    rope = rope_tables(L, HEAD_DIM, 10_000)
+    np.testing.assert_array_equal(apply_rope(q, rope, "tpu", 0.25), apply_rope(q, rope, "cpu", 0.25))
+    gradients = [jax.grad(lambda q, p=p: jnp.sum(jnp.sin(apply_rope(q, rope, p))))(q) for p in ("tpu", "cpu")]
+    np.testing.assert_allclose(*(g.astype(jnp.float32) for g in gradients), atol=1e-6 if dtype == "float32" else 2e-2)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])

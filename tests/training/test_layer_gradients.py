@@ -16,7 +16,7 @@ from maxbatch.training.state import abstract_model
 from tests.helpers.tiny import tiny_config
 
 
-@pytest.mark.parametrize("remat_policy", ["none", "minimal", "full"])
+@pytest.mark.parametrize("remat_policy", ["none", "minimal", "save_qkv_proj", "full"])
 def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: str) -> None:
     config = tiny_config(
         "scan_layers=true", f"remat_policy={remat_policy}", "base_num_decoder_layers=3", "dtype=float32"

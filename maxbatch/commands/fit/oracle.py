@@ -124,12 +124,15 @@ class CompilerOracle:
 def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer works with.
 
-    A layer keeps its input; under `minimal` also the outputs of its matrices; under `none` about twice these.
+    A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
     width, mlp = config.base_emb_dim, config.base_mlp_dim
     heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
     products = heads + 2 * width + 3 * mlp
-    kept = {"full": width, "minimal": width + products, "none": width + 2 * products}[config.remat_policy]
+    kept = width + {
+        "full": 0, "save_out_proj": width, "save_qkv_proj": heads, "minimal": products,
+        "minimal_with_context": products + config.base_num_query_heads * config.head_dim, "none": 2 * products,
+    }[config.remat_policy]  # fmt: skip
     value = 2 if config.dtype == "bfloat16" else 4
     per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
     return per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])

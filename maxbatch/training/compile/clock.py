@@ -175,8 +175,8 @@ class Transfer:
 def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
     """Yields the collectives that a computation's own instructions run.
 
-    They stand as one instruction that waits, as a start and a done, or inside of fusions: a collective that is spread
-    over several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and
+    They stand as one instruction that waits, as a start and a done (a call, if SparseCores run it), or inside of
+    fusions: a collective that is spread over several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and
     done the compiler joined again since nothing runs between them (`ConvertAsyncCollectivesToSync` in XLA): it waits.
     """
     shapes = {one.name: one.shape for one in instructions}
@@ -189,7 +189,7 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
             end = _end(instructions, index) if is_start else index
             size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
             yield Transfer(size, range(index + 1, end))
-        elif one.opcode in ("fusion", "async-start"):
+        elif one.opcode in ("fusion", "async-start", "call-start"):
             places = [index] if one.opcode == "fusion" else [index, _end(instructions, index)]
             for channel, size in _inside(one, module):
                 sizes[channel] = size
@@ -202,7 +202,7 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
 
 def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
     """Yields the collectives of a called computation, with their channel and bytes."""
-    called = module.computations.get(one.attribute("calls") or "", [])
+    called = module.computations.get(one.attribute("calls") or one.attribute("to_apply") or "", [])
     shapes = {inner.name: inner.shape for inner in called}
     for inner in called:
         kind = inner.opcode.removesuffix("-start")

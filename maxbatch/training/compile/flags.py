@@ -23,8 +23,21 @@ _OVERLAP = {
     "--xla_enable_async_all_gather": "true",
     "--xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "--xla_tpu_data_parallel_opt_different_sized_ops": "true",
-    # Let the sums of gradients start early too. With libtpu 0.0.42 the scheduler found nothing to run behind those of a
-    # narrow llama on a v5p:4x4x4 and joined them again: the same schedule, and longer to compile.
+}
+# Sums of gradients run on SparseCores while the backward pass of other layers runs. Large ones are not joined into one,
+# which could only start after the last of them.
+_SUMS_ON_SPARSE_CORES = {
+    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "--xla_tpu_enable_all_reduce_offload_tracing": "true",
+    "--xla_tpu_use_tc_device_shape_on_sc": "true",
+    "--xla_sc_enable_instruction_fusion": "false",
+    "--xla_sc_disjoint_spmem": "false",
+    "--xla_sc_disable_megacore_partitioning": "true",
+    "--xla_jf_crs_combiner_threshold_in_bytes": "1048576",
+}
+# Without SparseCores: let the sums start early. With libtpu 0.0.42 the scheduler found nothing to run behind those of a
+# narrow llama and joined start and done again.
+_SUMS_START_EARLY = {
     "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
     "--xla_enable_async_all_reduce": "true",
 }
@@ -33,11 +46,11 @@ _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
 
 # By chip. A core of a v4 has 16 MiB of vector memory in all.
 _FLAGS = {
-    "v4": _OVERLAP,
-    "v5e": _OVERLAP | _SCOPED_VMEM,
-    "v5p": _OVERLAP | _SCOPED_VMEM,
-    "v6e": _OVERLAP | _SCOPED_VMEM,
-    "tpu7x": _OVERLAP | _SCOPED_VMEM,
+    "v4": _OVERLAP | _SUMS_START_EARLY,
+    "v5e": _OVERLAP | _SUMS_START_EARLY | _SCOPED_VMEM,
+    "v5p": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
+    "v6e": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
+    "tpu7x": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
 }
 
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"  # at import on a TPU machine; shapes no program

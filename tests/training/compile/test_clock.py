@@ -87,6 +87,18 @@ def test_a_pair_is_hidden_if_computation_runs_between_start_and_done(between: st
     assert (found.hidden_collective_bytes, found.exposed_collective_bytes) == ((256, 0) if is_hidden else (0, 256))
 
 
+@pytest.mark.parametrize(("between", "is_hidden"), [(WORK, True), ("  %b = f32[4] bitcast(%p)", False)])
+def test_a_collective_that_sparse_cores_run_is_a_pair_of_calls(between: str, is_hidden: bool) -> None:
+    body = "  %q = f32[64]{0} parameter(0)\n  ROOT %r = f32[64]{0} all-reduce(%q), channel_id=2, to_apply=%add"
+    called = f"%called (q: f32[64]) -> f32[64] {{\n{body}\n}}\n\n"
+    entry = f"""  %start = (f32[64]{{0}}, u32[]) call-start(%g), async_execution_thread="sparsecore", to_apply=%called
+{between}
+  %done = f32[64]{{0}} call-done(%start)
+"""
+    found = schedule(entry + WORK.replace("%work", "%later"), called)
+    assert (found.hidden_collective_bytes, found.exposed_collective_bytes) == ((512, 0) if is_hidden else (0, 512))
+
+
 def test_a_collective_that_was_joined_again_waits() -> None:
     """The compiler names what it had started early, and joined again since nothing ran between start and done."""
     joined = (

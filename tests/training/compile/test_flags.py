@@ -21,7 +21,10 @@ def no_flags_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_sets_the_flags_of_the_chip_and_records_them(version: str) -> None:
     config = with_flags(tiny_config(), version)
     assert os.environ[VARIABLE] == config.libtpu_flags == flags_of(version)
-    assert "--xla_enable_async_all_reduce=true" in config.libtpu_flags.split()
+    held = config.libtpu_flags.split()
+    has_sparse_cores = version in ("v5p", "v6e", "tpu7x")
+    assert ("--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true" in held) == has_sparse_cores
+    assert ("--xla_enable_async_all_reduce=true" in held) != has_sparse_cores
 
 
 def test_flags_of_the_user_win_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

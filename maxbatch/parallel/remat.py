@@ -1,0 +1,39 @@
+"""What the forward pass of a layer keeps for its backward pass; the rest is computed again (`remat_policy`).
+
+Policies and the names of what they keep are MaxText's (`src/maxtext/layers` in
+https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled if the kernel wants
+them so: the backward pass needs them in that form, and in no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+CONTEXT = "context"  # the output of attention, and what its kernel keeps of the softmax
+_QKV = ("query_proj", "key_proj", "value_proj")
+_PRODUCTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+_KEPT = {
+    "minimal_with_context": (*_PRODUCTS, CONTEXT),
+    "minimal": _PRODUCTS,
+    "save_qkv_proj": _QKV,
+    "save_out_proj": ("out_proj",),
+    "full": (),
+}
+
+
+def kept(x: jax.Array, name: str) -> jax.Array:
+    """Returns x under a name by which a policy keeps it."""
+    return checkpoint_name(x, name)
+
+
+def kept_by(policy: str) -> Any:
+    """Returns JAX's policy for the name of one that keeps less than everything."""
+    return jax.checkpoint_policies.save_only_these_names(*_KEPT[policy])
+
+
+def checkpointed(layer: Any, policy: str) -> Any:
+    """Returns a layer that keeps what the policy says; `none` keeps everything."""
+    return layer if policy == "none" else jax.checkpoint(layer, policy=kept_by(policy))

@@ -1,0 +1,51 @@
+"""What a rematerialisation policy keeps for the backward pass."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from maxbatch.config.keys import REMAT_POLICIES
+from maxbatch.model.decoder import DecoderLayer
+from maxbatch.model.rope import rope_tables
+from maxbatch.parallel.remat import checkpointed
+from maxbatch.parallel.sharding import unconstrained
+from tests.helpers.tiny import tiny_config
+
+
+def kept_values(policy: str, *overrides: str) -> int:
+    """Returns how many numbers of its tokens a layer keeps besides its input."""
+    config = tiny_config(*overrides)
+    graphdef, parameters = nnx.split(DecoderLayer(config, rngs=nnx.Rngs(0), constrain=unconstrained), nnx.Param)
+    length = config.max_target_length
+    rope = rope_tables(length, config.head_dim, 10_000)
+    x_MxLxD = jnp.ones((2, length, config.base_emb_dim), config.dtype)
+    segments_MxL = jnp.ones((2, length), jnp.int32)
+
+    def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, parameters)(x_MxLxD, segments_MxL, rope, False)
+
+    _, backward = jax.vjp(checkpointed(layer, policy), parameters, x_MxLxD)
+    of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
+    return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
+
+
+@pytest.mark.parametrize("norms", ["use_qk_norm=false", "use_qk_norm=true"])
+def test_minimal_keeps_every_product_once(norms: str) -> None:
+    config = tiny_config(norms)
+    tokens = 2 * config.max_target_length
+    heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
+    products = heads + config.base_emb_dim + 2 * config.base_mlp_dim
+    assert kept_values("minimal", norms) == tokens * products, "the output of the MLP's last product is needed by none"
+    assert kept_values("save_qkv_proj", norms) == tokens * heads
+    assert kept_values("save_out_proj", norms) == tokens * config.base_emb_dim
+    assert kept_values("full", norms) == 0
+
+
+def test_policies_are_ordered_by_what_they_keep() -> None:
+    kept = [kept_values(policy) for policy in REMAT_POLICIES if policy != "save_out_proj"]
+    assert kept == sorted(kept, reverse=True)
