@@ -180,7 +180,8 @@ class Decoder(nnx.Module):
             stacked = self._stacked(parameters, self.layer_runner.order(len(self.local_layers)))
             x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
             return self.final_norm(self.constrain(x_MxLxD, ("batch", "length", "embed")))
-        layer = checkpointed(layer, self.remat_policy)
+        in_loop = self.scan_layers and len(self.local_layers) > 1
+        layer = checkpointed(layer, self.remat_policy, in_loop)
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, self._stacked(parameters)))
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:

@@ -34,6 +34,12 @@ def kept_by(policy: str) -> Any:
     return jax.checkpoint_policies.save_only_these_names(*_KEPT[policy])
 
 
-def checkpointed(layer: Any, policy: str) -> Any:
-    """Returns a layer that keeps what the policy says; `none` keeps everything."""
-    return layer if policy == "none" else jax.checkpoint(layer, policy=kept_by(policy))
+def checkpointed(layer: Any, policy: str, in_loop: bool) -> Any:
+    """Returns a layer that keeps what the policy says; `none` keeps everything.
+
+    In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier keeps it from that,
+    behind which everything kept is copied.
+    """
+    if policy == "none":
+        return layer
+    return jax.checkpoint(layer, policy=kept_by(policy), prevent_cse=not in_loop)

@@ -61,14 +61,14 @@ class SummingLayers:
             return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], one))
 
         # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
-        layer = checkpointed(layer, self.remat_policy)
+        numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
+        layer = checkpointed(layer, self.remat_policy, in_loop=numbers_N.size > 1)
 
         def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
             (x_MxLxD, sums), (index, one) = carried, numbered
             parameters, sums = _tie(one.parameters, sums, index)
             return (layer(x_MxLxD, segments_MxL, one._replace(parameters=parameters)), sums), None
 
-        numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
         frozen = stacked._replace(parameters=jax.lax.stop_gradient(stacked.parameters))
         (x_MxLxD, sums), _ = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, frozen))
         return _turn_round(x_MxLxD, sums)

@@ -29,7 +29,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, parameters)(x_MxLxD, segments_MxL, rope, False)
 
-    _, backward = jax.vjp(checkpointed(layer, policy), parameters, x_MxLxD)
+    _, backward = jax.vjp(checkpointed(layer, policy, in_loop=False), parameters, x_MxLxD)
     of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 

@@ -176,8 +176,9 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
     """Yields the collectives that a computation's own instructions run.
 
     They stand as one instruction that waits, as a start and a done (a call, if SparseCores run it), or inside of
-    fusions: a collective that is spread over several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and
-    done the compiler joined again since nothing runs between them (`ConvertAsyncCollectivesToSync` in XLA): it waits.
+    fusions: a collective that is spread over several fusions has one channel and counts once. `async_collective_name`
+    marks a collective whose start and done the compiler joined again since nothing runs between them
+    (`ConvertAsyncCollectivesToSync` in XLA): it waits.
     """
     shapes = {one.name: one.shape for one in instructions}
     fused: dict[str, list[int]] = {}
