@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,9 @@ from maxbatch.config.loading import dump_config, keys
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
 
 if TYPE_CHECKING:
-    from maxbatch.commands.fit.choices import Choice, Sizes
+    from maxbatch.commands.fit.choices import Choice
     from maxbatch.commands.fit.oracle import CompilerOracle
     from maxbatch.training.compile.target import Target
-
-_BUDGET_S = 240  # after which no further way to cut a stated batch is begun: a 7B compiles in 1 to 3 minutes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.commands.fit.choices import POLICIES, Sizes
     from maxbatch.commands.fit.oracle import CompilerOracle
     from maxbatch.commands.fit.view import record, show
+    from maxbatch.commands.fit.ways import find_ways
 
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     configs = [_with(config, remat_policy=policy) for policy in policies]
     oracles = [CompilerOracle(one, target, plan.mesh, say) for one in configs]
     try:
-        choices = _ways(oracles, sizes, wants_batch)
+        choices, skipped = find_ways(oracles, sizes, wants_batch, say)
     except KeyboardInterrupt as interrupt:
         code = report(interrupt)
         sys.stderr.flush()
@@ -68,40 +66,12 @@ def run(args: argparse.Namespace) -> int:
     if args.write:
         _write(Path(args.write), config, choices[0], wants_batch)
     if args.json:
-        print(json.dumps(record(choices, oracles, wants_batch), indent=2))
+        print(json.dumps(record(choices, oracles, wants_batch, skipped), indent=2))
     else:
         show(choices, target, wants_batch)
         if args.write:
             print(f"written to {args.write}")
     return EXIT_DONE
-
-
-def _ways(oracles: Sequence[CompilerOracle], sizes: Sizes, wants_batch: bool) -> list[Choice]:
-    """Returns what fits, the best first: of each oracle the largest micro-batch, and a smaller one if a clock ranks.
-
-    Smaller ones of a stated batch are tried while there is time: each takes a compilation.
-    """
-    from maxbatch.commands.fit.choices import choose, choose_smaller
-    from maxbatch.commands.fit.oracle import CORES
-    from maxbatch.training.compile.modelled import has_clock
-
-    started = time.monotonic()
-    # Side by side: several policies, or a size and the next one, which has to fail.
-    at_once = min(2, max(1, CORES // len(oracles)))
-    pool = ThreadPoolExecutor(len(oracles), "maxbatch-fit")
-    try:
-        largest = list(pool.map(lambda oracle: choose(oracle, sizes, at_once), oracles))
-        found = [choice for choice in largest if choice is not None]
-        if wants_batch and has_clock(oracles[0].target):
-
-            def smaller(oracle: CompilerOracle, choice: Choice | None) -> Choice | None:
-                in_time = time.monotonic() - started < _BUDGET_S
-                return choose_smaller(oracle, sizes, choice) if choice and in_time else None
-
-            found += [choice for choice in pool.map(smaller, oracles, largest) if choice is not None]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    return sorted(found, key=lambda choice: choice.rank)
 
 
 def _with(config: ConfigDict, **changes: Any) -> ConfigDict:

@@ -16,8 +16,10 @@ from maxbatch.training.compile.modelled import has_clock
 from maxbatch.training.compile.target import Target
 
 
-def record(choices: Sequence[Choice], oracles: Sequence[CompilerOracle], wants_batch: bool) -> dict[str, Any]:
-    """Returns what `--json` prints: the best choice, why not one more, and every question."""
+def record(
+    choices: Sequence[Choice], oracles: Sequence[CompilerOracle], wants_batch: bool, skipped: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns what `--json` prints: the best choice, why not one more, every question, and the policies left out."""
     following, target = choices[0].next_verdict, oracles[0].target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
@@ -43,6 +45,7 @@ def record(choices: Sequence[Choice], oracles: Sequence[CompilerOracle], wants_b
     }
     if wants_batch:
         found["alternatives"] = [choice.to_dict() for choice in choices]
+        found["no_time_for"] = list(skipped)
     return found
 
 
