@@ -1,4 +1,4 @@
-"""What the forward pass of a layer keeps for its backward pass; the rest is computed again (`remat_policy`).
+"""Rematerialisation: what the forward pass of a layer keeps for the backward pass, which computes the rest again.
 
 Policies and the names of what they keep are MaxText's (`src/maxtext/layers` in
 https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled if the kernel wants
