@@ -1,0 +1,59 @@
+"""The ways to a stated batch are compiled while there is time, the likely best first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from maxbatch.commands.fit import ways
+from maxbatch.commands.fit.choices import POLICIES, Choice
+from maxbatch.data.feed.placement import BatchShape
+from maxbatch.training.compile.memory import Parts, Verdict
+from maxbatch.training.compile.modelled import Modelled
+
+
+class Compiler:
+    """A compiler that takes the same time for every program."""
+
+    def __init__(self, seconds_each: float) -> None:
+        self.now, self.seconds_each, self.asked = 0.0, seconds_each, list[tuple[str, int]]()
+
+    def choose(self, oracle: Any, sizes: object, rows: int = 64, **_: object) -> Choice | None:
+        policy = oracle.config.remat_policy
+        self.now += self.seconds_each
+        self.asked.append((policy, rows))
+        seconds = {"minimal": 2.0, "full": 3.0, "none": 4.0}[policy] + rows / 1000
+        parts, verdict = Parts(0, 0, 0, 0, 0), Verdict(True, 1, 1, None, 0.0)
+        modelled = Modelled(modelled_step_s=seconds)
+        return Choice(policy, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
+
+
+def ways_within(monkeypatch: pytest.MonkeyPatch, seconds_each: float) -> tuple[Compiler, list[Choice], list[str]]:
+    compiler = Compiler(seconds_each)
+    monkeypatch.setattr(ways, "has_clock", lambda _: True)
+    monkeypatch.setattr(ways, "Stopwatch", lambda watch=ways.Stopwatch: watch(lambda: compiler.now))
+    monkeypatch.setattr(ways, "choose", compiler.choose)
+    monkeypatch.setattr(ways, "choose_smaller", lambda oracle, sizes, _: compiler.choose(oracle, sizes, rows=32))
+    oracles: Any = [SimpleNamespace(config=SimpleNamespace(remat_policy=one), target=None) for one in POLICIES]
+    sizes: Any = None
+    found, skipped = ways.find_ways(oracles, sizes, True, lambda _: None)
+    return compiler, found, skipped
+
+
+def test_all_ways_are_compiled_if_there_is_time_and_the_fastest_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, found, skipped = ways_within(monkeypatch, 1.0)
+    assert skipped == [] and len(compiler.asked) == 2 * len(POLICIES)
+    assert (found[0].remat_policy, found[0].shape.micro_batch) == ("minimal", 32)
+
+
+def test_a_way_that_would_not_be_done_in_time_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, found, skipped = ways_within(monkeypatch, 150.0)
+    assert compiler.asked == [("minimal", 64), ("full", 64)]
+    assert (len(found), skipped, compiler.now) == (2, ["none"], 300.0)
+
+
+def test_one_way_is_always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found, skipped = ways_within(monkeypatch, 1000.0)
+    assert [choice.remat_policy for choice in found] == ["minimal"] and skipped == ["full", "none"]
