@@ -15,6 +15,7 @@ from functools import cached_property
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # others say their bits at their end
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_END = re.compile(r"\}(, execution_thread=\"\w+\")?")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", re.S)
 _ROW = re.compile(r"^(\d+) (.*)$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -107,8 +108,8 @@ class Module:
 def read_hlo(text: str) -> Module:
     """Returns the module of scheduled HLO text.
 
-    A computation ends at a `}` before an empty line, because a kernel's own text may hold lines of `}`. An instruction
-    goes on over lines that begin none, for the same reason.
+    A computation ends at a `}`, perhaps with the thread that runs it, before an empty line, because a kernel's own text
+    may hold lines of `}`. An instruction goes on over lines that begin none, for the same reason.
     """
     entry, name, table = "", None, None
     pieces: dict[str, list[list[str]]] = {}
@@ -119,7 +120,7 @@ def read_hlo(text: str) -> Module:
         if opens:
             name, table = opens[2], None
             pieces[name], entry = [], name if opens[1] else entry
-        elif name is not None and line == "}" and not following.strip():
+        elif name is not None and _END.fullmatch(line) and not following.strip():
             name = None
         elif name is not None:
             _append(pieces[name], line)

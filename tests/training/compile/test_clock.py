@@ -90,7 +90,7 @@ def test_a_pair_is_hidden_if_computation_runs_between_start_and_done(between: st
 @pytest.mark.parametrize(("between", "is_hidden"), [(WORK, True), ("  %b = f32[4] bitcast(%p)", False)])
 def test_a_collective_that_sparse_cores_run_is_a_pair_of_calls(between: str, is_hidden: bool) -> None:
     body = "  %q = f32[64]{0} parameter(0)\n  ROOT %r = f32[64]{0} all-reduce(%q), channel_id=2, to_apply=%add"
-    called = f"%called (q: f32[64]) -> f32[64] {{\n{body}\n}}\n\n"
+    called = f'%called (q: f32[64]) -> f32[64] {{\n{body}\n}}, execution_thread="sparsecore"\n\n'
     entry = f"""  %start = (f32[64]{{0}}, u32[]) call-start(%g), async_execution_thread="sparsecore", to_apply=%called
 {between}
   %done = f32[64]{{0}} call-done(%start)
