@@ -15,6 +15,7 @@ from maxbatch.config.blocks import BLOCKS
 from maxbatch.model.cache import Cache
 from maxbatch.model.norms import RMSNorm
 from maxbatch.model.parameters import bias, matrix
+from maxbatch.model.products import features_last
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import PLAIN, Scores, soft_capped
 from maxbatch.model.splash import splash_attend
@@ -154,7 +155,8 @@ class Attention(nnx.Module):
         if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
             factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
         q, k, v = self._queries_keys_values(x_MxLxD, rope, factor)
-        return self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
+        joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
+        return kept(features_last(joined_MxLxD, self.constrain), "out_proj")
 
     def with_cache(
         self,
@@ -205,4 +207,4 @@ class Attention(nnx.Module):
         joined_MxLxD = jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
-        return kept(joined_MxLxD, "out_proj")
+        return joined_MxLxD

@@ -25,6 +25,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.mlp import GatedMLP, PlainMLP, is_gated
 from maxbatch.model.norms import stream_norm
 from maxbatch.model.parameters import matrix
+from maxbatch.model.products import features_last
 from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
@@ -70,7 +71,8 @@ class DecoderLayer(nnx.Module):
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool
     ) -> jax.Array:
         """Returns the residual stream after this layer, [M, L, D], in x's dtype."""
-        return self._add(x_MxLxD, self.attention(self._attention_input(x_MxLxD), segments_MxL, rope, is_local))
+        attended_MxLxD = self.attention(self._attention_input(x_MxLxD), segments_MxL, rope, is_local)
+        return features_last(self._add(x_MxLxD, attended_MxLxD), self.constrain)
 
     def with_cache(
         self,

@@ -5,9 +5,13 @@ Shapes: M micro-batch, L length, D input, F output, V vocabulary, H heads, h hea
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain
 
@@ -43,6 +47,24 @@ def quarter_turn(x_MxLxHxh: jax.Array) -> jax.Array:
         "mlnh,hk->mlnk", x_MxLxHxh, jnp.asarray(turn_hxh, x_MxLxHxh.dtype),
         preferred_element_type=jnp.float32, precision=None if x_MxLxHxh.dtype == jnp.bfloat16 else "highest",
     )  # fmt: skip
+
+
+def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
+    """Returns x, which a TPU then holds with neighbouring features side by side.
+
+    Its compiler may choose tokens instead for what the forward pass keeps, and the backward pass then turns it round:
+    3% of the cycles of an update of llama2-7b (4 rows of 4,096 tokens a device, remat minimal, v5p:4x4x4).
+    """
+    mesh = constrain.mesh
+    if mesh is None or constrain.platform != "tpu":
+        return x_MxLxD
+    spec = constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
+    axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
+    if x_MxLxD.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+        return x_MxLxD
+    held = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
+    # By hand, because the partitioner gathers what it must hold in a given order.
+    return jax.shard_map(held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_MxLxD)
 
 
 def exchanges_tokens(num_tokens: int, vocabulary: int, constrain: Constrain) -> bool:
