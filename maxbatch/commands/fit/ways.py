@@ -11,7 +11,7 @@ from maxbatch.commands.fit.choices import Choice, Sizes, choose, choose_smaller
 from maxbatch.commands.fit.oracle import CORES, CompilerOracle
 from maxbatch.training.compile.modelled import has_clock
 
-_BUDGET_S = 330  # within which the ways that a clock ranks are compiled
+_BUDGET_S = 350  # within which the ways that a clock ranks are compiled
 _SIGN_OF_LIFE_S = 30
 _LIKELY_BEST = ("minimal", "full")  # the policies that are compiled first
 
