@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -49,8 +50,11 @@ def find_ways(
     pool = ThreadPoolExecutor(1, "maxbatch-fit")
     try:
         work = pool.submit(find)
-        while not wait([work], _SIGN_OF_LIFE_S).done:
-            say("still compiling")
+        for second in itertools.count(1):
+            if wait([work], timeout=1).done:
+                break
+            if second % _SIGN_OF_LIFE_S == 0:
+                say("still compiling")
         choices, skipped = work.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +60,22 @@ def test_a_way_that_would_not_be_done_in_time_is_left_out_and_named(monkeypatch:
 def test_one_way_is_always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found, skipped = ways_within(monkeypatch, 1000.0)
     assert [choice.remat_policy for choice in found] == ["minimal"] and skipped == ["full", "none"]
+
+
+def test_a_ctrl_c_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, main_thread = threading.Event(), threading.main_thread().ident
+    assert main_thread is not None
+
+    def choose(*_: object, **__: object) -> None:
+        signal.pthread_kill(main_thread, signal.SIGINT)
+        compiled.wait(20)
+
+    monkeypatch.setattr(ways, "has_clock", lambda _: True)
+    monkeypatch.setattr(ways, "choose", choose)
+    oracles: Any = [SimpleNamespace(config=SimpleNamespace(remat_policy="full"), target=None)]
+    sizes: Any = None
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ways.find_ways(oracles, sizes, True, lambda _: None)
+    assert time.monotonic() - started < 5
+    compiled.set()
