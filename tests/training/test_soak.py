@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.stores
 def test_killed_runs_train_what_an_unharmed_run_trains() -> None:
     top = Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.helpers.soak", "--kills", "4", "--seed", "4", "--stores", "gs", "s3"]
