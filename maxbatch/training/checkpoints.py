@@ -124,6 +124,7 @@ class Checkpoints:
             max_to_keep=self._keep,
             cleanup_tmp_directories=not is_remote,
             enable_async_checkpointing=True,
+            lightweight_initialize=is_remote,  # else it reads an object of every checkpoint, for times that nobody asks
             atomicity_options=AtomicityOptions(mode=mode),
         )
         handlers = {name: arrays_handler() for name in ("params", "opt_state")}
