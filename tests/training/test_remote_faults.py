@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.cli import main
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.storage import as_path
-from maxbatch.training.pretraining import train
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.stores import Store
-from tests.helpers.tiny import tiny_config
 from tests.training.test_remote_runs import RAMPED, assert_same, records
 
 
@@ -37,8 +34,8 @@ def test_a_bucket_that_fills_up_or_is_closed_ends_the_run_in_one_line_and_mended
         assert ended.returncode == 1 and time.monotonic() - started < 60, ended.stderr
     errors = [line for line in ended.stderr.splitlines() if line.startswith("maxbatch: error")]
     assert len(errors) == 1 and said in errors[0] and errors[0].endswith(" is saved"), ended.stderr
-    assert main(command) == 0
-    train(tiny_config(*RAMPED, f"run_dir={tmp_path}/run"))
+    assert maxbatch(*command).returncode == 0
+    assert maxbatch("train", *RAMPED, f"run_dir={tmp_path}/run").returncode == 0
     assert_same(records(as_path(command[-1].removeprefix("run_dir="))), records(tmp_path / "run"))
 
 
