@@ -26,7 +26,14 @@ READS_BESIDE_ROWS = 8
 OBJECTS_OF_A_RESUME = 10  # beside the arrays
 WRITES_A_MINUTE = 6
 _WARM_UP = 3  # updates
-_RUN = (*TINY_MODEL, "dataset_type=tokens", "generate_prompt=", "eval_interval=-1", f"per_device_batch_size={ROWS}")
+_RUN = (
+    *TINY_MODEL,
+    "dataset_type=tokens",
+    "generate_prompt=",
+    "eval_interval=-1",
+    f"per_device_batch_size={ROWS}",
+    f"global_batch_size={ROWS}",
+)
 _ARRAYS = re.compile(r"/checkpoints/\d+/(params|opt_state)/")
 # Metrics, in parts where they have grown large, and the lease.
 _STEADY = re.compile(r"metrics\.jsonl|\.lease")

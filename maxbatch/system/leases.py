@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
+from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
@@ -75,6 +76,8 @@ class Lease:
     def close(self) -> None:
         """Gives the lease back; a store that does not answer keeps it until it lapses."""
         self._closed.set()
+        if PATIENCE.gave_up:
+            return  # it lapses
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive() or self.lost:
             return

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -68,6 +69,7 @@ class Patience:
 
     def __init__(self) -> None:
         self._hurried_at: float | None = None
+        self.gave_up = False  # after somebody asked to stop
         self.left_behind = False  # whether a thread still waits for a store on which the command gave up
         self._trying = 0  # threads that make a request
         self._lock = threading.Lock()
@@ -99,6 +101,10 @@ class Patience:
             return end
         return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
 
+    def give_up(self) -> None:
+        """Notes that a request was given up; once somebody asked to stop, those after it get less time."""
+        self.gave_up = self._hurried_at is not None
+
     def sleep(self, seconds: float) -> None:
         """Pauses between two tries; once somebody asks to stop the pause is over."""
         end, was_hurried = time.monotonic() + seconds, self._hurried_at
@@ -125,7 +131,7 @@ def _persist(url: str, request: Callable[[], T]) -> T:
     started, attempt = time.monotonic(), 0
     while True:
         try:
-            return request()
+            return _within(PATIENCE.last_seconds, request) if PATIENCE.gave_up else request()
         except Exception as error:  # each client has exceptions of its own
             failure = meaning(error, url)
             left = PATIENCE.ends(started) - time.monotonic()
@@ -139,8 +145,24 @@ def _persist(url: str, request: Callable[[], T]) -> T:
         attempt += 1
 
 
+def _within(seconds: float, request: Callable[[], T]) -> T:
+    """Makes a request on a thread of its own, since clients try again for half a minute before they say anything."""
+    done: Future[T] = Future()
+
+    def make() -> None:
+        try:
+            done.set_result(request())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=make, name="maxbatch-last-request", daemon=True).start()
+    return done.result(timeout=seconds)
+
+
 def _given_up(failure: BaseException, started: float) -> BaseException:
     seconds = time.monotonic() - started
+    if isinstance(failure, StoreFailed):
+        PATIENCE.give_up()
     if isinstance(failure, StoreFailed) and seconds >= 1:
         return StoreFailed(f"{failure} (tried for {seconds:.0f} s); run the same command again later")
     return failure

@@ -103,7 +103,7 @@ class Checkpoints:
         self._jitted_checksum = jax.jit(state_checksum)
         self._checksum: Callable[[TrainState], Any] = self._jitted_checksum  # until it is compiled ahead
         self._opened: ocp.CheckpointManager | None = None
-        self._started = self.saved = 0  # the step whose save began last; the last that is known to be saved
+        self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
         self._stack = contextlib.ExitStack()
 
     @property
@@ -201,7 +201,7 @@ class Checkpoints:
                 state, damage = self._restore_arrays(step, abstract, record.checksum, make)
             if not damage:
                 restored = Restored(state, record.position)
-                self._started = self.saved = step
+                self._started = self._saved = step
                 break
             damages[step] = damage
         if not restored and any(_OTHER_ARRAYS in damage for damage in damages.values()):
@@ -267,7 +267,7 @@ class Checkpoints:
             items["position"] = ocp.args.JsonSave(record.to_json())
             self._wait()
             self._manager.save(position.step, args=ocp.args.Composite(**items))
-            self._started, self.saved = position.step, self._started  # it waited for the save before
+            self._started, self._saved = position.step, self._started  # it waited for the save before
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""
@@ -279,7 +279,17 @@ class Checkpoints:
             self._wait()
             self._opened = None
             self._stack.close()
-            self.saved = self._started
+            self._saved = self._started
+
+    @property
+    def fate(self) -> str:
+        """What is known to be saved, in words."""
+        with contextlib.suppress(Exception):  # of a save that failed, which is told elsewhere
+            if self._opened and not self._opened.is_saving_in_progress():
+                self._opened.check_for_errors()
+                self._saved = self._started
+        saved = f"step {self._saved}" if self._saved else "nothing"
+        return f"{saved} is saved" + ("" if self._started == self._saved else f", and perhaps step {self._started}")
 
     def _wait(self) -> None:
         """Waits for the last save. If it takes long, looks whether the store still takes writes, and else gives it up.
@@ -289,7 +299,7 @@ class Checkpoints:
         looked_at = time.monotonic()
         while isinstance(self._run_dir, RemotePath) and self._opened and self._opened.is_saving_in_progress():
             time.sleep(_POLL_S)
-            if time.monotonic() < looked_at + _LOOK_S:
+            if time.monotonic() < looked_at + _LOOK_S and not PATIENCE.gave_up:
                 continue
             probe(self._run_dir)
             looked_at = time.monotonic()

@@ -243,8 +243,8 @@ class Session(Generic[B]):
         try:
             yield
         except (StoreRefused, StoreFailed, StoreFull) as error:
-            saved = self.checkpoints.saved if self.checkpoints else 0
-            raise TrainingError(f"{error}; {f'step {saved}' if saved else 'nothing'} is saved") from error
+            fate = self.checkpoints.fate if self.checkpoints else "nothing is saved"
+            raise TrainingError(f"{error}; {fate}") from error
 
     def _compile_rest(self) -> None:
         self.task.compile_rest()
