@@ -310,6 +310,7 @@ class Checkpoints:
             self._opened = None
             self._stack.pop_all()
             PATIENCE.left_behind = True
+            PATIENCE.give_up()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
