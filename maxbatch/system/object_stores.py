@@ -94,6 +94,10 @@ class Patience:
         """Whether threads of this process still wait for a store."""
         return self.left_behind or self._trying > 0
 
+    def renew(self) -> None:
+        """Forgets that somebody asked to stop: another command begins."""
+        self._hurried_at, self.gave_up = None, False
+
     def ends(self, started: float) -> float:
         """Returns when a request that started then is given up, in time.monotonic()."""
         end = started + self.seconds

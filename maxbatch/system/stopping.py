@@ -46,6 +46,8 @@ class Stopping:
         PATIENCE.hurry()  # a store that does not answer must not keep the process
 
     def __enter__(self) -> Self:
+        if not _waits:
+            PATIENCE.renew()
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         _waits.append(self._waits_for)
         return self

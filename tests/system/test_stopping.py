@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.stopping import Stopping
 
 PREPARE = (
@@ -68,3 +69,12 @@ def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pyte
         assert stop.signal_name == "SIGINT"
         signal.raise_signal(signal.SIGINT)
     assert "stopping after this update; again to stop now" in capfd.readouterr().err
+
+
+def test_a_command_after_one_that_was_stopped_is_as_patient_with_stores_as_ever() -> None:
+    now = time.monotonic()
+    with Stopping():
+        signal.raise_signal(signal.SIGTERM)
+        assert PATIENCE.ends(now) <= now + PATIENCE.hurried_seconds + 1
+    with Stopping():
+        assert PATIENCE.ends(now) == now + PATIENCE.seconds
