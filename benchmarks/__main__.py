@@ -36,6 +36,7 @@ NUM_DEVICES = {
     "overlap": 1,
     "batch_warmup": 1,
     "finetune": 1,
+    "reading": 8,
 }
 
 

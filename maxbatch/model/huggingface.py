@@ -60,6 +60,9 @@ def _llama(**norms: str) -> Layouts:
         (*_MLP, "up"): Layout(f"{layer}.mlp.up_proj.weight", _TRANSPOSED),
         (*_MLP, "down"): Layout(f"{layer}.mlp.down_proj.weight", _TRANSPOSED),
     }
+    layouts[*_ATTENTION, "out_bias"] = Layout(f"{layer}.self_attn.o_proj.bias", _VECTOR)
+    for name in ("gate", "up", "down"):
+        layouts[*_MLP, f"{name}_bias"] = Layout(f"{layer}.mlp.{name}_proj.bias", _VECTOR)
     for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v")):
         layouts[*_ATTENTION, ours] = Layout(f"{layer}.self_attn.{theirs}_proj.weight", _TO_HEADS)
         layouts[*_ATTENTION, f"{ours}_bias"] = Layout(f"{layer}.self_attn.{theirs}_proj.bias", _BIAS)

@@ -36,10 +36,10 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def restore_as(abstract: Any) -> ocp.args.PyTreeRestore:
-    """Returns Orbax's request for arrays that are placed as `abstract` says."""
+def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
+    """Returns Orbax's request for arrays that are placed as `abstract` says; `partial`: there may be others."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-    return ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
+    return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
 
 
 def kvstore_of(url: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from maxbatch.system.errors import ConfigError, cannot_write
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.huggingface import Place, parameter_path, parameter_places, tensor_shapes
-from maxbatch.training.parameters import load_parameters
+from maxbatch.training.parameters import StoredModel, open_model
 
 GENERATION_FILE = "generation_config.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
@@ -46,13 +46,14 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     imported = is_huggingface_folder(model)
     # Of the types that are read, float32 holds every value of the others.
     overrides = ["weight_dtype=float32"] if imported else []
-    config, _, params = load_parameters(model, overrides)
+    opened = open_model(model, overrides)
+    config = opened.config
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     source = _source(config)
     fields = config_json(config, written_as, source or _token_ids(config))
     try:
         target.mkdir(parents=True, exist_ok=True)
-        num_files, num_bytes = _write_parameters(config, params, target, written_as)
+        num_files, num_bytes = _write_parameters(opened, target, written_as)
         copy_tokenizer(config, target)
         generation = _generation(config, fields) if source else {name: fields.get(name) for name in TOKEN_IDS}
         write_json(target / GENERATION_FILE, generation)
@@ -95,11 +96,10 @@ def _generation(config: ConfigDict, fields: Json) -> Json:
     return {name: fields.get(name) for name in TOKEN_IDS}
 
 
-def _write_parameters(config: ConfigDict, params: nnx.State, target: AnyPath, dtype: str) -> tuple[int, int]:
+def _write_parameters(opened: StoredModel, target: AnyPath, dtype: str) -> tuple[int, int]:
     """Writes the tensors in files of at most 5 GB, one parameter at a time; returns the files' number and bytes."""
-    places = parameter_places(config.decoder_block, params)
+    places = parameter_places(opened.config.decoder_block, opened.abstract)
     shapes, width = tensor_shapes(places), DTYPES[DTYPE_NAMES[dtype]].itemsize
-    arrays = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     files: list[list[str]] = [[]]
     size = 0
     for name in _names_in_order(places):
@@ -109,7 +109,7 @@ def _write_parameters(config: ConfigDict, params: nnx.State, target: AnyPath, dt
             size = 0
         files[-1].append(name)
         size += num_bytes
-    tensors = _tensors(places, arrays, DTYPES[DTYPE_NAMES[dtype]])
+    tensors = _tensors(places, opened, DTYPES[DTYPE_NAMES[dtype]])
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         one = len(files) == 1
@@ -135,12 +135,13 @@ def _names_in_order(places: dict[tuple[str, ...], Place]) -> Iterator[str]:
         yield from places[group[0]].names
 
 
-def _tensors(
-    places: dict[tuple[str, ...], Place], arrays: dict[tuple[str, ...], jax.Array], dtype: np.dtype
-) -> Iterator[np.ndarray]:
-    """Yields the tensors in the order of their names; one group of parameters is on the host at a time."""
+def _tensors(places: dict[tuple[str, ...], Place], opened: StoredModel, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
+    all_of_them = dict(nnx.to_flat_state(opened.abstract))
     for group in _groups(places):
-        here = [np.asarray(arrays[path]) for path in group]
+        part = opened.read(nnx.from_flat_state({path: all_of_them[path] for path in group}))
+        found = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
+        here = [np.asarray(found[path]) for path in group]
         place = places[group[0]]
         for layer in range(place.num_layers or 1):
             of_layer = [array if place.num_layers is None else array[layer] for array in here]

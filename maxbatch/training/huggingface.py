@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +20,17 @@ from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
 from maxbatch.system.storage import AnyPath, as_path
 
 _MOST_NAMES = 3  # of tensors in a message
+_LINE = 64  # bytes of memory that a processor reads and writes at once
 
 
-def read_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
-    """Returns the parameters of a Hugging Face folder in `weight_dtype`, placed as `abstract_params` says.
+def parameter_reader(
+    path: str | Path, config: ConfigDict, abstract_params: nnx.State
+) -> Callable[[nnx.State], nnx.State]:
+    """Returns a function that reads parameters of a Hugging Face folder: those of `abstract_params`, or some of them.
 
-    Each device's part is cut from memory maps of the files, so a host reads what its devices hold, one parameter's part
-    at a time.
+    It is given their shapes, types and places. A host cuts the parts of its devices from memory maps of the files, one
+    tensor at a time, each once, and turns them into the parameter's order of axes. The largest parameters come first,
+    while there is most room.
 
     Raises:
       ConfigError: tensors are missing, unexpected, of another shape than the config says, or of another type.
@@ -35,12 +42,15 @@ def read_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.S
     places = parameter_places(config.decoder_block, abstract_params)
     _check_tensors(folder, stored, tensor_shapes(places), bool(config.logits_via_embedding))
 
-    def placed(path: Any, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-        source = _Source(stored, places[parameter_path(path)], abstract.dtype)
-        assert abstract.sharding is not None
-        return jax.make_array_from_callback(abstract.shape, abstract.sharding, source.part)
+    def read(abstract_params: nnx.State) -> nnx.State:
+        leaves = jax.tree.leaves_with_path(abstract_params)
+        found: dict[int, jax.Array] = {}
+        for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+            place, abstract = leaves[number]
+            found[number] = _read(stored, places[parameter_path(place)], abstract)
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), [found[i] for i in range(len(leaves))])
 
-    return jax.tree.map_with_path(placed, abstract_params)
+    return read
 
 
 class Place(NamedTuple):
@@ -106,27 +116,62 @@ def tensor_shapes(places: dict[ParameterPath, Place]) -> dict[str, tuple[int, ..
     return found
 
 
-class _Source:
-    """The tensors of one parameter, stacked or not."""
+Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter
 
-    def __init__(self, stored: dict[str, StoredTensor], place: Place, dtype: Any) -> None:
-        self._stored, self._place, self._dtype = stored, place, dtype
 
-    def part(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        """Returns a part of the parameter, whose axes `index` cuts."""
-        assert index is not None
-        num_layers, shape = self._place.num_layers, self._place.shape
-        if num_layers is None:
-            return self._of_layer(0, index).astype(self._dtype)
-        layers = range(*index[0].indices(num_layers))
-        inside = [len(range(*cut.indices(size))) for cut, size in zip(index[1:], shape, strict=True)]
-        part = np.empty((len(layers), *inside), self._dtype)
-        for row, layer in enumerate(layers):
-            part[row] = self._of_layer(layer, index[1:])
+def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns one parameter, of which each device is given its own part."""
+    assert abstract.sharding is not None
+    cuts: dict[jax.Device, Cut] = {}
+    for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
+        edges = (cut.indices(size)[:2] for cut, size in zip(index or (), abstract.shape, strict=True))
+        cuts[device] = tuple(edges)
+    parts = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
+    arrays = [jax.device_put(parts[cut], device) for device, cut in cuts.items()]
+    array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype)
+    return array.block_until_ready()  # of accelerators; the parts are then no longer needed
+
+
+def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype: np.dtype) -> dict[Cut, np.ndarray]:
+    """Returns parts of a parameter; each of its tensors is read once."""
+    parts = {cut: _aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
+    with ThreadPoolExecutor() as threads:
+        for layer, name in enumerate(place.names):
+            rows = {cut: _row_of_layer(cut, part, layer, place) for cut, part in parts.items()}
+            wanted = {cut: row for cut, row in rows.items() if row is not None}
+            if not wanted:
+                continue
+            tensor = place.cut(stored[name].array())
+            inside = (tuple(slice(*edges) for edges in cut[len(cut) - row.ndim :]) for cut, row in wanted.items())
+            list(threads.map(_copy, [tensor[cut] for cut in inside], wanted.values()))
+    return parts
+
+
+def _aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
+    """Returns an array of undefined values that a CPU device takes as its own memory instead of copying it."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _LINE, np.uint8)
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copies by lines of memory of the target: a transposition that goes along either array misses the cache."""
+    if source.dtype == target.dtype:
+        source, target = (array.view(f"u{array.itemsize}") for array in (source, target))
+    step = _LINE // target.itemsize
+    whole = source.strides[-1] == source.itemsize
+    for first in range(0, target.shape[-1], target.shape[-1] if whole else step):
+        last = slice(first, None if whole else first + step)
+        target[..., last] = source[..., last]
+
+
+def _row_of_layer(cut: Cut, part: np.ndarray, layer: int, place: Place) -> np.ndarray | None:
+    """Returns a view of a layer in a part of the parameter, None if it is not in it."""
+    if place.num_layers is None:
         return part
-
-    def _of_layer(self, layer: int, index: tuple[slice, ...]) -> np.ndarray:
-        return self._place.cut(self._stored[self._place.names[layer]].array())[index]
+    begin, end = cut[0]
+    return part[layer - begin] if begin <= layer < end else None
 
 
 def _check_tensors(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -22,8 +22,10 @@ from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.adapters import Adapters
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
-from maxbatch.training.huggingface import read_parameters
+from maxbatch.training.huggingface import parameter_reader
 from maxbatch.training.state import TrainState, abstract_model
+
+Reader = Callable[[nnx.State], nnx.State]
 
 _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a model
 
@@ -60,19 +62,53 @@ def load_parameters(
     return config, graphdef, restore_parameters(path, config, params)
 
 
+class StoredModel(NamedTuple):
+    """A model whose parameters are read when they are asked for."""
+
+    config: ConfigDict
+    abstract: nnx.State  # the shapes, types and places of all parameters
+    read: Reader  # returns the parameters of a part of `abstract`
+
+
+def open_model(path: str | Path, overrides: Sequence[str] = ()) -> StoredModel:
+    """Returns a model whose parameters are read into the memory of this host, as many at a time as are asked for.
+
+    Args:
+      path: a run folder, one of its checkpoints, or a Hugging Face folder.
+      overrides: "key=value" texts over its config.
+
+    Raises:
+      ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
+    """
+    config = config_of_model(path, overrides)
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to know the accelerators only
+        device = jax.local_devices()[0]
+    here = jax.sharding.SingleDeviceSharding(device)
+    _, params = abstract_model(config)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
+    return StoredModel(config, params, _reader(path, config, params))
+
+
 def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
     """Returns the parameters of a run folder, a checkpoint or a Hugging Face folder, placed as `abstract_params` says.
 
     Raises:
       ConfigError: there is no such checkpoint, or its model has another shape than the config's.
     """
+    return _reader(path, config, abstract_params)(abstract_params)
+
+
+def _reader(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> Reader:
+    """Returns a function that reads parameters of a model: those of `abstract_params`, or some of them."""
     if is_huggingface_folder(path):
-        return read_parameters(path, config, abstract_params)
+        return parameter_reader(path, config, abstract_params)
     checkpoint = _find_checkpoint(path)
     own = _adapted_config(checkpoint)
     if own is not None:
-        return _restore_merged(checkpoint, own, config, abstract_params)
-    return _restore(path, checkpoint, abstract_params)
+        return _merged_reader(checkpoint, own, config, abstract_params)
+    return lambda part: _restore(path, checkpoint, part, partial=part is not abstract_params)
 
 
 def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
@@ -93,10 +129,12 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
     return config, base, _restore(path, checkpoint, placed)
 
 
-def _restore(path: str | Path | AnyPath, checkpoint: AnyPath, abstract_params: nnx.State) -> nnx.State:
+def _restore(
+    path: str | Path | AnyPath, checkpoint: AnyPath, abstract_params: nnx.State, partial: bool = False
+) -> nnx.State:
     with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
         try:
-            return checkpointer.restore(folder / "params", args=restore_as(abstract_params))
+            return checkpointer.restore(folder / "params", args=restore_as(abstract_params, partial))
         except (OSError, ValueError, KeyError) as error:
             if failure := os_error(error, checkpoint):
                 raise cannot_read(checkpoint, failure) from None
@@ -112,8 +150,8 @@ def _adapted_config(checkpoint: AnyPath) -> ConfigDict | None:
     return config if config is not None and config.lora_rank else None
 
 
-def _restore_merged(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
-    """Returns the parameters of a model with the adapters of a checkpoint merged into them.
+def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State) -> Reader:
+    """Returns a function that reads parameters of a model and merges the adapters of a checkpoint into them.
 
     Args:
       checkpoint: holds adapters.
@@ -137,8 +175,13 @@ def _restore_merged(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, ab
     shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
     placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
     trained = _restore(checkpoint, checkpoint, placed)
-    model = restore_parameters(base, config, abstract_params)
-    return jax.jit(adapters.merged, out_shardings=places, donate_argnums=0)(model, trained)
+    read = _reader(base, config, abstract_params)
+
+    def merged(part: nnx.State) -> nnx.State:
+        shardings = jax.tree.map(lambda x: x.sharding, part)
+        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read(part), trained)
+
+    return merged
 
 
 def base_identity(path: str | Path) -> str:
