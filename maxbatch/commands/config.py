@@ -15,6 +15,7 @@ from rich.table import Table
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key, names_of
 from maxbatch.config.loading import Setting, configs_dir, find_config, keys, resolve
+from maxbatch.config.model_size import num_parameters
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
@@ -22,6 +23,7 @@ from maxbatch.system.terminal import PipeConsole
 
 _PIPE_WIDTH = 200
 _FILES = ("config file", "base_config")
+_MODEL = "model"  # the heading of the model's keys
 _KINDS = {
     "bool": "true or false", "choice": "a choice", "choices": "one or more choices", "text": "text", "path": "a path",
     "local": "a local path", "paths": "data paths",
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     elif asked:
         _print_key(_console(), facts[asked[0]])
     else:
-        _print_all(_console(), sections)
+        _print_all(_console(), sections, num_parameters({name: facts["value"] for name, facts in facts.items()}))
     return 0
 
 
@@ -84,10 +86,11 @@ def _sections() -> dict[str, dict[str, str]]:
     return sections
 
 
-def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]]) -> None:
+def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], parameters: int) -> None:
     """Prints a line per key: value, layer, and unit and rule, of which a narrow terminal shows the beginning."""
     for heading, keys_below in sections.items():
-        console.print(f"# {heading}", style="bold")
+        size = f": {parameters:,} parameters" if heading == _MODEL else ""
+        console.print(f"# {heading}{size}", style="bold")
         for facts in keys_below:
             layer = Path(facts["where"]).name if facts["layer"] in _FILES else facts["layer"]
             rule = f"{facts['rule']} | null" if facts["rule"] and facts["nullable"] else facts["rule"]
