@@ -157,11 +157,20 @@ def devices_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
 
 
+# Windows in every second layer, and both soft caps.
+GEMMA = (
+    "decoder_block=gemma2 attention_type=local_sliding,global sliding_window_size=200 attn_logits_soft_cap=50 "
+    "final_logits_soft_cap=30"
+)
+
+
 @pytest.mark.tpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "axes"),
+    ("topology", "overrides"),
     [
+        ("v5e:2x2", f"{GEMMA} ici_data_parallelism=2 ici_tensor_parallelism=2"),
+        ("v5p:2x2x1", f"{GEMMA} ici_context_parallelism=2 scan_layers=false"),
         ("v5e:2x2", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", "ici_context_parallelism=2"),
@@ -169,13 +178,13 @@ def devices_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
-    devices_of: Any, topology: str, axes: str
+    devices_of: Any, topology: str, overrides: str
 ) -> None:
     from maxbatch.data.feed.placement import Batch
 
     config = tiny_config(
         "dtype=bfloat16", "base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=64",
-        "base_mlp_dim=512", "max_target_length=512", "remat_policy=full", "scan_layers=true", *axes.split(),
+        "base_mlp_dim=512", "max_target_length=512", "remat_policy=full", "scan_layers=true", *overrides.split(),
     )  # fmt: skip
     mesh = make_mesh(config, devices_of(topology))
     abstract = abstract_state(config, mesh)
