@@ -17,13 +17,20 @@ TOKENIZER_FILE = "tokenizer.json"
 
 _DEFAULT_LENGTH = 256  # max_target_length of base.yml
 
-ROPE_TYPES = {"default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn"}
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+ROPE_TYPES = {
+    "default": "default",
+    "linear": "linear",
+    "llama3": "llama3.1",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",
+}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
+_GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
+_BIASES = ("attention_bias", "mlp_bias")
 _LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
 # Fields of which only these values are supported; a file may lack them.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "use_bidirectional_attention": (False, None),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),
@@ -92,7 +99,10 @@ def _family(stated: Json, where: str) -> Family:
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
-    return FAMILIES[name]
+    family = FAMILIES[name]
+    if biases := [field for field in _BIASES if stated.get(field) and field not in family.bias_fields]:
+        raise ConfigError(f"{where}: {biases[0]}={shown(str(stated[biases[0]]))} is not supported for {name}")
+    return family
 
 
 class _Fields:
@@ -101,7 +111,8 @@ class _Fields:
     def __init__(self, family: Family, stated: Json, where: str) -> None:
         self._family, self._where = family, where
         own_names = {own: name for name, own in family.fields.items()}
-        self._stated = family.defaults | {own_names.get(name, name): value for name, value in stated.items()}
+        own = {own_names[name]: value for name, value in stated.items() if name in own_names}
+        self._stated = family.defaults | stated | own
 
     def keys(self) -> dict[str, str]:
         stated, family = self._stated, self._family
@@ -118,7 +129,9 @@ class _Fields:
             "logits_via_embedding": bool(stated.get("tie_word_embeddings", False)),
             "normalization_layer_epsilon": stated.get("rms_norm_eps", 1e-6),
             "mlp_activations": self._activations(),
-            "attention_bias": family.has_attention_bias,
+            "attention_bias": family.has_attention_bias or bool(stated.get("attention_bias")),
+            "attention_out_bias": bool(stated.get("attention_bias")),
+            "mlp_bias": bool(stated.get("mlp_bias")),
             "use_qk_norm": family.has_qk_norm,
             "attn_logits_soft_cap": (stated.get("attn_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,
@@ -140,12 +153,12 @@ class _Fields:
 
     def _activations(self) -> str:
         name = self._stated.get("hidden_act") or "silu"
-        wanted = self._family.activations
-        if _ACTIVATIONS.get(name) != wanted.partition(",")[0]:
+        ours = ACTIVATIONS.get(name)
+        if ours is None or ours not in (_GATED if self._family.is_gated else _PLAIN):
             field = self._family.fields.get("hidden_act", "hidden_act")
             raise ConfigError(f"{self._where}: {field}={shown(str(name))} is not supported for "
                               f"{self._family.decoder_block}")  # fmt: skip
-        return wanted
+        return f"{ours},linear" if self._family.is_gated else ours
 
     def _windows(self, num_layers: int) -> dict[str, Any]:
         window = self._stated.get("sliding_window")
@@ -194,10 +207,14 @@ class _Fields:
         keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
         if self._family.local_every and local_base:
             keys["local_rope_max_timescale"] = local_base
-        if kind != "default":
+        originals = (rope.get("original_max_position_embeddings"), stated.get("original_max_position_embeddings"))
+        original = next(filter(None, originals), stated.get("max_position_embeddings"))
+        is_long = ROPE_TYPES[kind] == "longrope"
+        if is_long:
+            keys |= self._long_factors(rope, original or stated["original_max_position_embeddings"])
+        elif kind != "default":
             keys["rope_factor"] = rope["factor"]
-        original = rope.get("original_max_position_embeddings") or stated.get("max_position_embeddings")
-        if kind in ("llama3", "yarn") and original:
+        if (is_long or kind in ("llama3", "yarn")) and original:
             keys["original_max_position_embeddings"] = original
         if kind == "llama3":
             keys |= {"rope_low_freq_factor": rope["low_freq_factor"], "rope_high_freq_factor": rope["high_freq_factor"]}
@@ -205,6 +222,14 @@ class _Fields:
             keys |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
             keys["rope_attention_factor"] = rope.get("attention_factor")
         return keys
+
+    def _long_factors(self, rope: Json, original: int) -> dict[str, Any]:
+        factor = rope.get("factor") or max(1.0, self._stated["max_position_embeddings"] / original)
+        short, long = (",".join(map(str, map(float, rope[f"{which}_factor"]))) for which in ("short", "long"))
+        return {
+            "rope_factor": factor, "rope_short_factors": short, "rope_long_factors": long,
+            "rope_attention_factor": rope.get("attention_factor"),
+        }  # fmt: skip
 
 
 def _shortest_cycle(types: list[str]) -> list[str]:

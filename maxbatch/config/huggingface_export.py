@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.blocks import is_local_layer
 from maxbatch.config.families import FAMILIES, Family, Json
-from maxbatch.config.huggingface import ROPE_TYPES, model_keys
+from maxbatch.config.huggingface import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.config.loading import keys
 from maxbatch.system.errors import ConfigError
 
@@ -31,7 +31,9 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     """
     name, family = next(item for item in FAMILIES.items() if item[1].decoder_block == config.decoder_block)
     stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
-    stated["hidden_act"] = _activation(family)
+    stated["hidden_act"] = _activation(config, family)
+    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    stated |= {field: biases[field] for field in family.bias_fields}
     if family.head_dim_field:
         stated["head_dim"] = config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
@@ -41,6 +43,9 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
         stated |= {f"{which}_logit_softcapping": float(cap) or None for which, cap in caps.items()}
     kept = {field: source[field] for field in _KEPT if field in source}
     kept.setdefault("max_position_embeddings", config.max_target_length)
+    if config.rope_type == "longrope":
+        kept["original_max_position_embeddings"] = config.original_max_position_embeddings
+        kept["max_position_embeddings"] = round(config.rope_factor * config.original_max_position_embeddings)
     if not family.has_rope:
         kept["max_position_embeddings"] = max(config.trainable_position_size, 1)
     written = {family.fields.get(field, field): value for field, value in (kept | stated).items()}
@@ -62,9 +67,11 @@ def _common(config: ConfigDict) -> Json:
     }
 
 
-def _activation(family: Family) -> str:
-    stated: str = family.defaults.get("hidden_act", "silu")
-    return stated
+def _activation(config: ConfigDict, family: Family) -> str:
+    """Returns the family's own word for an activation, if it has one."""
+    ours = config.mlp_activations.partition(",")[0]
+    usual: str = family.defaults.get("hidden_act", "silu")
+    return usual if ACTIVATIONS[usual] == ours else next(name for name in ACTIVATIONS if ACTIVATIONS[name] == ours)
 
 
 def _windows(config: ConfigDict, family: Family) -> Json:
@@ -99,6 +106,9 @@ def _rope(config: ConfigDict, family: Family) -> Json:
     kind = next(theirs for theirs, ours in ROPE_TYPES.items() if ours == config.rope_type)
     if kind == "default":
         return stated
+    if kind == "longrope":
+        # In these words alone, since the Phi-3 of transformers 4 takes no others.
+        return stated | {"rope_scaling": {"type": kind, **_long_factors(config)}}
     scaling: Json = {"rope_type": kind, "factor": config.rope_factor}
     if kind != "linear":
         scaling["original_max_position_embeddings"] = config.original_max_position_embeddings
@@ -108,6 +118,12 @@ def _rope(config: ConfigDict, family: Family) -> Json:
         scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
         scaling |= {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
     return stated | {"rope_scaling": scaling}
+
+
+def _long_factors(config: ConfigDict) -> Json:
+    texts = {"short_factor": config.rope_short_factors, "long_factor": config.rope_long_factors}
+    factors: Json = {name: [float(word) for word in text.split(",")] for name, text in texts.items()}
+    return factors | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
 
 
 def _plain(number: float) -> Any:

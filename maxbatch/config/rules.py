@@ -212,6 +212,25 @@ def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
     positions, length = values["trainable_position_size"], values["max_target_length"]
     if isinstance(positions, int) and isinstance(length, int) and 0 < positions < length:
         raise fault("max_target_length", f"at most trainable_position_size={positions}", positions)
+    if values["rope_type"] == "longrope":
+        _check_factors(values, fault)
     low, high = values["rope_low_freq_factor"], values["rope_high_freq_factor"]
     if isinstance(low, float) and isinstance(high, float) and high <= low:
         raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
+
+
+def _check_factors(values: Values, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for factors of longrope that are not a positive number for each pair of a head."""
+    pairs = int(str(values["head_dim"])) // 2
+    ones = ",".join(["1"] * pairs)
+
+    def fits(name: str) -> bool:
+        words = [word.strip() for word in str(values[name]).split(",")]
+        numbers = [float(word) for word in words if re.fullmatch(r"\d+(\.\d+)?(e[-+]?\d+)?", word)]
+        return len(numbers) == len(words) == pairs and min(numbers) > 0
+
+    if wrong := [name for name in ("rope_short_factors", "rope_long_factors") if not fits(name)]:
+        works = " ".join([ones, *(f"{name}={ones}" for name in wrong[1:])])
+        raise fault(wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works)
+    if values["original_max_position_embeddings"] == 1:
+        raise fault("original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096)

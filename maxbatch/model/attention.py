@@ -129,7 +129,7 @@ class Attention(nnx.Module):
             self.query_bias = bias(config, (heads, h), ("heads", "head_dim"))
             self.key_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
             self.value_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
-        if block.has_biases:
+        if config.attention_out_bias or block.has_biases:
             self.out_bias = bias(config, (d,), ("norm",))
         if config.use_qk_norm:
             all_heads = block.qk_norm_over == "heads"

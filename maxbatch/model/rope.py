@@ -45,6 +45,8 @@ class RopeKeys:
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
+    rope_short_factors: str
+    rope_long_factors: str
 
     @classmethod
     def of(cls, config: ConfigDict) -> RopeKeys:
@@ -56,7 +58,7 @@ class Ropes:
     """The tables of a model: those of its global layers, and those of its local ones, which may have another base."""
 
     def __init__(self, keys: RopeKeys, length: int) -> None:
-        self.of_global = self.of_local = _tables(length, *_stretched(keys))
+        self.of_global = self.of_local = _tables(length, *_stretched(keys, length))
         if keys.local_rope_max_timescale > 0:
             self.of_local = rope_tables(length, keys.head_dim, keys.local_rope_max_timescale)
 
@@ -98,12 +100,14 @@ def _frequencies(head_dim: int, max_timescale: float) -> np.ndarray:
     return max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
-def _stretched(keys: RopeKeys) -> tuple[np.ndarray, float]:
-    """Returns the frequencies under `rope_type`, and what multiplies cosines and sines."""
+def _stretched(keys: RopeKeys, length: int) -> tuple[np.ndarray, float]:
+    """Returns the frequencies under `rope_type` in rows of a length, and what multiplies cosines and sines."""
     frequencies = _frequencies(keys.head_dim, keys.rope_max_timescale)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0
+    if keys.rope_type == "longrope":
+        return frequencies / _long_factors(keys, length), keys.rope_attention_factor or _long_scale(keys)
     if keys.rope_type == "llama3.1":
         share = _llama3_share(keys, frequencies)
     elif keys.rope_type == "yarn":
@@ -114,6 +118,20 @@ def _stretched(keys: RopeKeys) -> tuple[np.ndarray, float]:
     if keys.rope_type == "yarn":
         scale = keys.rope_attention_factor or 0.1 * math.log(factor) + 1.0
     return frequencies * (1 - share) / factor + frequencies * share, scale
+
+
+def _long_factors(keys: RopeKeys, length: int) -> np.ndarray:
+    """Returns what stretches each pair in rows of a length (LongRoPE: Ding et al. 2024, arXiv:2402.13753).
+
+    Every document of a row has the row's factors, as the published models switch them by the length of the context.
+    """
+    is_long = length > keys.original_max_position_embeddings
+    text = keys.rope_long_factors if is_long else keys.rope_short_factors
+    return np.array([float(word) for word in text.split(",")])
+
+
+def _long_scale(keys: RopeKeys) -> float:
+    return math.sqrt(1 + math.log(keys.rope_factor) / math.log(keys.original_max_position_embeddings))
 
 
 def _llama3_share(keys: RopeKeys, frequencies: np.ndarray) -> np.ndarray:

@@ -22,6 +22,14 @@ def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
     load_config(overrides=[*broken, message.partition("works: ")[2]])
 
 
+@pytest.mark.parametrize("factors", ["", "1,1,1", "1,1,1,0", "1,1,1,-1", "1,1,1,x", "1,1,1,1,"])
+def test_longrope_needs_a_positive_factor_for_each_pair_of_a_head(factors: str) -> None:
+    broken = ("rope_type=longrope", "head_dim=8", f"rope_short_factors={factors}", f"rope_long_factors={factors}")
+    message = error_of(overrides=broken)
+    assert message.startswith(f"rope_short_factors={factors}: must be 4 positive numbers joined by commas")
+    load_config(overrides=[*broken, *shlex.split(message.partition("works: ")[2])])
+
+
 @pytest.mark.parametrize("length", ["train_samples=7", "train_tokens=7", "num_epochs=7", "steps=7"])
 def test_a_length_displaces_those_of_lower_layers(tmp_path: Path, length: str) -> None:
     run = write(tmp_path / "run.yml", "num_epochs: 3\n")

@@ -13,6 +13,9 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.cli import main
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.training import huggingface
+from maxbatch.training.export import export_model
 from maxbatch.training.huggingface import parameter_path
 from maxbatch.training.parameters import load_parameters
 from tests.helpers.huggingface_folders import (
@@ -96,6 +99,36 @@ def test_an_export_of_an_import_has_the_same_bytes(dtype: str, tmp_path: Path) -
     assert_same_tensors(folder, tmp_path / "first")
 
 
+@pytest.mark.parametrize("axes", [("fsdp",), ("tensor", "fsdp"), ("pipeline", "tensor")])
+def test_every_device_gets_its_part_of_the_tensors(axes: tuple[str, ...], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", dtype="BF16")
+    ones = [f"ici_{axis}_parallelism=1" for axis in ("fsdp", "tensor", "pipeline")]
+    overrides = ["max_target_length=16", *ones, *(f"ici_{axis}_parallelism=2" for axis in axes)]
+    mesh = make_mesh(load_config(overrides=overrides), jax.devices()[: 2 ** len(axes)])
+    params = load_parameters(folder, overrides, mesh)[2]
+    whole = imported(folder)
+    split = 0
+    for path, parameter in jax.tree.leaves_with_path(params):
+        np.testing.assert_array_equal(parameter, whole[".".join(parameter_path(path))])
+        split += not parameter.is_fully_replicated
+    assert split >= 8
+
+
+def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def recorded(*arguments: Any) -> jax.Array:
+        sizes.append(sum(array.nbytes for array in jax.live_arrays()))
+        return read(*arguments)
+
+    read = huggingface._read
+    monkeypatch.setattr(huggingface, "_read", recorded)
+    before = sum(array.nbytes for array in jax.live_arrays())
+    export_model(str(write_folder(tmp_path / "model")), str(tmp_path / "export"), None)
+    largest = max(tensor.nbytes for tensor in tiny_llama_tensors().values())
+    assert len(sizes) == 12 and max(sizes) - before <= LAYERS * largest
+
+
 def refusal(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """Returns the one line that says why a folder cannot be exported."""
     output = folder.parent / "output"
@@ -139,8 +172,13 @@ def test_tensors_of_another_model_are_refused(
     [
         ({"model_type": "mamba"}, "model_type=mamba is not supported; works: one of llama"),
         ({"num_local_experts": 8}, "num_local_experts=8: models with experts are not supported"),
-        ({"attention_bias": True}, "attention_bias=True is not supported for llama"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type=longrope is not supported"),
+        ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias=True is not supported for mistral"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2]}},
+            "rope_short_factors=1.0",
+        ),
+        ({"hidden_act": "relu"}, "hidden_act=relu is not supported"),
         ({"hidden_size": None}, "a field of the model has a value of the wrong type"),
     ],
 )
