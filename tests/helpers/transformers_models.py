@@ -15,6 +15,8 @@ COMMON = {
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.5],
+             "long_factor": [1.0, 2.5, 4.0, 6.0]}  # fmt: skip
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 
 # The name of a model: its type and the fields of its config.
@@ -33,16 +35,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {"sliding_window": WINDOW}),
     "gpt2": ("GPT2", {"num_key_value_heads": 4}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "qwen3_biases": ("Qwen3", {"attention_bias": True}),
+    "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
+    "phi3_long": ("Phi3", {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 32}}),
+    "phi3_short": ("Phi3", {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 48}}),
 }
 
 
-def make_model(name: str) -> Any:
-    """Returns the model in float32, in evaluation mode."""
+def make_model(name: str, **overrides: Any) -> Any:
+    """Returns the model in float32, in evaluation mode; `overrides` are fields of its config."""
     import torch
     import transformers
 
     kind, fields = MODELS[name]
-    config = getattr(transformers, f"{kind}Config")(**COMMON | fields)
+    config = getattr(transformers, f"{kind}Config")(**COMMON | fields | overrides)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
@@ -52,8 +59,8 @@ def make_model(name: str) -> Any:
     return model
 
 
-def save_model(name: str, folder: Path) -> Any:
+def save_model(name: str, folder: Path, **overrides: Any) -> Any:
     """Saves the model in a few files, and returns it."""
-    model = make_model(name)
+    model = make_model(name, **overrides)
     model.save_pretrained(folder, max_shard_size="40KB")
     return model

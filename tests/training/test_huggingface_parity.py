@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,26 @@ import pytest
 from flax import nnx
 
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.loading import load_config
+from maxbatch.data.stream.stream import open_stream
+from maxbatch.model.cache import Cache
 from maxbatch.model.loss import loss_sums, token_logprobs
+from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.export import export_model
-from maxbatch.training.huggingface import read_parameters
+from maxbatch.training.huggingface import parameter_reader
 from maxbatch.training.parameters import load_parameters
+from maxbatch.training.peft import export_adapters
+from maxbatch.training.pretraining import train
+from maxbatch.training.scoring import Scorer
+from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
+from tests.helpers.tiny import read_metrics
 from tests.helpers.transformers_models import MODELS, VOCABULARY, make_model, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
+FAMILY_MODELS = ("llama3", "mistral", "qwen2_windows", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "gpt2")
 LENGTH = 40  # several windows of the models that have one
 # Without token 0, the padding of these models, to whose embedding torch gives no gradient.
 TOKENS_2xL = np.random.default_rng(0).integers(1, VOCABULARY, (2, LENGTH))
@@ -46,33 +56,99 @@ def rows() -> tuple[jax.Array, jax.Array]:
     return tokens, jnp.ones_like(tokens)
 
 
-def test_every_family_has_a_model() -> None:
-    kinds = {make_model(name).config.model_type for name in MODELS}
-    assert kinds == set(FAMILIES)
+class Reference(NamedTuple):
+    """A model of transformers, where it is saved, and its log-probabilities of TOKENS_2xL after the first tokens."""
+
+    model: Any
+    folder: Path
+    logprobs: np.ndarray
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_log_probabilities_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def make_reference(name: str, folder: Path) -> Reference:
     import torch
 
+    model = save_model(name, folder)
     with torch.no_grad():
-        expected = -losses(save_model(name, tmp_path)).numpy().reshape(2, LENGTH - 1)
+        expected = -losses(model).numpy().reshape(2, LENGTH - 1)
     assert expected.std() > 0.2  # the tokens tell models apart
+    return Reference(model, folder, expected)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module", params=FAMILY_MODELS)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return make_reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def assert_close(found: Any, expected: np.ndarray, what: str = "") -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4, err_msg=what)
+
+
+def test_every_family_has_a_model() -> None:
+    kinds = {make_model(name).config.model_type for name in MODELS}
+    assert kinds == {make_model(name).config.model_type for name in FAMILY_MODELS} == set(FAMILIES)
+
+
+def test_log_probabilities_are_those_of_transformers(reference: Reference) -> None:
     for scan in ("scan_layers=true", "scan_layers=false"):
-        _, graphdef, params = load(tmp_path, scan)
+        _, graphdef, params = load(reference.folder, scan)
         got, _ = jax.jit(lambda params, graph=graphdef: token_logprobs(nnx.merge(graph, params), *rows()))(params)
-        np.testing.assert_allclose(got[:, 1:], expected, rtol=0, atol=1e-4, err_msg=scan)
+        assert_close(got[:, 1:], reference.logprobs, scan)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "gemma3", "qwen2_windows", "olmo2", "phi3", "gpt2"])
-def test_gradients_are_those_of_torch(name: str, tmp_path: Path) -> None:
-    model = save_model(name, tmp_path)
-    losses(model).sum().backward()
-    config, graphdef, params = load(tmp_path)
+@pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
+def test_packed_documents_have_the_log_probabilities_that_each_has_alone(family: Reference, scan: str) -> None:
+    first, second = 23, LENGTH - 23
+    tokens = np.concatenate([TOKENS_2xL[0, :first], TOKENS_2xL[1, :second]])[None]
+    segments = np.repeat([1, 2], [first, second])[None]
+    _, graphdef, params = load(family.folder, scan)
+    got, _ = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments))(params)
+    assert_close(got[0, 1:first], family.logprobs[0, : first - 1])
+    assert_close(got[0, first + 1 :], family.logprobs[1, : second - 1])
+
+
+@pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
+def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Reference, scan: str) -> None:
+    prompt = 11
+    _, graphdef, params = load(family.folder, scan)
+
+    @jax.jit
+    def logprobs(params: nnx.State, tokens: jax.Array, first: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        decoder = nnx.merge(graphdef, params)
+        positions = first + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden, cache = decoder.hidden_with_cache(tokens, positions, cache)
+        return jax.nn.log_softmax(decoder.capped(hidden @ decoder.output_projection())), cache
+
+    cache, found = nnx.merge(graphdef, params).empty_cache(2, LENGTH), []
+    for begin, end in [(0, prompt), *((place, place + 1) for place in range(prompt, LENGTH))]:
+        of_vocabulary, cache = logprobs(params, TOKENS_2xL[:, begin:end], jnp.int32(begin), cache)
+        found.append(of_vocabulary)
+    next_token = np.concatenate(found, axis=1)[:, :-1]
+    got = np.take_along_axis(next_token, TOKENS_2xL[:, 1:, None], axis=-1)[..., 0]
+    assert_close(got, family.logprobs)
+
+
+@pytest.mark.parametrize("axes", [("tensor", "fsdp"), ("pipeline", "context")])
+def test_log_probabilities_on_a_mesh_are_those_of_transformers(family: Reference, axes: tuple[str, ...]) -> None:
+    one_by_one = [f"ici_{axis}_parallelism=1" for axis in ("data", "fsdp", "tensor", "context", "pipeline")]
+    overrides = [f"max_target_length={LENGTH}", *one_by_one, *(f"ici_{axis}_parallelism=2" for axis in axes)]
+    mesh = make_mesh(load_config(overrides=overrides), jax.devices()[:4])
+    config, _, params = load_parameters(family.folder, overrides, mesh)
+    assert_close(Scorer(config, mesh, params)(list(TOKENS_2xL)), family.logprobs)
+
+
+def test_gradients_are_those_of_torch(family: Reference) -> None:
+    losses(family.model).sum().backward()
+    config, graphdef, params = load(family.folder)
     weights = jnp.ones(TOKENS_2xL.shape).at[:, 0].set(0)
     loss = jax.jit(jax.grad(lambda params: loss_sums(nnx.merge(graphdef, params), *rows(), weights)[0]))
     got = loss(params)
-    expected = read_parameters(folder_of_gradients(model, tmp_path), config, abstract(params))
+    shapes = abstract(params)
+    expected = parameter_reader(folder_of_gradients(family.model, family.folder), config, shapes)(shapes)
     largest = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(expected))
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         difference, size = float(jnp.linalg.norm(ours - theirs)), float(jnp.linalg.norm(theirs))
@@ -95,20 +171,18 @@ def abstract(params: nnx.State) -> nnx.State:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_export_is_the_model_bit_for_bit_and_transformers_loads_it(name: str, tmp_path: Path) -> None:
+def test_an_export_is_the_model_bit_for_bit_and_transformers_loads_it(reference: Reference, tmp_path: Path) -> None:
     import torch
     import transformers
 
-    model = save_model(name, tmp_path / "model")
-    export_model(str(tmp_path / "model"), str(tmp_path / "export"), None)
-    assert_same_tensors(tmp_path / "model", tmp_path / "export")
+    export_model(str(reference.folder), str(tmp_path / "export"), None)
+    assert_same_tensors(reference.folder, tmp_path / "export")
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "export", output_loading_info=True, attn_implementation="eager"
     )
     assert {key: value for key, value in report.items() if value} == {}  # missing, unexpected, mismatched
     with torch.no_grad():
-        assert torch.equal(losses(model), losses(loaded.eval()))
+        assert torch.equal(losses(reference.model), losses(loaded.eval()))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -119,3 +193,57 @@ def test_an_export_keeps_the_type_of_the_tensors(name: str, dtype: str, tmp_path
     make_model(name).to(getattr(torch, dtype)).save_pretrained(tmp_path / "model")
     export_model(str(tmp_path / "model"), str(tmp_path / "export"), None)
     assert_same_tensors(tmp_path / "model", tmp_path / "export")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own
+@pytest.mark.parametrize("name", ["gemma3", "phi3", "gpt2"])
+@pytest.mark.parametrize("targets", ["all", "query,up,out"])
+def test_peft_applies_exported_adapters_as_the_merged_export_has_them(name: str, targets: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    peft = pytest.importorskip("peft")
+    model = save_model(name, tmp_path / "model")
+    before = losses(model).detach()
+    adapted = load_config(overrides=[
+        "model_name=auto", f"load_parameters_path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "steps=2",
+        "dataset_type=synthetic", "max_target_length=16", "lora_rank=3", "lora_alpha=9", f"lora_targets={targets}",
+        "learning_rate=1e-2", "warmup_steps_fraction=0", "eval_interval=-1", "generate_prompt=",
+        "gradient_noise_scale=false",
+    ])  # fmt: skip
+    train(adapted, jax.devices()[:1])
+    export_model(str(tmp_path / "run"), str(tmp_path / "merged"), None)
+    export_adapters(str(tmp_path / "run"), str(tmp_path / "adapters"), None)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager")
+    with torch.no_grad():
+        expected = losses(merged.eval())
+        found = losses(peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval())
+    assert (expected - before).abs().max() > 1e-2
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("packing", ["packing=true", "packing=false"])
+def test_the_loss_of_an_sft_update_is_the_cross_entropy_of_torch_over_the_trained_tokens(
+    packing: str, tmp_path: Path
+) -> None:
+    import torch
+
+    model = save_model("llama", tmp_path / "model", vocab_size=320)
+    config = chat_config(
+        tmp_path, some_talks(40), "model_name=auto", f"load_parameters_path={tmp_path / 'model'}", "steps=1",
+        f"run_dir={tmp_path / 'run'}", "global_batch_size=8", "per_device_batch_size=1", "gradient_noise_scale=false",
+        "eval_interval=-1", "generate_prompt=", packing,
+    )  # fmt: skip
+    train(config, jax.devices()[:2])
+    read = open_stream(config).read(0, 8)
+    sums = torch.zeros(2)
+    for tokens_L, segments_L, weights_L in zip(read["tokens"], read["segments"], read["weights"], strict=True):
+        for segment in set(segments_L.tolist()) - {0}:
+            ids = torch.tensor(tokens_L[segments_L == segment], dtype=torch.long)[None]
+            labels = torch.where(torch.tensor(weights_L[segments_L == segment])[None] > 0, ids, -100)
+            with torch.no_grad():
+                mean, trained = model(ids, labels=labels).loss, (labels[:, 1:] != -100).sum()
+            sums += torch.stack([mean * trained, trained]) if trained else 0
+    [update] = read_metrics(tmp_path / "run")
+    assert update["loss_weight"] == sums[1] > 8
+    assert update["loss"] == pytest.approx(float(sums[0] / sums[1]), abs=1e-4)
