@@ -131,7 +131,7 @@ class _Fields:
             "mlp_activations": self._activations(),
             "attention_bias": family.has_attention_bias or bool(stated.get("attention_bias")),
             "attention_out_bias": bool(stated.get("attention_bias")),
-            "mlp_bias": bool(stated.get("mlp_bias")),
+            "mlp_projection_bias": bool(stated.get("mlp_bias")),
             "use_qk_norm": family.has_qk_norm,
             "attn_logits_soft_cap": (stated.get("attn_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,

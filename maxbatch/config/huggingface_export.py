@@ -32,7 +32,7 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     name, family = next(item for item in FAMILIES.items() if item[1].decoder_block == config.decoder_block)
     stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
     stated["hidden_act"] = _activation(config, family)
-    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+    biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}
     stated |= {field: biases[field] for field in family.bias_fields}
     if family.head_dim_field:
         stated["head_dim"] = config.head_dim

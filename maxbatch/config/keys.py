@@ -171,7 +171,7 @@ ROWS: tuple[Key, ...] = (
         choices=("silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact")),
     Key("attention_bias", "bool", fixes=_MODEL),
     Key("attention_out_bias", "bool", fixes=_MODEL, maxtext=OURS),
-    Key("mlp_bias", "bool", fixes=_MODEL, maxtext=OURS),
+    Key("mlp_projection_bias", "bool", fixes=_MODEL, maxtext=OURS),
     Key("use_qk_norm", "bool", fixes=_MODEL),
     Key("attention_type", "text", fixes=_MODEL),
     Key("sliding_window_size", "int", _FROM_ZERO, fixes=_MODEL, unit="tokens"),

@@ -34,5 +34,5 @@ def _of_attention(keys: Mapping[str, Any]) -> int:
 def _of_mlp(keys: Mapping[str, Any]) -> int:
     d, f = int(keys["base_emb_dim"]), int(keys["base_mlp_dim"])
     inner = 2 if keys["mlp_activations"].endswith(",linear") else 1
-    has_biases = keys["mlp_bias"] or BLOCKS[keys["decoder_block"]].has_biases
+    has_biases = keys["mlp_projection_bias"] or BLOCKS[keys["decoder_block"]].has_biases
     return (inner + 1) * d * f + (inner * f + d if has_biases else 0)

@@ -40,7 +40,7 @@ def activation_of(config: ConfigDict) -> Activation:
 
 def has_biases(config: ConfigDict) -> bool:
     """Returns whether the projections of a config's MLPs have biases."""
-    return bool(config.mlp_bias or BLOCKS[config.decoder_block].has_biases)
+    return bool(config.mlp_projection_bias or BLOCKS[config.decoder_block].has_biases)
 
 
 class GatedMLP(nnx.Module):

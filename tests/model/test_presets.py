@@ -19,9 +19,12 @@ def test_a_preset_has_as_many_parameters_as_its_model(preset: str) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [("attention_bias=true", "attention_out_bias=true", "mlp_bias=true"), ("decoder_block=gpt2", "mlp_bias=true"),
-     ("mlp_activations=gelu", "logits_via_embedding=false", "use_qk_norm=true")],
-)  # fmt: skip
+    [
+        ("attention_bias=true", "attention_out_bias=true", "mlp_projection_bias=true"),
+        ("decoder_block=gpt2", "mlp_projection_bias=true"),
+        ("mlp_activations=gelu", "logits_via_embedding=false", "use_qk_norm=true"),
+    ],
+)
 def test_the_keys_of_any_model_tell_its_parameters(overrides: tuple[str, ...]) -> None:
     config = load_config(overrides=list(overrides))
     assert model_size.num_parameters(config) == num_parameters(abstract_model(config)[1])
