@@ -17,6 +17,7 @@ from maxbatch.cli import main
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
+from tests.data.store.test_tokenizers import write_bpe
 from tests.helpers.command import environment, maxbatch, wait_until
 from tests.helpers.stores import Store
 from tests.helpers.tiny import TINY_RUN, tiny_config
@@ -147,3 +148,18 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
     assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)
     assert not (as_path(run_dir) / ".lease").exists()
+
+
+def test_compiled_programs_and_a_tokenizer_are_taken_from_a_bucket(store: Store, tmp_path: Path) -> None:
+    bucket = store.bucket()
+    (as_path(bucket) / "tokenizer.json").write_bytes(write_bpe(tmp_path / "tokenizer.json").read_bytes())
+    lines = "\n".join(json.dumps({"text": f"{number} " + "word " * 40}) for number in range(40))
+    (as_path(bucket) / "texts.jsonl").write_text(lines)
+    keys = (
+        *TINY_RUN, "dataset_type=jsonl", f"dataset_path={bucket}/texts.jsonl", "tokenizer_type=huggingface",
+        f"tokenizer_path={bucket}/tokenizer.json", "global_batch_size=8", "per_device_batch_size=1", "steps=2",
+        "vocab_size=300", "add_bos=false", "add_eos=false",
+    )  # fmt: skip
+    assert main(["compile", *keys, "--output", f"{bucket}/compiled"]) == 0
+    assert main(["train", *keys, f"compiled_dir={bucket}/compiled", f"run_dir={bucket}/run"]) == 0
+    assert [one["compiles"] for one in records(as_path(f"{bucket}/run"))] == [0, 0]
