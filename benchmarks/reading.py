@@ -40,7 +40,8 @@ _QUICK = ("base_num_decoder_layers=2", "vocab_size=1000", "base_mlp_dim=256", "b
 def measure(quick: bool) -> list[Measurement]:
     """The ratio of the speeds, and of the peak to the weights."""
     if importlib.util.find_spec("safetensors") is None:
-        raise BenchmarkError("reading: needs the library safetensors (the extra parity brings it)")
+        print("benchmarks: reading: skipped: needs the library safetensors (the extra parity)", file=sys.stderr)
+        return []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         num_bytes = _write_model(folder, _QUICK if quick else ())
