@@ -1,8 +1,9 @@
 """A proxy between a client and the emulator of an object store: keeps preconditions, fails by plan, counts.
 
 It serialises the writes to one object and answers 412 itself, for generation preconditions (which the emulator of GCS
-ignores) and for If-Match and If-None-Match alike. `POST /__plan__` takes a plan (JSON, the fields of `Plan`),
-`GET /__log__` returns the requests since the last `DELETE /__log__`, as [seconds, method, path, bytes, status].
+ignores) and for If-Match and If-None-Match alike. To an object of GCS that is read it adds the header with its
+generation, which the emulator leaves out and TensorStore asks for. `POST /__plan__` takes a plan (JSON, the fields of
+`Plan`), `GET /__log__` returns the requests since the last `DELETE /__log__`, as [seconds, method, path, bytes, status].
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.upstream = urlsplit(upstream)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self.generations: dict[str, str] = {}  # of objects of GCS that were written, by bucket and name
         self.upstream_slots = threading.Semaphore(_UPSTREAM)
         self.log: list[list[Any]] = []
         self.plan_as({})
@@ -174,8 +176,26 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _DROPPED | {"expect"}}
             status, answered, data = self.server.fetch(self.command, self.path, headers, body)
+            if name and "x-amz-date" not in self.headers:
+                self._note_generation(name, data)
         truncates, self.truncates = self.truncates, False
-        self._answer(status, answered, data, truncates)
+        self._answer(status, [*answered, *self._generation_read()], data, truncates)
+
+    def _note_generation(self, name: str, answered: bytes) -> None:
+        """Keeps the generation that a write was answered with; a write without one makes it unknown."""
+        try:
+            self.server.generations[name] = json.loads(answered)["generation"]
+        except (ValueError, KeyError, TypeError):
+            self.server.generations.pop(name, None)
+
+    def _generation_read(self) -> list[tuple[str, str]]:
+        """Returns the header with the generation of the object whose content the request reads."""
+        url = urlsplit(self.path)
+        named = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", url.path)
+        if self.command != "GET" or not named or parse_qs(url.query).get("alt") != ["media"]:
+            return []
+        generation = self.server.generations.get(f"/{named[1]}/{unquote(named[2])}")
+        return [("x-goog-generation", generation)] if generation else []
 
     def _written_object(self, body: bytes) -> str | None:
         """Returns the bucket and name of the object that the request writes; None where it writes none."""
