@@ -34,6 +34,7 @@ RAMP = (
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
+    jax.clear_caches()  # a program that came from the persistent cache cannot be saved, and a command is a new process
     assert main(["compile", *TINY_RUN, *RAMP, "--output", str(folder)]) == 0
     return folder
 
