@@ -40,9 +40,8 @@ class Plan:
     denied: str = ""  # regular expression on method and path of the requests that are answered by 403
 
 
-# Requests to an emulator of S3 at a time: its queue of connections is short, and what overflows it waits a second.
-# That of GCS takes one, since its threads race: an upload beside another finds no bucket (404).
-_UPSTREAM = {"s3": 4, "gs": 1}
+# Requests to the emulator at a time: its queue of connections is short, and what overflows it waits a second.
+_UPSTREAM = 4
 _DROPPED = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
@@ -52,12 +51,12 @@ class Proxy(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int, upstream: str, scheme: str) -> None:
+    def __init__(self, port: int, upstream: str) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.upstream = urlsplit(upstream)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self.generations: dict[str, str] = {}  # of objects of GCS that were written, by bucket and name
-        self.upstream_slots = threading.Semaphore(_UPSTREAM[scheme])
+        self.upstream_slots = threading.Semaphore(_UPSTREAM)
         self.log: list[list[Any]] = []
         self.plan_as({})
 
@@ -247,4 +246,4 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    Proxy(int(sys.argv[1]), sys.argv[2], sys.argv[3]).serve_forever()
+    Proxy(int(sys.argv[1]), sys.argv[2]).serve_forever()

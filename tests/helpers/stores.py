@@ -98,7 +98,7 @@ def serving(scheme: str) -> Iterator[Store]:
         pytest.skip(f"{package} is not installed")
     upstream, port = free_port(), free_port()
     flag = ("--port", str(upstream)) if scheme == "gs" else ("-p", str(upstream))
-    proxy = ("-m", "tests.helpers.store_proxy", str(port), f"http://127.0.0.1:{upstream}", scheme)
+    proxy = ("-m", "tests.helpers.store_proxy", str(port), f"http://127.0.0.1:{upstream}")
     started = [
         subprocess.Popen([sys.executable, *a], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=_TOP)
         for a in ((*arguments, *flag), proxy)
