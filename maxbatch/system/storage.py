@@ -65,13 +65,17 @@ def as_typed(text: str) -> AnyPath:
     return as_path(text) if is_remote(text) else Path(text)
 
 
+def user_cache() -> Path:
+    """Returns maxbatch's folder in the user's cache: XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "maxbatch"
+
+
 def kept_here(folder: AnyPath) -> Path:
     """Returns the folder of this machine for what belongs to a folder but cannot lie in an object store: locks, files
     that grow. It is the folder itself, or one in the user's cache, which is made."""
     if isinstance(folder, Path):
         return folder
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    found = cache / "maxbatch" / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
+    found = user_cache() / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
     found.mkdir(parents=True, exist_ok=True)
     return found
 
