@@ -169,9 +169,8 @@ def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abs
     adapters = Adapters.from_config(own)
     assert adapters is not None, "the checkpoint holds adapters"
     abstract = adapters.abstract(abstract_params)
-    places = jax.tree.map(lambda x: x.sharding, abstract_params)
-    mesh = getattr(jax.tree.leaves(places)[0], "mesh", None)
-    somewhere = jax.tree.leaves(places)[0]
+    somewhere = jax.tree.leaves(abstract_params)[0].sharding
+    mesh = getattr(somewhere, "mesh", None)
     shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
     placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
     trained = _restore(checkpoint, checkpoint, placed)
