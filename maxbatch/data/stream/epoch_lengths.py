@@ -27,7 +27,7 @@ _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 def remembered_length(config: ConfigDict) -> int | None:
     """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
     with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
-        if _shows_changes(config):
+        if _is_made_here(config):
             return int(_path(config).read_text())
     return None
 
@@ -35,16 +35,17 @@ def remembered_length(config: ConfigDict) -> int | None:
 def remember_length(config: ConfigDict, num_samples: int) -> None:
     """Keeps the samples of an epoch, unless the cache may only be read."""
     with contextlib.suppress(OSError):
-        if _shows_changes(config):
+        if _is_made_here(config):
             path = _path(config)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, str(num_samples))
 
 
-def _shows_changes(config: ConfigDict) -> bool:
-    """Returns whether the files that an epoch is made from are known with their times of change."""
+def _is_made_here(config: ConfigDict) -> bool:
+    """Returns whether an epoch is made from files of this machine; to list those of a store takes requests."""
     made_otherwise = config.use_sft or config.dataset_type in ("synthetic", "tokens")
-    return not made_otherwise and not is_remote(config.tokenizer_path)
+    paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
+    return not made_otherwise and not any(map(is_remote, paths))
 
 
 def _path(config: ConfigDict) -> Path:
