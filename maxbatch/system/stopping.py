@@ -17,7 +17,7 @@ from maxbatch.system.object_stores import PATIENCE
 _GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C
 _REPEAT_S = 0.2  # within which a second Ctrl-C is the first one again
 _waits: list[str] = []  # what a signal makes the command wait for, the innermost last
-_has_watch = False
+_unanswered: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
 
 
 class Stopping:
@@ -40,14 +40,15 @@ class Stopping:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal_name == "SIGINT":
             raise KeyboardInterrupt
-        if self.signal_name is None and not _has_watch:
-            _say(number, self._waits_for)
+        if self.signal_name is None:
+            _answer(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
         PATIENCE.hurry()  # a store that does not answer must not keep the process
 
     def __enter__(self) -> Self:
         if not _waits:
             PATIENCE.renew()
+            _unanswered.update(self.numbers)
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         _waits.append(self._waits_for)
         return self
@@ -64,12 +65,11 @@ def watch_signals() -> None:
     The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself; what it
     leaves on disk is what a kill leaves, and children end with it.
     """
-    global _has_watch
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    _has_watch = True
+    _unanswered.update(Stopping.numbers)
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
 
@@ -90,17 +90,24 @@ def _watch(reading: int) -> None:
             continue
         if asked is None:
             asked = time.monotonic() if number == signal.SIGINT else None
-            if _waits and _waits[-1]:
-                _say(number, _waits[-1])
-            elif not _waits and number == signal.SIGINT:
-                threading.Timer(1.0, _say, (number, "as soon as what runs now has ended")).start()
+            if _waits:
+                _answer(number, _waits[-1])
+            elif number == signal.SIGINT:
+                later = threading.Timer(1.0, _answer, (number, "as soon as what runs now has ended"))
+                later.daemon = True
+                later.start()
         elif number == signal.SIGINT and time.monotonic() - asked > _REPEAT_S:
             time.sleep(_GRACE_S)
             _write("maxbatch: interrupted\n")
             os._exit(EXIT_FAILED)
 
 
-def _say(number: int, waits_for: str) -> None:
+def _answer(number: int, waits_for: str) -> None:
+    """Says once per signal what the command waits for: the first of the two threads that gets here does."""
+    try:
+        _unanswered.remove(number)
+    except KeyError:
+        return
     if waits_for:
         again = "; again to stop now" if number == signal.SIGINT else ""
         _write(f"maxbatch: {signal.Signals(number).name}: stopping {waits_for}{again}\n")

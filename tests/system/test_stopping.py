@@ -63,6 +63,15 @@ def test_one_signal_is_answered_once_and_sigterm_names_itself() -> None:
         assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
 
 
+def test_a_command_that_ends_at_once_has_answered() -> None:
+    """The thread that watches gets no turn before the end: the handler answers."""
+    body = "sys.setswitchinterval(60)\nwith Stopping('now') as stop:\n    while not stop.is_asked: pass\n"
+    with started(body) as process:
+        process.terminate()
+        _, error = process.communicate(timeout=10)
+        assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
+
+
 def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt), Stopping("after this update") as stop:
         signal.raise_signal(signal.SIGINT)
