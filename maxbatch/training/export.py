@@ -16,6 +16,7 @@ from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, read
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import ConfigError, cannot_write
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
@@ -161,8 +162,3 @@ def copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
             (target / name).write_bytes((folder / name).read_bytes())
     if config.tokenizer_type == "sentencepiece" and path.is_file():
         (target / "tokenizer.model").write_bytes(path.read_bytes())
-
-
-def write_json(path: AnyPath, content: Json) -> None:
-    """Writes an object as indented JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -16,10 +16,11 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import cannot_write
 from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.adapters import Adapters, Target
-from maxbatch.training.export import DTYPE_NAMES, copy_tokenizer, new_folder, write_json
+from maxbatch.training.export import DTYPE_NAMES, copy_tokenizer, new_folder
 from maxbatch.training.huggingface import ParameterPath, Place, parameter_path, parameter_places
 from maxbatch.training.parameters import load_adapters
 
