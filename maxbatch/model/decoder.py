@@ -9,6 +9,7 @@ Shapes: M micro-batch, L length, D model, F MLP, V vocabulary; while sampling, B
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -174,7 +175,7 @@ class Decoder(nnx.Module):
 
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
             is_local = self._is_local(one)
-            rope = ropes and ropes.of(is_local)
+            rope = ropes and ropes.of(is_local, partial(lengths_in_segments, segments_MxL))
             return nnx.merge(layerdef, one.parameters)(x_MxLxD, segments_MxL, rope, is_local)
 
         if self.layer_runner is not None:
@@ -194,21 +195,28 @@ class Decoder(nnx.Module):
         return Cache(zeros, zeros)
 
     def hidden_with_cache(
-        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache
+        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache, limits_B: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
         """Returns `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
 
         A token sees those before it in its row, which is one document from its start and whose slots are in the cache.
-        Positions are the tokens' neighbouring places in their rows, in [0, L). The layers run in a plain loop.
+        The layers run in a plain loop.
+
+        Args:
+          positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
+          limits_B: the most tokens that each row will have, the same in every call, since the keys of a long document
+            may be others (LongRoPE); None: the cache's length.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
-        ropes = self.rope_keys and Ropes(self.rope_keys, cache.length)
+        lengths_Bx1 = jnp.full((1, 1), cache.length) if limits_B is None else limits_B[:, None]
+        longest = cache.length if limits_B is None else sys.maxsize
+        ropes = self.rope_keys and Ropes(self.rope_keys, cache.length, longest)
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
             (x_BxTxD, cache), (index, one) = carried, numbered
             is_local = self._is_local(one)
-            rope = ropes and tuple(table[positions_BxT] for table in ropes.of(is_local))
+            rope = ropes and ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
             module = nnx.merge(layerdef, one.parameters)
             return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local), None
 
@@ -259,6 +267,15 @@ def places_in_segments(segments_MxL: jax.Array) -> jax.Array:
     places_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
     is_first_MxL = (segments_MxL != jnp.roll(segments_MxL, 1, axis=1)) | (places_MxL == 0)
     return places_MxL - jax.lax.cummax(jnp.where(is_first_MxL, places_MxL, 0), axis=1)
+
+
+def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
+    """Returns the number of tokens in the document of each token: int32[M, L]."""
+    slots_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
+    length = segments_MxL.shape[1]
+    is_last_MxL = (segments_MxL != jnp.roll(segments_MxL, -1, axis=1)) | (slots_MxL == length - 1)
+    last_MxL = jax.lax.cummin(jnp.where(is_last_MxL, slots_MxL, length), axis=1, reverse=True)
+    return last_MxL - slots_MxL + places_in_segments(segments_MxL) + 1
 
 
 def _run_layers(

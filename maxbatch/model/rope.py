@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -55,19 +56,45 @@ class RopeKeys:
 
 
 class Ropes:
-    """The tables of a model: those of its global layers, and those of its local ones, which may have another base."""
+    """The tables of a model: those of its global layers, and those of its local ones, which may have another base.
 
-    def __init__(self, keys: RopeKeys, length: int) -> None:
-        self.of_global = self.of_local = _tables(length, *_stretched(keys, length))
+    LongRoPE has other tables for long documents (Ding et al. 2024, https://arxiv.org/abs/2402.13753). Each document
+    has those of its own length, also beside others in a row, as the published models give it alone.
+
+    Args:
+      length: of a row.
+      longest: most tokens of a document; None: `length`.
+    """
+
+    def __init__(self, keys: RopeKeys, length: int, longest: int | None = None) -> None:
+        self._global = _tables(length, *_stretched(keys))
+        self._local: Rope | None = None
+        self._long: Rope | None = None
+        self._original = keys.original_max_position_embeddings
+        if keys.rope_type == "longrope" and (longest or length) > self._original:
+            self._long = _tables(length, *_stretched(keys, is_long=True))
         if keys.local_rope_max_timescale > 0:
-            self.of_local = rope_tables(length, keys.head_dim, keys.local_rope_max_timescale)
+            self._local = rope_tables(length, keys.head_dim, keys.local_rope_max_timescale)
 
-    def of(self, is_local: jax.Array | bool) -> Rope:
-        """Returns the tables of one layer."""
-        if isinstance(is_local, bool) or self.of_local is self.of_global:
-            return self.of_local if is_local is True else self.of_global
-        cos, sin = (jnp.where(is_local, *tables) for tables in zip(self.of_local, self.of_global, strict=True))
-        return cos, sin
+    def of(
+        self, is_local: jax.Array | bool, lengths: Callable[[], jax.Array], positions_MxL: jax.Array | None = None
+    ) -> Rope:
+        """Returns the tables of one layer, [L, h/2], or [M, L, h/2] where rows have their own.
+
+        Args:
+          is_local: whether the layer is local.
+          lengths: returns the number of tokens in each token's document, int32[M, L] or [M, 1].
+          positions_MxL: the tokens' places in their rows; None: they are all tokens of a row.
+        """
+        if self._local and is_local is True:
+            return _at(positions_MxL, self._local)
+        found = _at(positions_MxL, self._global)
+        if self._long:
+            is_long_MxLx1 = lengths()[..., None] > self._original
+            found = _where(is_long_MxLx1, _at(positions_MxL, self._long), found)
+        if self._local is None or isinstance(is_local, bool):
+            return found
+        return _where(is_local, _at(positions_MxL, self._local), found)
 
 
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
@@ -91,6 +118,15 @@ def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: 
     return rotated.astype(x_MxLxHxh.dtype)
 
 
+def _at(positions_MxL: jax.Array | None, rope: Rope) -> Rope:
+    return rope if positions_MxL is None else (rope[0][positions_MxL], rope[1][positions_MxL])
+
+
+def _where(condition: jax.Array, rope: Rope, other: Rope) -> Rope:
+    (cos, sin), (other_cos, other_sin) = ([table.reshape(-1, *table.shape[-2:]) for table in r] for r in (rope, other))
+    return jnp.where(condition, cos, other_cos), jnp.where(condition, sin, other_sin)
+
+
 def _tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
     angles = np.outer(np.arange(length), frequencies)
     return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(np.sin(angles) * scale, jnp.float32)
@@ -100,14 +136,18 @@ def _frequencies(head_dim: int, max_timescale: float) -> np.ndarray:
     return max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
-def _stretched(keys: RopeKeys, length: int) -> tuple[np.ndarray, float]:
-    """Returns the frequencies under `rope_type` in rows of a length, and what multiplies cosines and sines."""
+def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float]:
+    """Returns the frequencies under `rope_type`, and what multiplies cosines and sines.
+
+    Args:
+      is_long: whether they are those of long documents, which LongRoPE tells from others.
+    """
     frequencies = _frequencies(keys.head_dim, keys.rope_max_timescale)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0
     if keys.rope_type == "longrope":
-        return frequencies / _long_factors(keys, length), keys.rope_attention_factor or _long_scale(keys)
+        return frequencies / _long_factors(keys, is_long), keys.rope_attention_factor or _long_scale(keys)
     if keys.rope_type == "llama3.1":
         share = _llama3_share(keys, frequencies)
     elif keys.rope_type == "yarn":
@@ -120,12 +160,7 @@ def _stretched(keys: RopeKeys, length: int) -> tuple[np.ndarray, float]:
     return frequencies * (1 - share) / factor + frequencies * share, scale
 
 
-def _long_factors(keys: RopeKeys, length: int) -> np.ndarray:
-    """Returns what stretches each pair in rows of a length (LongRoPE: Ding et al. 2024, arXiv:2402.13753).
-
-    Every document of a row has the row's factors, as the published models switch them by the length of the context.
-    """
-    is_long = length > keys.original_max_position_embeddings
+def _long_factors(keys: RopeKeys, is_long: bool) -> np.ndarray:
     text = keys.rope_long_factors if is_long else keys.rope_short_factors
     return np.array([float(word) for word in text.split(",")])
 

@@ -177,7 +177,8 @@ def _respond(
     next_token = _NextToken(program, decoder, w_DxV, keys_B, limits_B, rules)
     # Slots after a prompt are overwritten before any token sees them.
     positions_BxP = jax.lax.broadcasted_iota(jnp.int32, prompts_BxP.shape, 1)
-    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, decoder.empty_cache(*prompts_BxP.shape))
+    empty = decoder.empty_cache(*prompts_BxP.shape)
+    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, empty, limits_B)
     cache, logprobs_BxL = cache.with_room_for(length), jnp.zeros(tokens_BxL.shape, jnp.float32)
     start = _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
     end = jax.lax.while_loop(lambda loop: jnp.any(~loop.done_B), next_token, start)
@@ -222,7 +223,7 @@ class _NextToken:
         """
         last_Bx1 = loop.lengths_B[:, None] - 1
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
-        x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache)
+        x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache, self.limits_B)
         logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], self.w_DxV, preferred_element_type=jnp.float32)
         logits_BxV = self.decoder.constrain(self.decoder.capped(logits_BxV), ("batch", None))
         drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))

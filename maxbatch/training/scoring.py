@@ -44,8 +44,6 @@ class Scorer:
         self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self._params = params
-        # Longer rows have other factors; padding must not make a row one of them.
-        self._long = config.original_max_position_embeddings if config.rope_type == "longrope" else 0
 
         def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             if pipeline:
@@ -63,8 +61,6 @@ class Scorer:
         for number, row in enumerate(rows):
             if len(row) > 1:
                 length = max(self._least_length, 1 << (len(row) - 1).bit_length())
-                if len(row) <= self._long < length:
-                    length = self._long
                 by_length.setdefault(length, []).append(number)
         for length, numbers in by_length.items():
             most = self._row_unit * max(1, self._row_shards * _TOKENS_AT_ONCE // (length * self._row_unit))

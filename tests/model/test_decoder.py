@@ -19,6 +19,10 @@ from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.loss import loss_sums
 from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows
 
+LONG_ROPE = (
+    "rope_type=longrope", "original_max_position_embeddings=16", "rope_factor=4", "head_dim=8",
+    "rope_short_factors=1,1.1,1.3,1.5", "rope_long_factors=1,2.5,4,6",
+)  # fmt: skip
 LAYERS_ONLY = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -84,6 +88,30 @@ def test_a_document_means_the_same_wherever_it_lies_in_the_row() -> None:
     first = hidden(decoder, jnp.pad(document, ((0, 0), (0, rest))), jnp.asarray([[1] * 10 + [0] * rest]))[:, :10]
     last = hidden(decoder, jnp.pad(document, ((0, 0), (rest, 0))), jnp.asarray([[1] * rest + [2] * 10]))[:, rest:]
     np.testing.assert_allclose(first, last, atol=1e-4)
+
+
+def test_a_document_has_the_rope_factors_of_its_own_length_beside_others() -> None:
+    """LongRoPE has others for long documents than for short ones, whatever the length of the row."""
+    decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(1)
+    packed = hidden(decoder, tokens, jnp.asarray([[1] * 10 + [2] * (LENGTH - 10)]))
+    short, long = tokens[:, :10], tokens[:, 10:]
+    np.testing.assert_allclose(packed[:, :10], hidden(decoder, short, jnp.ones_like(short)), atol=1e-5)
+    np.testing.assert_allclose(packed[:, 10:], hidden(decoder, long, jnp.ones_like(long)), atol=1e-4)
+    in_a_long_one = hidden(decoder, tokens, jnp.ones_like(tokens))[:, :10]
+    assert float(jnp.abs(packed[:, :10] - in_a_long_one).max()) > 1e-2
+
+
+@pytest.mark.parametrize("length", [14, LENGTH])
+def test_sampled_rows_have_one_set_of_rope_factors_from_their_first_token_on(length: int) -> None:
+    """The cache of a prompt may be shorter than the texts from which other factors hold."""
+    decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(2)[:, :length]
+    expected = hidden(decoder, tokens, jnp.ones_like(tokens))
+    positions, limits, prompt = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.full(2, length), 8
+    cached = nnx.jit(Decoder.hidden_with_cache)
+    first, cache = cached(decoder, tokens[:, :prompt], positions[:, :prompt], decoder.empty_cache(2, prompt), limits)
+    room = cache.with_room_for(LENGTH)
+    rest, _ = cached(decoder, tokens[:, prompt:], positions[:, prompt:], room, limits)
+    np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), expected, atol=1e-4)
 
 
 def test_layers_in_a_loop_equal_unrolled_layers() -> None:

@@ -111,6 +111,21 @@ def test_packed_documents_have_the_log_probabilities_that_each_has_alone(family:
     assert_close(got[0, first + 1 :], family.logprobs[1, : second - 1])
 
 
+def test_packed_documents_of_longrope_have_the_factors_that_each_has_alone(tmp_path: Path) -> None:
+    import torch
+
+    model, lengths = save_model("phi3_long", tmp_path / "model"), (20, 33, 27)  # other factors from 33 tokens on
+    documents = [np.random.default_rng(number).integers(1, VOCABULARY, n) for number, n in enumerate(lengths)]
+    tokens, segments = np.concatenate(documents)[None], np.repeat([1, 2, 3], lengths)[None]
+    _, graphdef, params = load_parameters(tmp_path / "model", ["max_target_length=80"])
+    got, _ = jax.jit(lambda params: token_logprobs(nnx.merge(graphdef, params), tokens, segments))(params)
+    for number, document in enumerate(documents, 1):
+        with torch.no_grad():
+            logits = model(torch.tensor(document)[None]).logits[0, :-1]
+        expected = -torch.nn.functional.cross_entropy(logits, torch.tensor(document[1:]), reduction="none").numpy()
+        assert_close(got[segments == number][1:], expected, str(number))
+
+
 @pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
 def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Reference, scan: str) -> None:
     prompt = 11
