@@ -91,6 +91,14 @@ def open_model(path: str | Path, overrides: Sequence[str] = ()) -> StoredModel:
     return StoredModel(config, params, _reader(path, config, params))
 
 
+def check_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> None:
+    """Raises ConfigError for what can be told of a model's parameters without reading them.
+
+    There is no such model, or its tensors do not fit `abstract_params`.
+    """
+    _reader(path, config, abstract_params)
+
+
 def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
     """Returns the parameters of a run folder, a checkpoint or a Hugging Face folder, placed as `abstract_params` says.
 

@@ -35,6 +35,7 @@ from maxbatch.training.checkpoints import Checkpoints
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.ladder import Background
 from maxbatch.training.loggers import check_loggers, open_loggers, settings_of
+from maxbatch.training.parameters import check_parameters
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.progress import RunProgress
 from maxbatch.training.recorder import Output, Recorder
@@ -99,6 +100,8 @@ class Session(Generic[B]):
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
         self._restored = restored.state if restored else None
+        if not restored and config.load_parameters_path:
+            check_parameters(config.load_parameters_path, config, self.task.abstract.model)
         if is_first() and not self.is_complete:
             self.folder.write("config.yml", dump_config(config))
             self._record_devices()

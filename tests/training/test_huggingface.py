@@ -11,13 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from maxbatch import load_config
+from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training import huggingface
 from maxbatch.training.export import export_model
 from maxbatch.training.huggingface import parameter_path
 from maxbatch.training.parameters import load_parameters
+from maxbatch.training.pretraining import train
 from tests.helpers.huggingface_folders import (
     HEAD,
     HEADS,
@@ -164,7 +165,15 @@ def test_tensors_of_another_model_are_refused(
 ) -> None:
     tensors = tiny_llama_tensors()
     change(tensors)
-    assert said.replace("'", "") in refusal(capsys, write_folder(tmp_path / "model", tensors)).replace("'", "")
+    folder = write_folder(tmp_path / "model", tensors)
+    assert said.replace("'", "") in refusal(capsys, folder).replace("'", "")
+    run_dir = tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"norm|q_proj"):
+        train(load_config(overrides=[
+            "model_name=auto", f"load_parameters_path={folder}", "dataset_type=synthetic", "steps=1",
+            "max_target_length=16", f"run_dir={run_dir}",
+        ]), jax.devices()[:1])  # fmt: skip
+    assert {path.name for path in run_dir.iterdir()} <= {".lock"}, "refused before anything is written"
 
 
 @pytest.mark.parametrize(
