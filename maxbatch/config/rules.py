@@ -130,8 +130,10 @@ def check_vocabulary(values: Values, tokens: int) -> None:
     """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has tokens."""
     rows = values["vocab_size"]
     if isinstance(rows, int) and rows < tokens:
-        raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; "
-                          f"works: vocab_size={tokens}")  # fmt: skip
+        works = f"works: vocab_size={tokens}"
+        if values["load_parameters_path"]:  # another vocab_size would be another model
+            works = f"give the tokenizer of the model in load_parameters_path, which knows {rows}"
+        raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}")
 
 
 def check_rules(values: Values, keys: Mapping[str, Key]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.loading import dump_config
-from maxbatch.config.rules import check_data_paths
+from maxbatch.config.rules import check_data_paths, check_dataset
 from tests.helpers.configs import error_of, write
 
 RAMP = "enable_rampup_batch_size: true\nper_device_batch_size_start: 2\nper_device_batch_size_increment: 2\n"
@@ -28,6 +28,15 @@ def test_longrope_needs_a_positive_factor_for_each_pair_of_a_head(factors: str) 
     message = error_of(overrides=broken)
     assert message.startswith(f"rope_short_factors={factors}: must be 4 positive numbers joined by commas")
     load_config(overrides=[*broken, *shlex.split(message.partition("works: ")[2])])
+
+
+def test_a_tokenizer_that_knows_more_than_a_loaded_model_needs_the_models_own() -> None:
+    small = load_config(overrides=["vocab_size=100"])
+    with pytest.raises(ConfigError, match="the byte tokenizer has 259 tokens; works: vocab_size=259"):
+        check_dataset(small)
+    loaded = load_config(overrides=["vocab_size=100", "load_parameters_path=there"])
+    with pytest.raises(ConfigError, match="tokens; give the tokenizer of the model in load_parameters_path"):
+        check_dataset(loaded)
 
 
 @pytest.mark.parametrize("length", ["train_samples=7", "train_tokens=7", "num_epochs=7", "steps=7"])
