@@ -8,20 +8,17 @@ It is a model: nothing is measured, and waiting for memory, for the host or for 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from maxbatch.system.chips import Chip
-from maxbatch.training.compile.hlo import Instruction, Module, arrays, shape_bytes
+from maxbatch.training.compile.clock_kernels import is_kernel, kernel_cycles
+from maxbatch.training.compile.hlo import Instruction, Module, shape_bytes
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # Fusions of a collective that run in the open: no computation of another operation is in them.
 _OPEN_FUSIONS = ("all-reduce-scatter", "reduce-scatter-fusion")
-# Products of queries and keys that a splash kernel computes. JAX 0.10 states no cost of it, so it is counted here.
-_SPLASH_PRODUCTS = {"splash_mha_fwd": 2, "splash_mha_dq": 3, "splash_mha_dkv": 4}
-_CAUSAL = 0.5  # of the products, what a causal mask leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +120,7 @@ class _Reader:
             found.add(self.computation(one.attribute("to_apply") or ""), 1)
         else:
             cycles = one.number("estimated_cycles") or 0
-            kernel = _kernel_cycles(one, shapes, self._chip) if _is_kernel(one) and not cycles else 0
+            kernel = kernel_cycles(one, shapes, self._chip) if is_kernel(one) and not cycles else 0
             found.compute_cycles, found.kernel_cycles = cycles, kernel
             if cycles or kernel:
                 found.operations[_title(one), self._module.source(one)] += cycles + kernel
@@ -157,7 +154,7 @@ def _branches(one: Instruction) -> list[str]:
 
 def _title(one: Instruction) -> str:
     """Returns the end of JAX's name of an operation: the primitive, of a product the equation, of a kernel its name."""
-    if _is_kernel(one):
+    if is_kernel(one):
         return one.name.partition(".")[0]
     parts = one.op_name.split("/") if one.op_name else [one.name]
     is_product = len(parts) > 1 and parts[-1] == "dot_general" and "->" in parts[-2]
@@ -237,27 +234,3 @@ def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: 
         given = sum(shape_bytes(shapes.get(name, "")) for name in one.operands)
         return (2 if kind == "all-reduce" else 1) * (given or shape_bytes(result))
     return shape_bytes(result)
-
-
-def _is_kernel(one: Instruction) -> bool:
-    return one.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in one.rest
-
-
-def _kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
-    """Returns the cycles of a custom kernel at the chip's peak, of its arithmetic or its memory."""
-    if chip.clock_ghz is None:
-        return 0
-    flops = one.number("flops") or _splash_flops(one, shapes)
-    seconds = max(flops / (chip.tflops * 1e12), (one.number("bytes_accessed") or 0) / (chip.hbm_gb_s * 1e9))
-    return round(seconds * chip.clock_ghz * 1e9)
-
-
-def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
-    """Returns the FLOPs of causal splash attention from its queries and keys, [..., heads, length, head_dim]."""
-    products = next((number for name, number in _SPLASH_PRODUCTS.items() if name in one.name + one.op_name), 0)
-    given = [dims for name in one.operands for kind, dims in arrays(shapes.get(name, "")) if kind[0] in "fb"]
-    heads = [dims for dims in given if len(dims) >= 3]
-    if not products or len(heads) < 2:
-        return 0
-    queries, keys = heads[0], heads[1]
-    return _CAUSAL * products * 2 * math.prod(queries) * keys[-2]
