@@ -3,7 +3,8 @@
 It serialises the writes to one object and answers 412 itself, for generation preconditions (which the emulator of GCS
 ignores) and for If-Match and If-None-Match alike. To an object of GCS that is read it adds the header with its
 generation, which the emulator leaves out and TensorStore asks for. `POST /__plan__` takes a plan (JSON, the fields of
-`Plan`), `GET /__log__` returns the requests since the last `DELETE /__log__`: [seconds, method, path, bytes, status].
+`Plan`), `GET /__log__` returns the requests since the last `DELETE /__log__`: [seconds, method, path, bytes, status];
+the bytes are those of the body that was sent, or of a GET those that came.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
@@ -29,12 +30,14 @@ class Plan:
     """What happens to requests from now on."""
 
     share: float = 0.0  # of the requests that fail
+    at_most: int | None = None  # requests that fail, from the first on; None for any number
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
     delay_s: float = 0.0  # added to every request
     pause_s: float = 5.0  # of the kind `pause`
     down: bool = False  # every request fails
-    matching: str = ""  # regular expression on method and path of the requests that fail; "" for all
+    matching: str = ""  # regular expression on method and path of the requests that fail, or are held; "" for all
+    together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
     denied: str = ""  # regular expression on method and path of the requests that are answered by 403
@@ -42,6 +45,7 @@ class Plan:
 
 # Requests to the emulator at a time: its queue of connections is short, and what overflows it waits a second.
 _UPSTREAM = 4
+_HELD_S = 20.0  # at most
 _DROPPED = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
@@ -63,7 +67,17 @@ class Proxy(ThreadingHTTPServer):
     def plan_as(self, fields: dict[str, Any]) -> None:
         self.plan = Plan(**fields)
         self.random = random.Random(self.plan.seed)
-        self.written = 0
+        self.written = self.failed = self.held = 0
+        self.barrier = threading.Barrier(max(1, self.plan.together))
+
+    def hold(self) -> None:
+        """Returns once the others that are to come at the same moment are there, or do not come."""
+        with self.locks[""]:
+            self.held += 1
+            is_held = self.held <= self.plan.together
+        if is_held:
+            with suppress(threading.BrokenBarrierError):
+                self.barrier.wait(_HELD_S)
 
     def fetch(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, Any, bytes]:
         with self.upstream_slots:
@@ -97,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.started, self.size = time.time(), len(body)
         if plan.delay_s:
             time.sleep(plan.delay_s)
+        if plan.together and re.search(plan.matching, request):
+            self.server.hold()
         if not self._planned(plan, request, len(body)):
             self._forward(body)
 
@@ -133,6 +149,9 @@ class _Handler(BaseHTTPRequestHandler):
         if plan.matching and not re.search(plan.matching, request):
             return False
         if not plan.down and self.server.random.random() >= plan.share:
+            return False
+        self.server.failed += 1
+        if plan.at_most is not None and self.server.failed > plan.at_most:
             return False
         kind = "503" if plan.down else self.server.random.choice(plan.kinds)
         if kind == "pause":
@@ -232,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, truncates: bool = False) -> None:
         length = next((v for k, v in headers if k.lower() == "content-length"), str(len(data)))
         if not self.path.startswith("/__"):
+            self.size = len(data) if self.command == "GET" else self.size
             self._log(status)
         self.send_response_only(status)
         for key, value in headers:

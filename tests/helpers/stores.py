@@ -26,6 +26,7 @@ _SERVERS = {
     "s3": ("moto", ("-m", "moto.server", "-H", "127.0.0.1")),
 }
 SCHEMES = tuple(_SERVERS)
+LEASE_WRITES = r"^(PUT|POST) .*\.lease"  # of a proxy's plan
 _buckets = itertools.count()
 
 

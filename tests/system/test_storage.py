@@ -88,7 +88,7 @@ def test_a_range_is_read_by_one_request(store: Store) -> None:
     path.write_bytes(bytes(range(100)))
     store.forget()
     assert path.read_range(10, 20) == bytes(range(10, 20)) and path.read_range(3, 3) == b""
-    assert [method for _, method, *_ in store.requests()] == ["GET"]
+    assert [(method, size) for _, method, _, size, _ in store.requests()] == [("GET", 10)]
     assert pickle.loads(pickle.dumps(path)) == path and is_remote(path) and is_remote(str(path))
 
 

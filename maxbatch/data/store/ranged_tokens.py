@@ -17,6 +17,7 @@ from maxbatch.system.storage import AnyPath
 
 # Ranges that are closer than this are read as one: a request costs as much as reading so many bytes.
 _GAP_BYTES = 16 << 10
+_WIDEST_GAP_BYTES = 1 << 20  # between ranges that are read as one as long as little is read in vain
 _LONGEST_BYTES = 8 << 20  # of one request
 
 
@@ -51,8 +52,9 @@ class RangedTokens:
 
     def _gather(self, wanted: np.ndarray) -> np.ndarray:
         places, inverse = np.unique(wanted, return_inverse=True)
-        gap = _GAP_BYTES // self.dtype.itemsize
-        starts = np.flatnonzero(np.diff(places, prepend=places[0] - gap - 2) > gap + 1)
+        step_sizes = np.diff(places)
+        longest_step = _longest_step(step_sizes[step_sizes > 1], len(places), self.dtype.itemsize)
+        starts = np.flatnonzero(np.concatenate([[True], step_sizes > longest_step]))
         ends = np.append(starts[1:], len(places)) - 1
         ranges = list(zip(places[starts].tolist(), (places[ends] + 1).tolist(), strict=True))
         read = self._read(ranges)
@@ -71,7 +73,7 @@ class RangedTokens:
                 parts.append((file, begin - int(self._starts[file]), stop - int(self._starts[file])))
                 begin = stop
         is_far = len(parts) > 1 and isinstance(self._files[0], RemotePath)
-        found = _readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
+        found = readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
         return np.concatenate([np.zeros(0, self.dtype), *found])
 
     def _read_one(self, part: tuple[int, int, int]) -> np.ndarray:
@@ -87,6 +89,19 @@ class RangedTokens:
         return self._maps[number]
 
 
+def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
+    """Returns the longest step between places that one range spans.
+
+    What lies between is read in vain: a little of it always, more while it is in sum at most half of what is wanted.
+    The documents of rows that are packed by best fit lie apart, and would else cost a request each.
+    """
+    sizes, counts = np.unique(steps, return_counts=True)
+    cheap = sizes[np.cumsum((sizes - 1) * counts) <= num_wanted // 2]
+    widest = int(cheap[-1]) if len(cheap) else 0
+    return max(_GAP_BYTES // itemsize + 1, min(widest, _WIDEST_GAP_BYTES // itemsize + 1))
+
+
 @functools.cache
-def _readers() -> ThreadPoolExecutor:
+def readers() -> ThreadPoolExecutor:
+    """Returns the threads that read ranges of objects; what they run must not wait for others of them."""
     return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-tokens")

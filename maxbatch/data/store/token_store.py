@@ -6,8 +6,9 @@ tokens of a large store are cut between documents into several files (`maxbatch.
 
 In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
 
-The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped. The tokens are
-checked by `maxbatch prepare --verify` only, since that reads all of them.
+The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped; of the offsets of
+a large store in a bucket, which are read by range, the order and the ends. The tokens are checked by `maxbatch prepare
+--verify` only, since that reads all of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.data.store import document_table
+from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -114,12 +117,22 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1]; ConfigError if the store was damaged or replaced since it was opened."""
+        """int64[documents + 1], mapped from a disk; ConfigError if the store was damaged or replaced meanwhile."""
         self._refuse_replaced()
-        data = (self.folder / "offsets.npy").read_bytes()
-        if zlib.crc32(data) != self.manifest["offsets_crc32"]:
+        path = self.folder / OFFSETS
+        is_remote = isinstance(path, RemotePath)
+        data = np.frombuffer(path.read_bytes(), np.uint8) if is_remote else np.memmap(str(path), np.uint8, mode="r")
+        if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
             raise self._damaged("offsets.npy differs from its checksum")
-        return np.load(io.BytesIO(data))
+        return np.asarray(np.load(io.BytesIO(data.data)) if is_remote else np.load(str(path), mmap_mode="r"))
+
+    @cached_property
+    def table(self) -> DocumentTable:
+        """The starts of documents: of a large store in a bucket read by range, else `offsets`."""
+        folder, manifest = self.folder, self.manifest
+        if isinstance(folder, RemotePath) and manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES:
+            return RangedTable(folder / OFFSETS, manifest["documents"], manifest["tokens"])
+        return WholeTable(self.offsets)
 
     @property
     def trained_bit(self) -> int | None:
@@ -263,7 +276,11 @@ def open_folder(folder: AnyPath) -> TokenStore | None:
         return None
     store = TokenStore(folder, manifest)
     try:
+        if isinstance(store.table, RangedTable):
+            return store
         offsets = store.offsets
+    except (StoreRefused, TrainingError):  # an object store that refuses, or does not answer
+        raise
     except (ConfigError, OSError, ValueError, EOFError):
         return None
     has_type = offsets.dtype == np.int64 and offsets.shape == (manifest["documents"] + 1,)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maxbatch.data.store.document_table import WholeTable
 from maxbatch.data.store.ranged_tokens import RangedTokens
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
@@ -55,27 +56,40 @@ class ConcatenatePlan:
     """The documents joined into one sequence and cut every L tokens; the last row is padded, nothing is dropped."""
 
     def __init__(self, extents: Extents, row_length: int):
+        start_S, end_S = extents
+        joined = np.concatenate([[0], np.cumsum(end_S - start_S)])
+        self._set(row_length, int(joined[-1]))
+        # Document s of the split is tokens joined[s] to joined[s + 1] - 1 of the joined sequence.
+        self._joined, self._store_start_S = WholeTable(joined), start_S
+
+    @classmethod
+    def of_store(cls, store: TokenStore, row_length: int) -> ConcatenatePlan:
+        """Returns the plan of all documents of a store, whose tokens are joined as they lie; it holds no array."""
+        plan = cls.__new__(cls)
+        plan._set(row_length, int(store.manifest["tokens"]))
+        plan._store = store
+        return plan
+
+    def _set(self, row_length: int, num_tokens: int) -> None:
         self.row_length = row_length
-        self._store_start_S, end_S = extents
-        lengths_S = end_S - self._store_start_S
-        # Document s of the split is tokens joined_start[s] : joined_start[s + 1] of the joined sequence.
-        self._joined_start = np.concatenate([[0], np.cumsum(lengths_S)])
-        self.num_tokens = int(self._joined_start[-1])
-        self.num_rows = -(-self.num_tokens // row_length)
+        self.num_tokens = num_tokens
+        self.num_rows = -(-num_tokens // row_length)
+        self._store: TokenStore | None = None  # whose documents are all in the plan, where they lie
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         begin_n = rows_n * self.row_length
         end_n = np.minimum(begin_n + self.row_length, self.num_tokens)
-        first_n = np.searchsorted(self._joined_start, begin_n, side="right") - 1
-        last_n = np.searchsorted(self._joined_start, end_n, side="left") - 1
+        joined = self._store.table if self._store else self._joined
+        first_n, last_n = joined.containing(np.stack([begin_n, end_n - 1]))
         count_n = last_n - first_n + 1
         row_P = np.repeat(np.arange(len(rows_n)), count_n)
         place_P = np.arange(len(row_P)) - np.repeat(np.cumsum(count_n) - count_n, count_n)
         document_P = first_n[row_P] + place_P
-        document_start_P = self._joined_start[document_P]
-        low_P = np.maximum(document_start_P, begin_n[row_P])
-        high_P = np.minimum(self._joined_start[document_P + 1], end_n[row_P])
-        return Pieces(row_P, self._store_start_S[document_P] + low_P - document_start_P, high_P - low_P)
+        start_P, next_start_P = joined.starts(np.stack([document_P, document_P + 1]))
+        low_P = np.maximum(start_P, begin_n[row_P])
+        high_P = np.minimum(next_start_P, end_n[row_P])
+        shift_P = 0 if self._store else self._store_start_S[document_P] - start_P
+        return Pieces(row_P, low_P + shift_P, high_P - low_P)
 
 
 class DocumentPlan:

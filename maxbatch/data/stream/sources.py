@@ -32,6 +32,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
 Identity = dict[str, str | int | bool]
+Documents = np.ndarray | range  # their numbers in the store
 
 
 class SourceRows(NamedTuple):
@@ -68,19 +69,14 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
         **_row_identity(config),
         "held_out": rule,
     }
-    extents, num_overlong = _extents(config, store, documents)
     key = _packing_key(config, store, rule, held_out)
-    plan: RowPlan
-    if _strategy(config) == "best_fit":
-        plan = open_best_fit(config, key, lambda: extents)
-    else:
-        plan = _plan(config, extents)
+    plan, num_documents, num_overlong = _open_plan(config, store, documents, key)
     if not plan.num_rows:
         raise ConfigError(
             f"dataset_type={config.dataset_type}: the tokenizer gives no token for any of the {len(documents)} "
             "documents; works: add_eos=true"
         )
-    rows = StoredRows(store, plan, len(extents.start_S), tokenizer.pad_id)
+    rows = StoredRows(store, plan, num_documents, tokenizer.pad_id)
     if config.use_sft:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:
@@ -101,11 +97,32 @@ def _strategy(config: ConfigDict) -> str:
     return "best_fit" if config.use_sft and config.packing else str(config.packing_strategy)
 
 
-def _extents(config: ConfigDict, store: TokenStore, documents: np.ndarray) -> tuple[Extents, int]:
+def _open_plan(
+    config: ConfigDict, store: TokenStore, documents: Documents, key: dict[str, Any]
+) -> tuple[RowPlan, int, int]:
+    """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
+    if _is_as_stored(config, documents):
+        return ConcatenatePlan.of_store(store, config.max_target_length), len(documents), 0
+    extents, num_overlong = _extents(config, store, documents)
+    plan: RowPlan
+    if _strategy(config) == "best_fit":
+        plan = open_best_fit(config, key, lambda: extents)
+    else:
+        plan = _plan(config, extents)
+    return plan, len(extents.start_S), num_overlong
+
+
+def _is_as_stored(config: ConfigDict, documents: Documents) -> bool:
+    """Returns whether rows are the tokens of a store as they lie, cut every L tokens: then nothing is computed."""
+    return isinstance(documents, range) and bool(config.packing) and _strategy(config) == "concatenate"
+
+
+def _extents(config: ConfigDict, store: TokenStore, documents: Documents) -> tuple[Extents, int]:
     """Returns the documents of a split as they go into rows, and how many were longer than a row."""
+    documents_S = np.asarray(documents)
     if config.use_sft:
-        return fit_rows(config, store, documents)
-    return Extents.of(store.offsets, documents), 0
+        return fit_rows(config, store, documents_S)
+    return Extents.of(store.offsets, documents_S), 0
 
 
 def order_identity(config: ConfigDict) -> Identity:
@@ -186,7 +203,7 @@ def _find_rows(config: ConfigDict) -> _FoundRows | None:
     if _strategy(config) == "best_fit":
         plan = find_best_fit(config, key)
         return None if plan is None else _FoundRows(plan.num_rows, trained)
-    return _FoundRows(_plan(config, _extents(config, store, documents)[0]).num_rows, trained)
+    return _FoundRows(_open_plan(config, store, documents, key)[0].num_rows, trained)
 
 
 def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
@@ -224,16 +241,16 @@ def _synthetic_rows(
 
 def _split_documents(
     config: ConfigDict, store: TokenStore, fraction: HeldOutFraction, held_out: bool
-) -> tuple[np.ndarray, str]:
-    """Returns the documents of a split and the rule that chose them."""
+) -> tuple[Documents, str]:
+    """Returns the documents of a split, a range if it has all, and the rule that chose them."""
     total = store.manifest["documents"]
     if fraction.fraction:
         fraction.refuse_empty(total, "documents")
         return fraction.records(fraction.count(total, held_out), held_out), fraction.rule
+    if not store.manifest["held_out"]:
+        return range(total), "none"
     listed = np.zeros(total, bool)
     listed[store.manifest["held_out"]] = True
-    if not listed.any():
-        return np.arange(total), "none"
     documents = np.flatnonzero(listed if held_out else ~listed)
     if not len(documents):
         raise ConfigError(

@@ -9,8 +9,9 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.data.store import document_table
 from maxbatch.data.store.ranged_tokens import RangedTokens
-from maxbatch.data.store.token_store import open_folder
+from maxbatch.data.store.token_store import TokenStore, open_folder
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import as_path
@@ -52,8 +53,36 @@ def test_rows_are_read_by_range_and_no_host_copies_the_store(store: Store, words
     store.forget()
     for name, array in there.batch(rows).items():
         np.testing.assert_array_equal(array, here.batch(rows)[name])
-    read = [path for _, method, path, *_ in store.requests() if method == "GET"]
+    read = [size for _, method, _, size, _ in store.requests() if method == "GET"]
     assert len(read) <= len(rows)
+    assert sum(read) < (tmp_path / "tokens" / "tokens.bin").stat().st_size / 10, "little more than the rows"
+
+
+def test_a_large_table_of_documents_is_read_by_range_and_never_whole(
+    store: Store, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = store.bucket()
+    for output in (f"{bucket}/tokens", f"{tmp_path}/tokens"):
+        assert main(["prepare", *words, "--output", output]) == 0
+    keys = ["dataset_type=tokens", "max_target_length=128"]
+    here = open_stream(load_config(overrides=[*keys, f"dataset_path={tmp_path}/tokens"]))
+    last = (here.samples_per_epoch or 0) - 1
+    batches = [[5, 900, 901, 17], range(40), [last, 0]]
+    expected = [here.batch(rows) for rows in batches]
+
+    def read_whole(store: TokenStore) -> np.ndarray:
+        raise AssertionError(f"the table of {store.folder} was read whole")
+
+    monkeypatch.setattr(TokenStore, "offsets", property(read_whole))
+    monkeypatch.setattr(document_table, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(document_table, "BLOCK_DOCUMENTS", 32)
+    monkeypatch.setattr(document_table, "KEPT_BYTES", 10 * 32 * 8)
+    store.forget()
+    there = open_stream(load_config(overrides=[*keys, f"dataset_path={bucket}/tokens"]))
+    assert len(store.requests()) <= 20 and there.identity == here.identity
+    for rows, batch in zip(batches, expected, strict=True):
+        for name, array in there.batch(rows).items():
+            np.testing.assert_array_equal(array, batch[name])
 
 
 def test_ranges_that_lie_side_by_side_are_one_request(store: Store) -> None:
@@ -69,6 +98,20 @@ def test_ranges_that_lie_side_by_side_are_one_request(store: Store) -> None:
     np.testing.assert_array_equal(tokens[10:20], whole[10:20])
     np.testing.assert_array_equal(tokens[np.array([-1, 3, 3])], whole[[-1, 3, 3]])
     assert len(tokens[np.zeros(0, np.int64)]) == 0 and len(tokens) == len(whole)
+
+
+def test_documents_that_lie_apart_are_read_together_while_little_is_read_in_vain(store: Store) -> None:
+    path = as_path(store.bucket() + "/tokens.bin")
+    whole = (np.arange(900_000) % 65_521).astype(np.uint16)
+    path.write_bytes(whole.tobytes())
+    tokens = RangedTokens([path], "uint16", [len(whole)])
+    # Documents in pairs: a document of a pair begins 9,000 tokens after the other, the next pair 40,000.
+    starts = [pair * 89_000 + within for pair in range(10) for within in (0, 29_000)]
+    places = np.concatenate([np.arange(start, start + 20_000) for start in starts])
+    store.forget()
+    np.testing.assert_array_equal(tokens[places], whole[places])
+    sizes = [size for *_, size, _ in store.requests()]
+    assert len(sizes) == 10 and sum(sizes) <= 1.5 * 2 * len(places)
 
 
 def test_a_store_that_is_not_there_or_half_written_is_one_line(store: Store) -> None:

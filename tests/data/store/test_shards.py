@@ -51,9 +51,9 @@ def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(texts: list[str
     assert main(["prepare", *texts, "--shard-tokens", "1", "--output", str(many)]) == 0
     assert main(["prepare", "--verify", str(many)]) == 0
     assert {path.name for path in many.iterdir()} == {"manifest.json", "offsets.npy", *shard_names(NUM_SHARDS)}
-    started = time.perf_counter()
+    started = time.process_time()  # what others do meanwhile does not count
     there = stream_of(many)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     here = stream_of(one)
     assert here.identity == there.identity
     rows = [*range(40), 7]

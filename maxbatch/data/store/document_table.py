@@ -1,0 +1,170 @@
+"""Where the documents of a store begin and end: asked of an array, or of a file in an object store by range.
+
+The table of a large store is too large for a host: fifty million documents take 400 MB. Of such a table blocks are read
+when a row needs them. A block is found by interpolation between those read before, as documents of a store are about
+alike, and a number of blocks is kept, so that a row costs one request more at most.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from bisect import bisect_right, insort
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxbatch.data.store.ranged_tokens import readers
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.remote_path import RemotePath
+
+WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
+BLOCK_DOCUMENTS = 8192  # 64 KiB: a request costs as much as reading so many bytes
+KEPT_BYTES = 64 << 20  # of blocks
+_MOST_MARKS = 1 << 16
+_INTERPOLATIONS = 3  # of a search, before each second step halves what is left
+_HEADER_BYTES = 128  # of a file that numpy writes, at least
+
+
+class DocumentTable(Protocol):
+    """The starts of documents in the order of the store; document d is tokens starts(d) to starts(d + 1) - 1."""
+
+    def containing(self, tokens_n: np.ndarray) -> np.ndarray:
+        """Returns, for each token, the number of the last document that begins at or before it."""
+
+    def starts(self, documents_n: np.ndarray) -> np.ndarray:
+        """Returns the first token of each document; of the number after the last one, the token after all."""
+
+
+class WholeTable:
+    """A table in memory, or mapped.
+
+    Args:
+      offsets: int64[documents + 1].
+    """
+
+    def __init__(self, offsets: np.ndarray) -> None:
+        self._offsets = offsets
+
+    def containing(self, tokens_n: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._offsets, tokens_n, side="right") - 1
+
+    def starts(self, documents_n: np.ndarray) -> np.ndarray:
+        return self._offsets[documents_n]
+
+
+class RangedTable:
+    """A table in an object store, in a file that numpy wrote.
+
+    Args:
+      path: the file.
+      num_documents: that the store has.
+      num_tokens: of all of them.
+
+    Raises:
+      ConfigError: the file is no such table.
+    """
+
+    def __init__(self, path: RemotePath, num_documents: int, num_tokens: int) -> None:
+        self._path, self._num_documents, self._num_tokens = path, num_documents, num_tokens
+        self._begin = self._check_header()
+        self._open()
+        last = np.frombuffer(path.read_range(*self._bytes(num_documents, num_documents)), "<i8")
+        if last[0] != num_tokens:
+            raise self._damaged(f"it ends at token {last[0]}, and the store has {num_tokens}")
+
+    def _check_header(self) -> int:
+        file = io.BytesIO(self._path.read_range(0, _HEADER_BYTES))
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        if shape != (self._num_documents + 1,) or dtype != np.int64:
+            raise self._damaged(f"it has shape {shape} of {dtype}")
+        return file.tell()
+
+    def _open(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: OrderedDict[int, Future[np.ndarray]] = OrderedDict()  # the one used last at the end
+        self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_begin")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def containing(self, tokens_n: np.ndarray) -> np.ndarray:
+        tokens, inverse = np.unique(tokens_n, return_inverse=True)
+        found = self._at_once(self._find, tokens.tolist())
+        return np.array(found, np.int64)[inverse].reshape(tokens_n.shape)
+
+    def starts(self, documents_n: np.ndarray) -> np.ndarray:
+        number_n = np.minimum(documents_n, self._num_documents - 1) // BLOCK_DOCUMENTS
+        numbers = np.unique(number_n).tolist()
+        starts_n = np.empty(documents_n.shape, np.int64)
+        for number, block in zip(numbers, self._at_once(self._block, numbers), strict=True):
+            is_here_n = number_n == number
+            starts_n[is_here_n] = block[documents_n[is_here_n] - number * BLOCK_DOCUMENTS]
+        return starts_n
+
+    @staticmethod
+    def _at_once(read: Any, values: list[int]) -> list[Any]:
+        return list(readers().map(read, values) if len(values) > 1 else map(read, values))
+
+    def _find(self, token: int) -> int:
+        """Returns the last document that begins at or before a token of the store."""
+        with self._lock:
+            place = bisect_right(self._marks, (token, self._num_documents + 1))
+            (low, first), (high, end) = self._marks[place - 1], self._marks[place]
+        steps = 0
+        while True:
+            steps += 1
+            is_halved = steps > _INTERPOLATIONS and steps % 2
+            share = (end - first) // 2 if is_halved else (token - low) * (end - first) // (high - low)
+            number = (first + share) // BLOCK_DOCUMENTS
+            block = self._block(number)
+            if token < block[0]:
+                high, end = int(block[0]), number * BLOCK_DOCUMENTS
+            elif token >= block[-1]:
+                low, first = int(block[-1]), (number + 1) * BLOCK_DOCUMENTS
+            else:
+                return number * BLOCK_DOCUMENTS + int(np.searchsorted(block, token, side="right")) - 1
+
+    def _block(self, number: int) -> np.ndarray:
+        """Returns the starts of a block's documents and of the one after them, which many threads may ask for."""
+        with self._lock:
+            is_new = number not in self._blocks
+            found = self._blocks.setdefault(number, Future())
+            self._blocks.move_to_end(number)
+            while len(self._blocks) > max(1, KEPT_BYTES // (8 * BLOCK_DOCUMENTS)):
+                self._blocks.popitem(last=False)
+        if is_new:
+            try:
+                found.set_result(self._read(number))
+            except BaseException as error:
+                with self._lock:
+                    self._blocks.pop(number, None)
+                found.set_exception(error)
+        return found.result()
+
+    def _read(self, number: int) -> np.ndarray:
+        first = number * BLOCK_DOCUMENTS
+        last = min(first + BLOCK_DOCUMENTS, self._num_documents)
+        block = np.frombuffer(self._path.read_range(*self._bytes(first, last)), "<i8")
+        if block[0] < 0 or block[-1] > self._num_tokens or (np.diff(block) < 0).any():
+            raise self._damaged(f"documents {first} to {last} are not in order")
+        with self._lock:
+            for mark in ((int(block[0]), first), (int(block[-1]), last)):
+                place = bisect_right(self._marks, mark)
+                if self._marks[place - 1] != mark and len(self._marks) < _MOST_MARKS:
+                    insort(self._marks, mark)
+        return block
+
+    def _damaged(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self._path}: the table of documents cannot be used: {problem}; prepare the store again")
+
+    def _bytes(self, first: int, last: int) -> tuple[int, int]:
+        """Returns the bytes of the file that hold the starts of documents `first` to `last`."""
+        return self._begin + 8 * first, self._begin + 8 * (last + 1)
