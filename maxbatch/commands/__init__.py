@@ -48,10 +48,11 @@ COMMANDS: dict[str, Command] = {
          "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4")),
     "fit": Command(
         "maxbatch.commands.fit.command",
-        "Find the largest batch that fits, by asking the compiler.",
-        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--json] [--write FILE]",
+        "Find the largest batch that fits, and with --mesh auto the axes, by asking the compiler.",
+        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--mesh auto] [--json] [--write FILE]",
         ("maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
-         "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml")),
+         "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
+         "maxbatch fit model_name=llama2-7b global_batch_size=256 --topology v5p:4x4x4 --mesh auto")),
     "compile": Command(
         "maxbatch.commands.compile",
         "Compile every program of a run ahead of time, for this machine or a TPU that is not here.",

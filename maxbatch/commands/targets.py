@@ -38,6 +38,12 @@ def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
     Raises:
       ConfigError: the flags contradict each other, the devices cannot run the model, or a rule of the batch is broken.
     """
+    config, target = config_and_target(args)
+    return config, target, plan_on(config, target)
+
+
+def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
+    """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
     config = config_of(args)
     check_batch_keys(config)
     if args.topology and args.simulate_devices:
@@ -46,13 +52,21 @@ def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
     config = with_flags(config, parse_slice(args.topology).version if args.topology else None)
-    target = find_target(args.topology, args.slices)
+    return config, find_target(args.topology, args.slices)
+
+
+def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
+    """Returns the batch plan of a config on the mesh of devices.
+
+    Raises:
+      ConfigError: the devices cannot run the model, or a rule of the batch is broken.
+    """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.training.compile.lowering import checked_mesh_shape
 
     shape = checked_mesh_shape(config, target.devices)
     epoch = samples_per_epoch_if_cached(config)
-    return config, target, BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
+    return BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:

@@ -10,15 +10,18 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.values import exact, plain_number
+from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
+from maxbatch.training.compile.target import Target
 
 # From the least to the most rematerialisation; all are tried if the global batch is stated.
 POLICIES = ("none", "minimal", "full")
@@ -82,10 +85,25 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is asked."""
+
+    config: ConfigDict  # as the user states it
+    target: Target
+    any_mesh: bool  # the axes that the config does not state may be chosen
+
+    @property
+    def states_batch(self) -> bool:
+        """Whether the global batch is stated; the cut and the remat policy are then chosen."""
+        return self.config.gradient_accumulation_steps is None
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
-    """A micro-batch that fits under a remat policy."""
+    """A micro-batch that fits under a remat policy, on a mesh."""
 
     remat_policy: str
+    mesh: MeshShape
     shape: BatchShape
     per_device_batch_size: int | float | Fraction
     verdict: Verdict
@@ -100,12 +118,18 @@ class Choice:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The order of ways to one batch: the least modelled time first.
+        """The order of ways: the least modelled time for a sample first.
 
         Without a clock it is the largest micro-batch, and among equals the least rematerialisation.
         """
         order = POLICIES.index(self.remat_policy) if self.remat_policy in POLICIES else len(POLICIES)
-        return self.modelled.modelled_step_s or 0.0, -self.shape.micro_batch, order
+        return (self.modelled.modelled_step_s or 0.0) / self.global_batch, -self.shape.micro_batch, order
+
+    def keys(self, wanted: Wanted) -> dict[str, Value]:
+        """Returns the config keys that the choice changes."""
+        changes: dict[str, Value] = {"per_device_batch_size": self.per_device_batch_size}
+        changes |= {"remat_policy": self.remat_policy} if wanted.states_batch else {}
+        return changes | (keys_to_state(self.mesh, wanted.config) if wanted.any_mesh else {})
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the choice as `--json` prints it."""
@@ -117,6 +141,7 @@ class Choice:
             "micro_batch_size_to_train_on": self.shape.micro_batch,
             "global_batch_size_to_train_on": self.global_batch,
             "remat_policy": self.remat_policy,
+            **mesh_keys(self.mesh),
             "hbm_bytes_needed": self.verdict.needed_bytes,
             "hbm_bytes_available": self.verdict.available_bytes,
             "memory": {f"{kind}_bytes": size for kind, size in dataclasses.asdict(self.parts).items()},
@@ -153,6 +178,7 @@ def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict 
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     return Choice(
         oracle.config.remat_policy,
+        oracle.mesh,
         shape,
         sizes.per_device(shape.micro_batch),
         verdict,

@@ -8,26 +8,29 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import local_path, note
-from maxbatch.commands.targets import add_target_arguments, planned
-from maxbatch.config.loading import dump_config, keys
+from maxbatch.commands.arguments import config_arguments, local_path, note
+from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on
+from maxbatch.config.loading import dump_config, keys, resolve
+from maxbatch.config.values import Value
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
 
 if TYPE_CHECKING:
-    from maxbatch.commands.fit.choices import Choice
-    from maxbatch.commands.fit.oracle import CompilerOracle
+    from maxbatch.commands.fit.choices import Wanted
+    from maxbatch.commands.fit.ways import Way
     from maxbatch.training.compile.target import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch fit`."""
     add_target_arguments(parser)
+    mesh = "auto: also choose the data, fsdp and tensor axes that the config does not state (default: stated)"
+    parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)
     parser.add_argument("--write", type=local_path, metavar="FILE", help="put the choice into this config file")
 
 
@@ -37,41 +40,80 @@ def run(args: argparse.Namespace) -> int:
     The first Ctrl-C ends the process at once: compilations that are under way cannot be interrupted, and waiting for
     them would take minutes.
     """
-    config, target, plan = planned(args)
-    from maxbatch.commands.fit.choices import POLICIES, Sizes
-    from maxbatch.commands.fit.oracle import CompilerOracle
+    config, target = config_and_target(args)
+    from maxbatch.commands.fit.choices import Wanted
     from maxbatch.commands.fit.view import record, show
     from maxbatch.commands.fit.ways import find_ways
+    from maxbatch.training.compile.modelled import has_clock
 
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not say how much memory it has")
-    wants_batch = config.gradient_accumulation_steps is None
-    policies = POLICIES if wants_batch else (config.remat_policy,)
-    sizes, started = Sizes.of(config, plan), time.monotonic()
+    started = time.monotonic()
 
     def say(text: str) -> None:
         if not args.json:
             note(f"[{time.monotonic() - started:.0f} s] {text}")
 
-    configs = [_with(config, remat_policy=policy) for policy in policies]
-    oracles = [CompilerOracle(one, target, plan.mesh, say) for one in configs]
+    wanted = Wanted(config, target, args.mesh == "auto")
+    ways = _ways(wanted, _stated(args), say)
+    cuts = wanted.states_batch and has_clock(target)
     try:
-        choices, skipped = find_ways(oracles, sizes, wants_batch, say)
+        choices, skipped = find_ways(ways, cuts or wanted.any_mesh, cuts, say)
     except KeyboardInterrupt as interrupt:
         code = report(interrupt)
         sys.stderr.flush()
         os._exit(code)
     if not choices:
-        raise _nothing_fits(args.json, oracles, target, sizes.per_device(sizes.rows[0]))
+        raise _nothing_fits(args.json, ways, target)
     if args.write:
-        _write(Path(args.write), config, choices[0], wants_batch)
+        _write(Path(args.write), config, choices[0].keys(wanted))
     if args.json:
-        print(json.dumps(record(choices, oracles, wants_batch, skipped), indent=2))
+        print(json.dumps(record(choices, ways, wanted, skipped), indent=2))
     else:
-        show(choices, target, wants_batch)
+        show(choices, wanted, skipped)
         if args.write:
             print(f"written to {args.write}")
     return EXIT_DONE
+
+
+def _stated(args: argparse.Namespace) -> frozenset[str]:
+    """Returns the keys that are stated above base.yml."""
+    settings = resolve(*config_arguments(args))
+    return frozenset(name for name, setting in settings.items() if setting.layer != "base.yml")
+
+
+def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
+    """Returns what may be compiled: on each mesh every remat policy if the batch is stated.
+
+    Raises:
+      ConfigError: no mesh can run the model and its batch.
+    """
+    from maxbatch.commands.fit.choices import POLICIES, Sizes
+    from maxbatch.commands.fit.meshes import mesh_text, proposals
+    from maxbatch.commands.fit.oracle import CompilerOracle
+    from maxbatch.commands.fit.ways import Way
+    from maxbatch.parallel.mesh import num_slices
+
+    config, target = wanted.config, wanted.target
+    meshes: list[dict[str, Value]] = []
+    if wanted.any_mesh:
+        meshes = list(proposals(config, stated, len(target.devices), num_slices(target.devices)))
+    policies = POLICIES if wanted.states_batch else (config.remat_policy,)
+    ways, refused = [], list[ConfigError]()
+    for axes in meshes or [{}]:
+        one = _with(config, **axes)
+        try:
+            plan = plan_on(one, target)
+            sizes = Sizes.of(one, plan)
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        name = mesh_text(plan.mesh, config) if wanted.any_mesh else ""
+        for policy in policies:
+            ways.append(Way(CompilerOracle(_with(one, remat_policy=policy), target, plan.mesh, say), sizes, name))
+    if not ways:
+        raise refused[0]
+    return ways
 
 
 def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
@@ -80,11 +122,12 @@ def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
     return changed.lock()
 
 
-def _nothing_fits(as_json: bool, oracles: Sequence[CompilerOracle], target: Target, smallest: object) -> TrainingError:
+def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> TrainingError:
     from maxbatch.training.compile.memory import gigabytes
 
-    last = oracles[-1]
-    verdict = min((asked.verdict for asked in last.asked.values()), key=lambda v: v.needed_bytes or 2**63)
+    last = ways[-1]
+    smallest = last.sizes.per_device(last.sizes.rows[0])
+    verdict = min((asked.verdict for asked in last.oracle.asked.values()), key=lambda v: v.needed_bytes or 2**63)
     if as_json:
         record = {
             "per_device_batch_size": None,
@@ -93,7 +136,7 @@ def _nothing_fits(as_json: bool, oracles: Sequence[CompilerOracle], target: Targ
             "target": target.name,
         }
         print(json.dumps(record, indent=2))
-    more = "" if last.config.remat_policy == "full" else "remat_policy=full, "
+    more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
     return TrainingError(
         f"not even per_device_batch_size={smallest} fits {target.name}: it needs "
         f"{gigabytes(verdict.needed_bytes)} per device of {gigabytes(verdict.available_bytes)}; try {more}"
@@ -101,11 +144,8 @@ def _nothing_fits(as_json: bool, oracles: Sequence[CompilerOracle], target: Targ
     )
 
 
-def _write(path: Path, config: ConfigDict, best: Choice, wants_batch: bool) -> None:
+def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None:
     """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
-    changes: dict[str, Any] = {"per_device_batch_size": best.per_device_batch_size}
-    if wants_batch:
-        changes["remat_policy"] = best.remat_policy
     try:
         if not path.exists():
             path.write_text(dump_config(_with(config, **changes)))

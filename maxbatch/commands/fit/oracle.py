@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.feed.placement import BatchShape
@@ -84,7 +85,8 @@ class CompilerOracle:
                 lowered = self._programs.step(shape)
             self._say(
                 f"compiling a micro-batch of {shape.micro_batch:,}, {shape.max_micro_batches} of them, "
-                f"remat_policy={self.config.remat_policy}, for {self.target.name}{self._bounds()}"
+                f"{mesh_text(self.mesh, self.config)} remat_policy={self.config.remat_policy}, for "
+                f"{self.target.name}{self._bounds()}"
             )
             verdict, executable = compile_for(lowered, self.target)
             modelled = Modelled()

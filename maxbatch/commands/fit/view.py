@@ -8,30 +8,30 @@ from typing import Any
 
 from rich.table import Table
 
-from maxbatch.commands.fit.choices import Choice
-from maxbatch.commands.fit.oracle import CompilerOracle
+from maxbatch.commands.fit.choices import Choice, Wanted
+from maxbatch.commands.fit.meshes import mesh_text
+from maxbatch.commands.fit.ways import Way
 from maxbatch.plan.view import plan_console
 from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.modelled import has_clock
-from maxbatch.training.compile.target import Target
 
 
-def record(
-    choices: Sequence[Choice], oracles: Sequence[CompilerOracle], wants_batch: bool, skipped: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Returns what `--json` prints: the best choice, why not one more, every question, and the policies left out."""
-    following, target = choices[0].next_verdict, oracles[0].target
+def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, Any]:
+    """Returns what `--json` prints: the best choice, why not one more, every question, and the ways left out."""
+    following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
         **choices[0].to_dict(),
+        "mesh": mesh_text(choices[0].mesh, wanted.config),
         "target": target.name,
         "num_devices": len(target.devices),
         "memory_source": target.memory_source,
-        "ranked_by": "modelled_step_s" if has_clock(target) else "micro_batch_size_to_train_on",
+        "ranked_by": _ranked_by(wanted),
         "next_size": next_size,
         "asked": [
             {
-                "remat_policy": oracle.config.remat_policy,
+                "mesh": mesh_text(way.oracle.mesh, wanted.config),
+                "remat_policy": way.oracle.config.remat_policy,
                 "micro_batch_size_to_train_on": shape.micro_batch,
                 "gradient_accumulation_steps": shape.max_micro_batches,
                 "fits": asked.verdict.fits,
@@ -39,25 +39,33 @@ def record(
                 "compile_s": round(asked.verdict.seconds, 2),
                 "cached": asked.cached,
             }
-            for oracle in oracles
-            for shape, asked in oracle.asked.items()
+            for way in ways
+            for shape, asked in way.oracle.asked.items()
         ],
     }
-    if wants_batch:
+    if wanted.states_batch or wanted.any_mesh:
         found["alternatives"] = [choice.to_dict() for choice in choices]
         found["no_time_for"] = list(skipped)
     return found
 
 
-def show(choices: Sequence[Choice], target: Target, wants_batch: bool) -> None:
-    """Prints the answer, its memory by kind, and the ways to a stated global batch, the best first."""
-    best, console = choices[0], plan_console()
+def _ranked_by(wanted: Wanted) -> str:
+    if not has_clock(wanted.target):
+        return "micro_batch_size_to_train_on"
+    return "modelled_step_s" if wanted.states_batch else "modelled_tokens_per_second_per_device"
+
+
+def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> None:
+    """Prints the answer, its memory by kind, and the ways to it, the best first."""
+    best, target, console = choices[0], wanted.target, plan_console()
     is_largest = best.next_verdict is None or not best.next_verdict.fits
     what = "the largest that fits" if is_largest else "the fastest that fits by the compiler's clock on"
     print(
         f"per_device_batch_size={best.per_device_batch_size} is {what} {target.name} "
         f"(remat_policy={best.remat_policy}):"
     )
+    if wanted.any_mesh:
+        print(f"the mesh: {mesh_text(best.mesh, wanted.config)}")
     needed, available = gigabytes(best.verdict.needed_bytes), gigabytes(best.verdict.available_bytes)
     print(f"{needed} of {available} per device ({target.memory_source})")
     if best.next_verdict is not None and not best.next_verdict.fits:
@@ -69,21 +77,31 @@ def show(choices: Sequence[Choice], target: Target, wants_batch: bool) -> None:
     console.print(kinds)
     if has_clock(target):
         print(_modelled(best))
-    if not wants_batch:
-        return
-    columns = ["remat", "per device", "micro-batch x steps", "needed"]
-    columns += ["compute", "kernels", "exposed", "modelled step", "MFU"] if has_clock(target) else []
-    table = Table(*columns, title=f"ways to a global batch of {best.global_batch:,}, the best first")
+    if wanted.states_batch or wanted.any_mesh:
+        _show_ways(choices, wanted)
+    if skipped:
+        print(f"no time for: {'; '.join(skipped)}. The same command again goes on with them")
+
+
+def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
+    timed = has_clock(wanted.target)
+    columns = ["mesh"] if wanted.any_mesh else []
+    columns += ["remat", "per device", "micro-batch x steps", "needed"]
+    columns += ["compute", "kernels", "exposed", "modelled step", "MFU"] if timed else []
+    to = f"a global batch of {choices[0].global_batch:,}" if wanted.states_batch else "run, each with its largest batch"
+    table = Table(*columns, title=f"ways to {to}, the best first")
     for choice in choices:
         modelled, cut = choice.modelled, f"{choice.shape.micro_batch:,} x {choice.shape.max_micro_batches}"
-        cells = [choice.remat_policy, str(choice.per_device_batch_size), cut, gigabytes(choice.verdict.needed_bytes)]
-        if has_clock(target):
+        axes = " x ".join(f"{axis} {size}" for axis, size in choice.mesh.sizes.items() if size > 1)
+        cells = [axes or "1 device"] if wanted.any_mesh else []
+        cells += [choice.remat_policy, str(choice.per_device_batch_size), cut, gigabytes(choice.verdict.needed_bytes)]
+        if timed:
             cells += [f"{(cycles or 0) / 1e6:,.0f}M" for cycles in (modelled.compute_cycles, modelled.kernel_cycles)]
             cells += [gigabytes(modelled.exposed_collective_bytes)]
             cells += [f"{(modelled.modelled_step_s or 0) * 1e3:,.0f} ms", f"{modelled.modelled_mfu or 0:.1%}"]
         table.add_row(*cells)
-    console.print(table)
-    if not has_clock(target):
+    plan_console().print(table)
+    if not timed:
         print("no compiler's clock for these devices: the larger micro-batch comes first, then the least recomputation")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -10,11 +11,25 @@ from functools import partial
 
 from maxbatch.commands.fit.choices import Choice, Sizes, choose, choose_smaller
 from maxbatch.commands.fit.oracle import CORES, CompilerOracle
-from maxbatch.training.compile.modelled import has_clock
 
-_BUDGET_S = 350  # within which the ways that a clock ranks are compiled
+_BUDGET_S = 350  # within which the ways that are compiled one after the other are done
 _SIGN_OF_LIFE_S = 30
 _LIKELY_BEST = ("minimal", "full")  # the policies that are compiled first
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A mesh and a remat policy, with the micro-batches that it may have."""
+
+    oracle: CompilerOracle
+    sizes: Sizes
+    mesh: str = ""  # the config keys of its mesh; "" for the one that is stated
+
+    @property
+    def name(self) -> str:
+        """What it is called where it is left out."""
+        policy: str = self.oracle.config.remat_policy
+        return f"{self.mesh} remat_policy={policy}" if self.mesh else policy
 
 
 class Stopwatch:
@@ -37,15 +52,17 @@ class Stopwatch:
 
 
 def find_ways(
-    oracles: Sequence[CompilerOracle], sizes: Sizes, wants_batch: bool, say: Callable[[str], None]
+    ways: Sequence[Way], in_turn: bool, cuts: bool, say: Callable[[str], None]
 ) -> tuple[list[Choice], list[str]]:
-    """Returns what fits, the best first, and the remat policies that there was no time for.
+    """Returns what fits, the best first, and the names of the ways that there was no time for.
 
-    Of each oracle it is the largest micro-batch, and smaller ones if a clock ranks them.
+    Args:
+      ways: each gives the largest micro-batch that fits.
+      in_turn: one after the other while there is time, the likely best first; else side by side.
+      cuts: whether smaller micro-batches are tried in the time that is left; only `in_turn`.
+      say: called with a line of text for a person.
     """
-    find = partial(_side_by_side, oracles, sizes)
-    if wants_batch and has_clock(oracles[0].target):
-        find = partial(_one_by_one, oracles, sizes, Stopwatch())
+    find = partial(_one_by_one, ways, Stopwatch(), cuts) if in_turn else partial(_side_by_side, ways)
     # In a thread, which a Ctrl-C does not wait for.
     pool = ThreadPoolExecutor(1, "maxbatch-fit")
     try:
@@ -55,41 +72,43 @@ def find_ways(
                 break
             if second % _SIGN_OF_LIFE_S == 0:
                 say("still compiling")
-        choices, skipped = work.result()
+        choices, left = work.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+    skipped = [way.name for way in left]
     if skipped:
-        say(f"no time left for remat_policy={', '.join(skipped)}")
+        say(f"no time left for {', '.join(skipped)}; the same command again goes on with them")
     return sorted(choices, key=lambda choice: choice.rank), skipped
 
 
-def _side_by_side(oracles: Sequence[CompilerOracle], sizes: Sizes) -> tuple[list[Choice], list[str]]:
-    """Returns what fits under each policy; where there are cores, also a size and the next one side by side."""
-    at_once = min(2, max(1, CORES // len(oracles)))
-    with ThreadPoolExecutor(len(oracles), "maxbatch-fit") as pool:
-        found = list(pool.map(lambda oracle: choose(oracle, sizes, at_once), oracles))
+def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
+    """Returns what fits in each way; where there are cores, also a size and the next one side by side."""
+    at_once = min(2, max(1, CORES // len(ways)))
+    with ThreadPoolExecutor(len(ways), "maxbatch-fit") as pool:
+        found = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))
     return [choice for choice in found if choice is not None], []
 
 
-def _one_by_one(
-    oracles: Sequence[CompilerOracle], sizes: Sizes, stopwatch: Stopwatch
-) -> tuple[list[Choice], list[str]]:
-    """Returns the ways that there is time for; the TPU compiler keeps two cores busy with one program."""
+def _one_by_one(ways: Sequence[Way], stopwatch: Stopwatch, cuts: bool) -> tuple[list[Choice], list[Way]]:
+    """Returns what fits of the ways that there is time for, and the others.
 
-    def likelihood(oracle: CompilerOracle) -> int:
-        policy = oracle.config.remat_policy
+    The TPU compiler keeps two cores busy with one program.
+    """
+
+    def likelihood(way: Way) -> int:
+        policy = way.oracle.config.remat_policy
         return _LIKELY_BEST.index(policy) if policy in _LIKELY_BEST else len(_LIKELY_BEST)
 
-    found: list[tuple[Choice, CompilerOracle]] = []
-    left = sorted(oracles, key=likelihood)
+    found: list[tuple[Choice, Way]] = []
+    left = sorted(ways, key=likelihood)
     while left and (not found or stopwatch.has_time):
-        oracle = left.pop(0)
-        choice = stopwatch.timed(partial(choose, oracle, sizes, at_once=1))
+        way = left.pop(0)
+        choice = stopwatch.timed(partial(choose, way.oracle, way.sizes, at_once=1))
         if choice is not None:
-            found.append((choice, oracle))
+            found.append((choice, way))
     smaller = []
-    for choice, oracle in sorted(found, key=lambda pair: pair[0].rank):
-        if not left and stopwatch.has_time:
-            smaller.append(stopwatch.timed(partial(choose_smaller, oracle, sizes, choice)))
+    for choice, way in sorted(found, key=lambda pair: pair[0].rank):
+        if cuts and not left and stopwatch.has_time:
+            smaller.append(stopwatch.timed(partial(choose_smaller, way.oracle, way.sizes, choice)))
     choices = [choice for choice, _ in found]
-    return choices + [choice for choice in smaller if choice is not None], [one.config.remat_policy for one in left]
+    return choices + [choice for choice in smaller if choice is not None], left

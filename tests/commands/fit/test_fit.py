@@ -16,6 +16,7 @@ from maxbatch.cli import main
 from maxbatch.commands.fit.choices import Choice, Sizes
 from maxbatch.commands.fit.search import Line, largest_fitting
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.plan.mesh_shape import AXES, MeshShape
 from maxbatch.training.compile.memory import Parts, Verdict, wanted_bytes
 from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target, device_facts, here
@@ -138,10 +139,12 @@ def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str
 
 
 def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
+    one_device = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
+
     def way(policy: str, rows: int, seconds: float | None) -> Choice:
         verdict, parts = Verdict(True, 1, 1, None, 0.0), Parts(0, 0, 0, 0, 0)
         modelled = Modelled(modelled_step_s=seconds)
-        return Choice(policy, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
+        return Choice(policy, one_device, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
 
     timed = [way("none", 16, 3.0), way("minimal", 8, 1.0), way("full", 64, 2.0)]
     assert [one.remat_policy for one in sorted(timed, key=lambda one: one.rank)] == ["minimal", "full", "none"]
@@ -198,6 +201,41 @@ def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: py
     written = load_config("run.yml")
     assert written.per_device_batch_size == answer["per_device_batch_size"]
     assert (written.steps, written.remat_policy) == (7, answer["remat_policy"])
+
+
+def test_any_mesh_is_answered_with_keys_to_copy(
+    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = (f"data_cache_dir={tmp_path / 'cache'}", "base_num_kv_heads=4")
+    answer = fit(capsys, "--mesh", "auto", *keys, "--write", "fitted.yml")
+    devices = len(jax.devices())
+    meshes = {way["mesh"] for way in answer["asked"]}
+    assert {f"ici_fsdp_parallelism={devices}", f"ici_data_parallelism={devices} ici_fsdp_parallelism=1"} <= meshes
+    assert answer["no_time_for"] == []
+    largest = max(way["per_device_batch_size"] for way in answer["alternatives"])
+    assert answer["per_device_batch_size"] == largest
+    assert answer["ranked_by"] == "micro_batch_size_to_train_on"
+
+    copied = fit(capsys, *keys, *answer["mesh"].split())
+    names = [f"ici_{axis}_parallelism" for axis in ("data", "fsdp", "tensor", "context", "pipeline")]
+    for name in ("per_device_batch_size", "hbm_bytes_needed", *names):
+        assert copied[name] == answer[name]
+    assert all(asked["cached"] for asked in copied["asked"])
+    written = load_config("fitted.yml")
+    assert BatchPlan.from_config(written, devices).mesh.sizes == {
+        axis: answer[name] for axis, name in zip(AXES, names, strict=True)
+    }
+
+
+def test_a_batch_smaller_than_the_devices_gets_a_mesh_that_holds_it(
+    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    half = len(jax.devices()) // 2
+    stated = (f"global_batch_size={half}", f"data_cache_dir={tmp_path / 'cache'}")
+    assert main(["fit", *TINY_RUN, *stated]) == 2
+    capsys.readouterr()
+    answer = fit(capsys, *stated, "--mesh", "auto")
+    assert answer["global_batch_size_to_train_on"] == half and answer["ici_tensor_parallelism"] == 2
 
 
 def test_where_nothing_fits_it_says_what_is_wanted(

@@ -13,8 +13,11 @@ import pytest
 from maxbatch.commands.fit import ways
 from maxbatch.commands.fit.choices import POLICIES, Choice
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.plan.mesh_shape import AXES, MeshShape
 from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
+
+ONE_DEVICE = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
 
 
 class Compiler:
@@ -30,18 +33,24 @@ class Compiler:
         seconds = {"minimal": 2.0, "full": 3.0, "none": 4.0}[policy] + rows / 1000
         parts, verdict = Parts(0, 0, 0, 0, 0), Verdict(True, 1, 1, None, 0.0)
         modelled = Modelled(modelled_step_s=seconds)
-        return Choice(policy, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
+        return Choice(policy, ONE_DEVICE, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
 
 
-def ways_within(monkeypatch: pytest.MonkeyPatch, seconds_each: float) -> tuple[Compiler, list[Choice], list[str]]:
+def way_of(policy: str, mesh: str = "") -> ways.Way:
+    oracle: Any = SimpleNamespace(config=SimpleNamespace(remat_policy=policy))
+    sizes: Any = None
+    return ways.Way(oracle, sizes, mesh)
+
+
+def ways_within(
+    monkeypatch: pytest.MonkeyPatch, seconds_each: float, meshes: tuple[str, ...] = ("",), cuts: bool = True
+) -> tuple[Compiler, list[Choice], list[str]]:
     compiler = Compiler(seconds_each)
-    monkeypatch.setattr(ways, "has_clock", lambda _: True)
     monkeypatch.setattr(ways, "Stopwatch", lambda watch=ways.Stopwatch: watch(lambda: compiler.now))
     monkeypatch.setattr(ways, "choose", compiler.choose)
     monkeypatch.setattr(ways, "choose_smaller", lambda oracle, sizes, _: compiler.choose(oracle, sizes, rows=32))
-    oracles: Any = [SimpleNamespace(config=SimpleNamespace(remat_policy=one), target=None) for one in POLICIES]
-    sizes: Any = None
-    found, skipped = ways.find_ways(oracles, sizes, True, lambda _: None)
+    tried = [way_of(policy, mesh) for mesh in meshes for policy in POLICIES]
+    found, skipped = ways.find_ways(tried, True, cuts, lambda _: None)
     return compiler, found, skipped
 
 
@@ -62,6 +71,13 @@ def test_one_way_is_always_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [choice.remat_policy for choice in found] == ["minimal"] and skipped == ["full", "none"]
 
 
+def test_every_mesh_is_compiled_before_a_second_policy_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, found, skipped = ways_within(monkeypatch, 100.0, ("a=1", "b=2"), cuts=False)
+    assert [policy for policy, _ in compiler.asked] == ["minimal", "minimal", "full"]
+    assert skipped == ["b=2 remat_policy=full", "a=1 remat_policy=none", "b=2 remat_policy=none"]
+    assert [choice.remat_policy for choice in found] == ["minimal", "minimal", "full"]
+
+
 def test_a_ctrl_c_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, main_thread = threading.Event(), threading.main_thread().ident
     assert main_thread is not None
@@ -70,15 +86,12 @@ def test_a_ctrl_c_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch
         signal.pthread_kill(main_thread, signal.SIGINT)
         compiled.wait(20)
 
-    monkeypatch.setattr(ways, "has_clock", lambda _: True)
     monkeypatch.setattr(ways, "choose", choose)
-    oracles: Any = [SimpleNamespace(config=SimpleNamespace(remat_policy="full"), target=None)]
-    sizes: Any = None
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background lacks
     try:
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            ways.find_ways(oracles, sizes, True, lambda _: None)
+            ways.find_ways([way_of("full")], True, True, lambda _: None)
         assert time.monotonic() - started < 5
     finally:
         compiled.set()

@@ -161,3 +161,16 @@ def test_too_large_a_batch_names_the_bytes(capsys: pytest.CaptureFixture[str]) -
     record = json.loads(captured.out)
     assert record["hbm_bytes_needed"] > record["hbm_bytes_available"] == TPUS["v5e"].hbm_bytes
     assert "does not fit v5e:2x2" in captured.err
+
+
+def test_any_mesh_is_ranked_by_the_clock(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = ("model_name=llama2-7b", *NARROW, "global_batch_size=64", f"data_cache_dir={tmp_path / 'cache'}")
+    stated = ("ici_data_parallelism=1", "dcn_data_parallelism=2", "--topology", "v5e:2x2", "--slices", "2")
+    assert main(["fit", *keys, *stated, "--mesh", "auto", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    ways = answer["alternatives"]
+    assert {way["ici_tensor_parallelism"] for way in ways} == {1, 2, 4}
+    assert {way["dcn_data_parallelism"] for way in ways} == {2}
+    seconds = [way["modelled_step_s"] for way in ways]
+    assert answer["modelled_step_s"] == seconds[0] == min(seconds) and answer["ranked_by"] == "modelled_step_s"
+    assert "dcn_data_parallelism=2" in answer["mesh"].split()
