@@ -42,7 +42,15 @@ class Part(enum.Enum):
 
 SAME, OURS = "the same", None
 # MaxText's names, from the least to the most that the backward pass computes again.
-REMAT_POLICIES = ("none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full")
+REMAT_POLICIES = ("none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom")
+# What remat_policy=custom says of each tensor of a layer, the first choice being the default; MaxText's names.
+REMAT_TENSORS = {
+    "decoder_layer_input": ("device", "offload"),
+    **dict.fromkeys(
+        ("query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"),
+        ("remat", "device", "offload"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +204,7 @@ ROWS: tuple[Key, ...] = (
     Key("dtype", "choice", choices=_DTYPES, fixes=_PROGRAM),
     Key("weight_dtype", "choice", choices=_DTYPES, fixes=_MODEL),
     Key("remat_policy", "choice", choices=REMAT_POLICIES, fixes=_PROGRAM),
+    *(Key(tensor, "choice", choices=choices, fixes=_PROGRAM) for tensor, choices in REMAT_TENSORS.items()),
     Key("attention", "choice", choices=("auto", "dot_product", "cudnn", "splash"), fixes=_PROGRAM),
     Key("scan_layers", "bool", fixes=_PROGRAM),
     Key("init_weights_seed", "int", _SEED, fixes=_MODEL),

@@ -31,7 +31,7 @@ from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
-from maxbatch.parallel.remat import checkpointed
+from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
 
 
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
         self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)
         self.scan_layers = config.scan_layers
-        self.remat_policy = config.remat_policy
+        self.remat = Remat.of(config)
         self.layer_runner = layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
@@ -184,7 +184,7 @@ class Decoder(nnx.Module):
             x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
             return self.final_norm(self.constrain(x_MxLxD, ("batch", "length", "embed")))
         in_loop = self.scan_layers and len(self.local_layers) > 1
-        layer = checkpointed(layer, self.remat_policy, in_loop)
+        layer = checkpointed(layer, self.remat, in_loop)
         return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, self._stacked(parameters)))
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:

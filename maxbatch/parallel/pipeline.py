@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.parallel.remat import kept_by
+from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import Constrain, activation_constraint
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
@@ -47,7 +47,7 @@ def make_pipeline(config: ConfigDict, mesh: Mesh, batch_axes: tuple[str, ...]) -
         num_repeats=config.num_pipeline_repeats,
         num_microbatches=pipeline_microbatches(config, stages),
         batch_shards=math.prod(mesh.shape[axis] for axis in batch_axes),
-        remat_policy=config.remat_policy,
+        remat=Remat.of(config),
         constrain=activation_constraint(mesh, batch_axes),
     )
 
@@ -69,7 +69,7 @@ class Pipeline:
     num_repeats: int  # R; group r x S + s is the r-th of stage s
     num_microbatches: int  # M, a multiple of S
     batch_shards: int  # devices that split the rows; every part takes its rows from all of them
-    remat_policy: str  # what the forward pass of a stage keeps for its backward pass
+    remat: Remat  # what the forward pass of a stage keeps for its backward pass
     constrain: Constrain  # places activations inside of a stage
 
     @property
@@ -127,13 +127,15 @@ class Pipeline:
             return jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
 
         def stage(weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array) -> jax.Array:
-            return layers(x_bxLxD, segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN))
+            return layers(
+                self.remat.entering(x_bxLxD), segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN)
+            )
 
         stages = jax.vmap(stage, spmd_axis_name="pipeline")
-        if self.remat_policy == "none" and self.num_repeats == 1:
+        if self.remat.keeps_all and self.num_repeats == 1:
             return stages  # its weights are the same at every tick, and JAX keeps one copy
         # Never keeps a copy of the weights, because there would be one per tick.
-        policy = jax.checkpoint_policies.dots_saveable if self.remat_policy == "none" else kept_by(self.remat_policy)
+        policy = jax.checkpoint_policies.dots_saveable if self.remat.keeps_all else self.remat.policy
         # In a loop the compiler cannot merge the recomputation with the first run, so it needs no barrier.
         return jax.checkpoint(stages, policy=policy, prevent_cse=False)
 

@@ -7,11 +7,17 @@ them so: the backward pass needs them in that form, and in no other.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from ml_collections import ConfigDict
 
+from maxbatch.config.keys import REMAT_TENSORS
+
+INPUT = "decoder_layer_input"  # of a layer; in a pipeline what enters a stage
 CONTEXT = "context"  # the output of attention, and what its kernel keeps of the softmax
 _QKV = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
@@ -29,17 +35,52 @@ def kept(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def kept_by(policy: str) -> Any:
-    """Returns JAX's policy for the name of one that keeps less than everything."""
-    return jax.checkpoint_policies.save_only_these_names(*_KEPT[policy])
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What the forward pass of a layer keeps for its backward pass, by name."""
+
+    keeps_all: bool  # `none`; the names are then empty
+    on_device: tuple[str, ...]
+    on_host: tuple[str, ...]  # moved to the host's memory and back
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Remat:
+        """Returns what a config's `remat_policy` keeps."""
+        policy = config.remat_policy
+        if policy != "custom":
+            return cls(policy == "none", _KEPT.get(policy, ()), ())
+        on_device, on_host = (
+            tuple(name for name in REMAT_TENSORS if config[name] == place) for place in ("device", "offload")
+        )
+        return cls(False, on_device, on_host)
+
+    @property
+    def policy(self) -> Any:
+        """JAX's policy, of one that does not keep everything."""
+        if not self.on_host:
+            return jax.checkpoint_policies.save_only_these_names(*self.on_device)
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(self.on_device), names_which_can_be_offloaded=list(self.on_host),
+            offload_src="device", offload_dst="pinned_host",
+        )  # fmt: skip
+
+    def entering(self, x: jax.Array) -> jax.Array:
+        """Returns the input of a layer under its name, if it is to leave the device."""
+        return kept(x, INPUT) if INPUT in self.on_host else x
 
 
-def checkpointed(layer: Any, policy: str, in_loop: bool) -> Any:
-    """Returns a layer that keeps what the policy says; `none` keeps everything.
+def checkpointed(layer: Callable[..., jax.Array], remat: Remat, in_loop: bool) -> Callable[..., jax.Array]:
+    """Returns a layer, whose first argument is its input, that keeps what `remat` says.
 
     In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier keeps it from that,
     behind which everything kept is copied.
     """
-    if policy == "none":
+    if remat.keeps_all:
         return layer
-    return jax.checkpoint(layer, policy=kept_by(policy), prevent_cse=not in_loop)
+
+    def named(x_MxLxD: jax.Array, *others: Any) -> jax.Array:
+        return layer(remat.entering(x_MxLxD), *others)
+
+    run = named if INPUT in remat.on_host else layer
+    checkpointed: Callable[..., jax.Array] = jax.checkpoint(run, policy=remat.policy, prevent_cse=not in_loop)
+    return checkpointed

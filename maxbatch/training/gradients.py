@@ -26,6 +26,7 @@ from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.pipeline import make_pipeline
+from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
 from maxbatch.training.adapters import Adapters
 from maxbatch.training.layer_gradients import SummingLayers
@@ -121,7 +122,7 @@ class Accumulation:
         def loss_fn(
             params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            summing = SummingLayers(layer_sums["layers"], config.remat_policy, constrain) if layer_sums else None
+            summing = SummingLayers(layer_sums["layers"], Remat.of(config), constrain) if layer_sums else None
             graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
             whole = self._staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
             loss, weight, figures = objective.sums(nnx.merge(graphdef, whole), rows, row_shards)

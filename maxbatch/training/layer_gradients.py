@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.model.stacked import Stacked
-from maxbatch.parallel.remat import checkpointed
+from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain
 
 PyTree = Any
@@ -32,7 +32,7 @@ class SummingLayers:
     """
 
     sums: PyTree  # float32 arrays, like the stacked parameters of the layers
-    remat_policy: str  # what the forward pass of a layer keeps for its backward pass
+    remat: Remat  # what the forward pass of a layer keeps for its backward pass
     constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
 
@@ -62,7 +62,7 @@ class SummingLayers:
 
         # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
         numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
-        layer = checkpointed(layer, self.remat_policy, in_loop=numbers_N.size > 1)
+        layer = checkpointed(layer, self.remat, in_loop=numbers_N.size > 1)
 
         def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
             (x_MxLxD, sums), (index, one) = carried, numbered

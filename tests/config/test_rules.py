@@ -148,3 +148,12 @@ def test_what_a_layer_states_displaces_a_global_batch_and_its_steps(
 
 def test_rows_per_device_of_null_need_what_they_follow_from() -> None:
     assert error_of(overrides=("per_device_batch_size=null",)).endswith("; works: per_device_batch_size=16")
+
+
+def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_by_a_layer_that_states_one() -> None:
+    with pytest.raises(ConfigError, match=r"query_proj=device: .*works: remat_policy=custom$"):
+        load_config(overrides=["query_proj=device", "remat_policy=full"])
+    Path("run.yml").write_text("remat_policy: custom\nquery_proj: device\ndecoder_layer_input: offload\n")
+    assert load_config("run.yml").query_proj == "device"
+    changed = load_config("run.yml", ["remat_policy=full"])
+    assert (changed.remat_policy, changed.query_proj, changed.decoder_layer_input) == ("full", "remat", "device")

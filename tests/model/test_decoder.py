@@ -119,10 +119,18 @@ def test_layers_in_a_loop_equal_unrolled_layers() -> None:
 
 
 @pytest.mark.parametrize("scan_layers", ["true", "false"])
-@pytest.mark.parametrize("policy", ["minimal", "full"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "minimal",
+        "full",
+        "custom query_proj=device mlpwi_0=device",
+        "custom decoder_layer_input=offload value_proj=offload out_proj=device",
+    ],
+)
 def test_rematerialisation_changes_no_gradient(policy: str, scan_layers: str) -> None:
     scan = f"scan_layers={scan_layers}"
-    assert_same(loss_and_gradient_of(f"remat_policy={policy}", scan), loss_and_gradient_of(scan))
+    assert_same(loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan))
 
 
 @pytest.mark.parametrize("policy", ["minimal", "full"])

@@ -12,14 +12,14 @@ from flax import nnx
 from maxbatch.config.keys import REMAT_POLICIES
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.rope import rope_tables
-from maxbatch.parallel.remat import checkpointed
+from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.tiny import tiny_config
 
 
 def kept_values(policy: str, *overrides: str) -> int:
     """Returns how many numbers of its tokens a layer keeps besides its input."""
-    config = tiny_config(*overrides)
+    config = tiny_config(f"remat_policy={policy}", *overrides)
     graphdef, parameters = nnx.split(DecoderLayer(config, rngs=nnx.Rngs(0), constrain=unconstrained), nnx.Param)
     length = config.max_target_length
     rope = rope_tables(length, config.head_dim, 10_000)
@@ -29,7 +29,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, parameters)(x_MxLxD, segments_MxL, rope, False)
 
-    _, backward = jax.vjp(checkpointed(layer, policy, in_loop=False), parameters, x_MxLxD)
+    _, backward = jax.vjp(checkpointed(layer, Remat.of(config), in_loop=False), parameters, x_MxLxD)
     of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 
@@ -47,5 +47,17 @@ def test_minimal_keeps_every_product_once(norms: str) -> None:
 
 
 def test_policies_are_ordered_by_what_they_keep() -> None:
-    kept = [kept_values(policy) for policy in REMAT_POLICIES if policy != "save_out_proj"]
+    kept = [kept_values(policy) for policy in REMAT_POLICIES if policy not in ("save_out_proj", "custom")]
     assert kept == sorted(kept, reverse=True)
+
+
+def test_custom_keeps_the_tensors_that_are_named() -> None:
+    config = tiny_config()
+    tokens = 2 * config.max_target_length
+    assert kept_values("custom") == kept_values("full")
+    queries = config.base_num_query_heads * config.head_dim
+    assert kept_values("custom", "query_proj=device") == tokens * queries
+    assert kept_values("custom", "mlpwi_1=device", "query_proj=device") == tokens * (queries + config.base_mlp_dim)
+    products = [f"{name}=device" for name in ("query_proj", "key_proj", "value_proj", "out_proj")]
+    products += [f"{name}=device" for name in ("mlpwi_0", "mlpwi_1", "mlpwo")]
+    assert kept_values("custom", *products) == kept_values("minimal")

@@ -84,6 +84,7 @@ def one_device_one_pass() -> tuple[Any, list[StepMetrics]]:
         (4, 4, 4, ("ici_context_parallelism=2",)),
         (3, 6, 3, ()),  # a last micro-batch that is partly padding; widths that 3 devices do not divide
         (1, 16, 1, ("scan_layers=true", "remat_policy=full")),
+        (2, 8, 2, ("scan_layers=true", "remat_policy=custom", "decoder_layer_input=offload", "query_proj=offload")),
     ],
 )
 def test_the_update_does_not_depend_on_devices_or_on_the_cut(

@@ -20,6 +20,7 @@ from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.parallel.remat import INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.training.compile.lowering import Programs
@@ -129,12 +130,15 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
     width, mlp = config.base_emb_dim, config.base_mlp_dim
-    heads = (config.base_num_query_heads + 2 * config.base_num_kv_heads) * config.head_dim
-    products = heads + 2 * width + 3 * mlp
-    kept = width + {
-        "full": 0, "save_out_proj": width, "save_qkv_proj": heads, "minimal": products,
-        "minimal_with_context": products + config.base_num_query_heads * config.head_dim, "none": 2 * products,
-    }[config.remat_policy]  # fmt: skip
+    queries, keys = (n * config.head_dim for n in (config.base_num_query_heads, config.base_num_kv_heads))
+    products = queries + 2 * keys + 2 * width + 3 * mlp
+    sizes = {
+        "query_proj": queries, "key_proj": keys, "value_proj": keys, "context": queries, "out_proj": width,
+        "mlpwi_0": mlp, "mlpwi_1": mlp, "mlpwo": width, INPUT: 0,
+    }  # fmt: skip
+    remat = Remat.of(config)
+    kept = 0 if INPUT in remat.on_host else width
+    kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
     per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
     return per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])

@@ -12,6 +12,7 @@ from maxbatch.commands.import_config.maxtext_data import translate_data
 from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, translate_form
 from maxbatch.commands.import_config.reading import config_file_of, is_yaml, read_line, read_yaml, settings_of
 from maxbatch.commands.import_config.translation import Stated, Translation
+from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.rules import PRETRAINING_BATCH
 from maxbatch.config.values import shown, shown_path
@@ -39,6 +40,15 @@ MODEL_DEFAULTS = {
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
 _MOST_BASES = 20
+# Its policies by name that are lists of tensors, with where each is kept.
+_QKV = ("query_proj", "key_proj", "value_proj")
+_AS_CUSTOM = {
+    "save_dot_with_context_except_mlp": dict.fromkeys((*_QKV, "context", "out_proj"), "device"),
+    "save_dot_except_mlpwi": dict.fromkeys((*_QKV, "out_proj", "mlpwo"), "device"),
+    "save_dot_except_mlp": dict.fromkeys((*_QKV, "out_proj"), "device"),
+    "qkv_proj_offloaded": dict.fromkeys(_QKV, "offload"),
+    "minimal_offloaded": dict.fromkeys((*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"), "offload"),
+}
 
 
 def read(path: Path) -> tuple[dict[str, Stated], list[str]]:
@@ -176,10 +186,7 @@ def _program(t: Translation) -> None:
     for word in ("dtype", "weight_dtype"):
         if t.text(word) not in ("float32", "bfloat16"):
             t.refuse(word, "float32 or bfloat16")
-    policy = t.text("remat_policy")
-    if policy not in keys()["remat_policy"].choices:
-        ours = "minimal" if policy.startswith("minimal") else "full"
-        t.map("remat_policy", "the nearest policy; the update is the same", remat_policy=ours)
+    _remat(t)
     attention = t.text("attention")
     if attention and attention not in ("dot_product",):
         t.map("attention", "the kernel that the devices have", attention="auto")
@@ -195,6 +202,23 @@ def _program(t: Translation) -> None:
         t.ignore("num_layers_per_pipeline_stage", "num_pipeline_repeats says it")
     if t.text("compiled_trainstep_file"):
         t.refuse("compiled_trainstep_file", "maxbatch compile writes the programs of this config anew")
+
+
+def _remat(t: Translation) -> None:
+    policy = t.text("remat_policy")
+    tensors = _AS_CUSTOM.get(policy)
+    if tensors is not None:
+        t.map("remat_policy", "the tensors that it keeps", remat_policy="custom", **tensors)
+    elif policy in ("minimal_flash", "minimal_with_context_and_quantization"):
+        t.map("remat_policy", "the same without its other name", remat_policy="minimal_with_context")
+    elif policy not in keys()["remat_policy"].choices:
+        ours = "minimal" if policy.startswith("minimal") else "full"
+        t.map("remat_policy", "the nearest policy; the update is the same", remat_policy=ours)
+    for word in REMAT_TENSORS:
+        if word in t and policy != "custom":
+            t.ignore(word, f"it is read with remat_policy=custom, not with {shown(policy)}")
+    if policy == "custom" and t.text("decoder_layer_input") == "remat":
+        t.map("decoder_layer_input", "nothing comes before it in a layer", decoder_layer_input="device")
 
 
 def _preset_layers(name: str) -> int:

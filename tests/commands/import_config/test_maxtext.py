@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager
+from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.config.values import exact
 from tests.helpers.imports import imported
 
@@ -197,3 +198,31 @@ def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) ->
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
+
+
+def test_the_tensors_of_custom_remat_stay_what_they_are(tmp_path: Path) -> None:
+    recipe = "remat_policy: custom\ndecoder_layer_input: offload\nquery_proj: device\nmlpwi_0: offload\nmla_q: device\n"
+    config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + recipe)
+    assert (config.remat_policy, config.decoder_layer_input) == ("custom", "offload")
+    assert (config.query_proj, config.mlpwi_0, config.key_proj) == ("device", "offload", "remat")
+    assert fates["query_proj"].fate == "mapped" and fates["mla_q"].fate == "ignored"
+    config, fates = imported("maxtext", tmp_path / "full.yml", SYNTHETIC + "remat_policy: full\nquery_proj: device\n")
+    assert (config.remat_policy, config.query_proj) == ("full", "remat") and fates["query_proj"].fate == "ignored"
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ("save_dot_except_mlp", dict.fromkeys(("query_proj", "key_proj", "value_proj", "out_proj"), "device")),
+        ("qkv_proj_offloaded", dict.fromkeys(("query_proj", "key_proj", "value_proj"), "offload")),
+    ],
+)
+def test_its_named_policies_become_the_tensors_that_they_keep(
+    tmp_path: Path, policy: str, kept: dict[str, str]
+) -> None:
+    config, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}remat_policy: {policy}\n")
+    assert config.remat_policy == "custom"
+    assert {name: config[name] for name in REMAT_TENSORS if config[name] not in ("remat",)} == {
+        "decoder_layer_input": "device",
+        **kept,
+    }
