@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
+from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan
@@ -23,7 +24,7 @@ from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target
 
-# From the least to the most rematerialisation; all are tried if the global batch is stated.
+# From the least to the most rematerialisation; all are tried if the global batch is stated, and the config's own.
 POLICIES = ("none", "minimal", "full")
 _MOST_ROWS = 1 << 16  # of a micro-batch and data shard that the search tries
 
@@ -129,6 +130,8 @@ class Choice:
         """Returns the config keys that the choice changes."""
         changes: dict[str, Value] = {"per_device_batch_size": self.per_device_batch_size}
         changes |= {"remat_policy": self.remat_policy} if wanted.states_batch else {}
+        if self.remat_policy != "custom":  # which alone may state where tensors are kept
+            changes |= {name: first for name, (first, *_) in REMAT_TENSORS.items() if wanted.config[name] != first}
         return changes | (keys_to_state(self.mesh, wanted.config) if wanted.any_mesh else {})
 
     def to_dict(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     meshes: list[dict[str, Value]] = []
     if wanted.any_mesh:
         meshes = list(proposals(config, stated, len(target.devices), num_slices(target.devices)))
-    policies = POLICIES if wanted.states_batch else (config.remat_policy,)
+    policies = dict.fromkeys((*POLICIES, config.remat_policy)) if wanted.states_batch else (config.remat_policy,)
     ways, refused = [], list[ConfigError]()
     for axes in meshes or [{}]:
         one = _with(config, **axes)

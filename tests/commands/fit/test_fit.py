@@ -203,6 +203,15 @@ def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: py
     assert (written.steps, written.remat_policy) == (7, answer["remat_policy"])
 
 
+def test_a_policy_that_is_stated_is_tried_beside_the_others(
+    small_memory: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.yml").write_text("remat_policy: custom\nquery_proj: device\n")
+    answer = fit(capsys, "run.yml", "global_batch_size=64", "--write", "run.yml")
+    assert {way["remat_policy"] for way in answer["alternatives"]} == {"none", "minimal", "full", "custom"}
+    assert load_config("run.yml").remat_policy == answer["remat_policy"]
+
+
 def test_any_mesh_is_answered_with_keys_to_copy(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
