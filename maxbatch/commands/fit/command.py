@@ -117,9 +117,8 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
 
 
 def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
-    changed = ConfigDict(config.to_dict())
-    changed.update(changes)
-    return changed.lock()
+    # A new one, since a ConfigDict refuses values of another type: a fraction of a row where a whole number stood.
+    return ConfigDict(config.to_dict() | changes).lock()
 
 
 def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> TrainingError:

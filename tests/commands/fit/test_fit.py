@@ -215,32 +215,36 @@ def test_a_policy_that_is_stated_is_tried_beside_the_others(
 def test_any_mesh_is_answered_with_keys_to_copy(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    keys = (f"data_cache_dir={tmp_path / 'cache'}", "base_num_kv_heads=4")
+    keys = (f"data_cache_dir={tmp_path / 'cache'}", "ici_data_parallelism=1", "base_num_decoder_layers=1")
     answer = fit(capsys, "--mesh", "auto", *keys, "--write", "fitted.yml")
     devices = len(jax.devices())
     meshes = {way["mesh"] for way in answer["asked"]}
-    assert {f"ici_fsdp_parallelism={devices}", f"ici_data_parallelism={devices} ici_fsdp_parallelism=1"} <= meshes
+    assert meshes == {
+        f"ici_fsdp_parallelism={devices}",
+        f"ici_fsdp_parallelism={devices // 2} ici_tensor_parallelism=2",
+    }
     assert answer["no_time_for"] == []
     largest = max(way["per_device_batch_size"] for way in answer["alternatives"])
     assert answer["per_device_batch_size"] == largest
     assert answer["ranked_by"] == "micro_batch_size_to_train_on"
 
-    copied = fit(capsys, *keys, *answer["mesh"].split())
-    names = [f"ici_{axis}_parallelism" for axis in ("data", "fsdp", "tensor", "context", "pipeline")]
-    for name in ("per_device_batch_size", "hbm_bytes_needed", *names):
-        assert copied[name] == answer[name]
-    assert all(asked["cached"] for asked in copied["asked"])
-    written = load_config("fitted.yml")
-    assert BatchPlan.from_config(written, devices).mesh.sizes == {
-        axis: answer[name] for axis, name in zip(AXES, names, strict=True)
-    }
+    axes = {axis: answer[f"ici_{axis}_parallelism"] for axis in AXES}
+    copied = load_config(overrides=[*TINY_RUN, *keys, *answer["mesh"].split()])
+    for config in (copied, load_config("fitted.yml")):
+        assert MeshShape.from_config(config, devices).sizes == axes
 
 
 def test_a_batch_smaller_than_the_devices_gets_a_mesh_that_holds_it(
-    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("maxbatch.commands.fit.choices.POLICIES", ("full",))
     half = len(jax.devices()) // 2
-    stated = (f"global_batch_size={half}", f"data_cache_dir={tmp_path / 'cache'}")
+    stated = (
+        f"global_batch_size={half}",
+        "ici_data_parallelism=1",
+        "remat_policy=full",
+        f"data_cache_dir={tmp_path / 'cache'}",
+    )
     assert main(["fit", *TINY_RUN, *stated]) == 2
     capsys.readouterr()
     answer = fit(capsys, *stated, "--mesh", "auto")
