@@ -163,8 +163,11 @@ def test_too_large_a_batch_names_the_bytes(capsys: pytest.CaptureFixture[str]) -
     assert "does not fit v5e:2x2" in captured.err
 
 
-def test_any_mesh_is_ranked_by_the_clock(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    keys = ("model_name=llama2-7b", *NARROW, "global_batch_size=64", f"data_cache_dir={tmp_path / 'cache'}")
+def test_any_mesh_is_ranked_by_the_clock(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxbatch.commands.fit.choices.POLICIES", ("full",))  # the preset's own
+    keys = ("model_name=llama2-7b", *NARROW, "global_batch_size=8", f"data_cache_dir={tmp_path / 'cache'}")
     stated = ("ici_data_parallelism=1", "dcn_data_parallelism=2", "--topology", "v5e:2x2", "--slices", "2")
     assert main(["fit", *keys, *stated, "--mesh", "auto", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
