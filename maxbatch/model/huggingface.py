@@ -6,10 +6,12 @@ Names and layouts are those of the transformers library (https://github.com/hugg
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
 import numpy as np
 
+Array = TypeVar("Array", np.ndarray, jax.Array)
 ParameterPath = tuple[str, ...]
 Axes = tuple[tuple[int, ...], ...]
 
@@ -26,8 +28,8 @@ class Layout(NamedTuple):
         """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer)."""
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
-    def to_parameter(self, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns a view of a part of the tensor as the parameter, whose shape it is given."""
+    def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
+        """Returns a part of the tensor as the parameter, whose shape it is given; of NumPy's a view."""
         order = [axis for group in self.axes for axis in group]
         return part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 

@@ -1,7 +1,7 @@
 """Files of the safetensors format: a JSON header with each tensor's dtype, shape and place, then their bytes.
 
 The format is that of https://huggingface.co/docs/safetensors. Tensors are read as memory maps, bfloat16 too, so that a
-slice of one touches its own pages only.
+slice of one touches its own pages only, and from an object store by ranges.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -25,6 +26,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_RANGE = 32 << 20  # bytes of an object that one request reads
+_REQUESTS = 8  # for one tensor at a time
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
 
 
@@ -37,14 +40,37 @@ class StoredTensor(NamedTuple):
     offset: int  # of its first byte in the file
 
     def array(self) -> np.ndarray:
-        """Returns the tensor, read-only: a memory map, or what one request to an object store brings."""
-        dtype, shape = DTYPES[self.dtype], self.shape
+        """Returns the tensor, read-only."""
+        return self.rows(0, self.shape[0]) if self.shape else self._values(self.offset, ())
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Returns rows `first` to before `last`, read-only: of a memory map, or by ranges of an object."""
+        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+        return self._values(self.offset + first * row_bytes, (last - first, *self.shape[1:]))
+
+    def _values(self, begin: int, shape: tuple[int, ...]) -> np.ndarray:
+        dtype = DTYPES[self.dtype]
         if 0 in shape:
             return np.zeros(shape, dtype)
         if isinstance(self.file, RemotePath):
-            end = self.offset + math.prod(shape) * dtype.itemsize
-            return np.frombuffer(self.file.read_range(self.offset, end), dtype).reshape(shape)
-        return np.memmap(self.file, dtype, mode="r", offset=self.offset, shape=shape)
+            content = _in_ranges(self.file, begin, begin + math.prod(shape) * dtype.itemsize)
+            return np.frombuffer(content, dtype).reshape(shape)
+        return np.memmap(self.file, dtype, mode="r", offset=begin, shape=shape)
+
+
+def _in_ranges(file: RemotePath, begin: int, end: int) -> bytes | memoryview:
+    """Returns bytes of an object, a large part by several requests at a time."""
+    if end - begin <= _RANGE:
+        return file.read_range(begin, end)
+    content = bytearray(end - begin)
+
+    def read(first: int) -> None:
+        last = min(first + _RANGE, end)
+        content[first - begin : last - begin] = file.read_range(first, last)
+
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        list(threads.map(read, range(begin, end, _RANGE)))
+    return memoryview(content).toreadonly()
 
 
 def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:

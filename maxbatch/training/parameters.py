@@ -22,7 +22,7 @@ from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.adapters import Adapters
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
-from maxbatch.training.huggingface import parameter_reader
+from maxbatch.training.huggingface_reading import parameter_reader
 from maxbatch.training.state import TrainState, abstract_model
 
 Reader = Callable[[nnx.State], nnx.State]

@@ -14,7 +14,7 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.training import huggingface
+from maxbatch.training import huggingface_reading
 from maxbatch.training.export import export_model
 from maxbatch.training.huggingface import parameter_path
 from maxbatch.training.parameters import load_parameters
@@ -122,8 +122,8 @@ def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: py
         sizes.append(sum(array.nbytes for array in jax.live_arrays()))
         return read(*arguments)
 
-    read = huggingface._read
-    monkeypatch.setattr(huggingface, "_read", recorded)
+    read = huggingface_reading._read
+    monkeypatch.setattr(huggingface_reading, "_read", recorded)
     before = sum(array.nbytes for array in jax.live_arrays())
     export_model(str(write_folder(tmp_path / "model")), str(tmp_path / "export"), None)
     largest = max(tensor.nbytes for tensor in tiny_llama_tensors().values())

@@ -20,7 +20,7 @@ from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.export import export_model
-from maxbatch.training.huggingface import parameter_reader
+from maxbatch.training.huggingface_reading import parameter_reader
 from maxbatch.training.parameters import load_parameters
 from maxbatch.training.peft import export_adapters
 from maxbatch.training.pretraining import train
