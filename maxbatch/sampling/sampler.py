@@ -91,7 +91,8 @@ class Sampler:
       mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
         shardings of the parameters.
       rescores: below float32 the pass over one token rounds otherwise than a training pass, by up to 0.05 in a
-        log-probability; true: a training pass over the responses gives the log-probabilities there.
+        log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
+        over the responses gives the log-probabilities there.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Sampler:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
+        switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
         self._program = _Program(
             graphdef=nnx.graphdef(model),
             length=length,
@@ -109,7 +111,7 @@ class Sampler:
             truncates=False,
             end_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
-            rescores=rescores and config.dtype != "float32",
+            rescores=rescores and (config.dtype != "float32" or switches_rope),
         )
         self._drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
         # A token may have several of these roles, and the end of the text must stay drawable.
