@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -11,11 +12,22 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 
 # How long an example takes says nothing on a machine that others share.
 settings.register_profile("maxbatch", deadline=None)
 settings.load_profile("maxbatch")
+
+# Nothing of what the user's environment says to the code under test.
+_FOREIGN = ("MAXBATCH_", "JAX_", "LIBTPU_", "TPU_", "AWS_", "TENSORSTORE_", "STORAGE_EMULATOR_", "GCSFS_", "FSSPEC_")
+for _key in [key for key in os.environ if key.startswith(_FOREIGN)]:
+    del os.environ[_key]
+for _key in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_key, None)
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One folder for the whole session, shared by the workers of pytest-xdist and by the commands that tests start.
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
@@ -24,10 +36,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # No dtypes and no ranks mix by accident.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-# Level 0 halves the time that compiling takes; what is computed is the same.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
-for _key in [key for key in os.environ if key.startswith("MAXBATCH_")]:
-    del os.environ[_key]
+os.environ["XLA_FLAGS"] = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count=8"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.command import environment, wait_until
+from tests.helpers.command import Hold, environment, recorded, wait_until
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
@@ -198,13 +199,13 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
     calls, run_dir = tmp_path / "calls", tmp_path / "run"
     calls.touch()
-    metrics = run_dir / "metrics.jsonl"
+    hold = Hold(3, tmp_path)
 
     def start_job() -> subprocess.Popen[str]:
         job = free_job_id()
-        variables = {"CALLS": str(calls), "SLURM_NTASKS": "2", "SLURM_JOB_ID": job, "JAX_PLATFORMS": "cpu"}
+        variables = {"CALLS": str(calls), "SLURM_NTASKS": "2", "SLURM_JOB_ID": job} | hold.variables
         return subprocess.Popen(
-            [LAUNCH / "slurm.sh", *TINY_RUN, f"run_dir={run_dir}", "steps=60", "per_device_batch_size=2"],
+            [LAUNCH / "slurm.sh", *TINY_RUN, f"run_dir={run_dir}", "steps=30", "per_device_batch_size=2"],
             env=with_commands(tmp_path / "bin", **variables),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -212,25 +213,27 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
 
     def finish(job: subprocess.Popen[str]) -> tuple[int, str]:
         try:
-            output, _ = job.communicate(timeout=240)
+            output, _ = job.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
             raise
         return job.returncode, output
 
     job = start_job()
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, job, timeout=240)
+    wait_until(lambda: recorded(run_dir) >= 3, job)
     job.send_signal(signal.SIGTERM)
+    time.sleep(1)  # from the script to the tasks
+    hold.release()
     code, output = finish(job)
     assert code == 75, output
     assert re.fullmatch(r"scontrol requeue \d+\|\n", calls.read_text())
     stopped_after = len(read_metrics(run_dir))
-    assert 3 <= stopped_after < 60
+    assert 3 <= stopped_after < 30
 
     code, output = finish(start_job())
     assert code == 0, output
     assert calls.read_text().count("requeue") == 1
-    assert [m["step"] for m in read_metrics(run_dir)] == [m + 1 for m in range(60)]
+    assert [m["step"] for m in read_metrics(run_dir)] == [m + 1 for m in range(30)]
     assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), "two processes, two rows each"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -189,9 +190,9 @@ def test_what_is_named_works_as_it_stands(capsys: pytest.CaptureFixture[str], ar
     ],
 )
 def test_numbers_of_any_size_are_answered_at_once(argv: list[str]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     main(["plan", *argv, "--devices", "2147483629", "--hosts", "2147483629", "--json"])
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_a_long_value_is_not_repeated_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,9 +235,10 @@ def test_importing_the_package_loads_none_of_its_parts() -> None:
 
 def test_a_plan_answers_within_a_few_times_an_import_of_numpy() -> None:
     def seconds(*command: str) -> float:
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, *command], capture_output=True, check=True)
-        return time.perf_counter() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     plan = ("-m", "maxbatch", "plan", "--devices", "10240", "per_device_batch_size=2", "--json")
     bare = min(seconds("-c", "import numpy") for _ in range(3))

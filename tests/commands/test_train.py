@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from tests.helpers.command import environment, maxbatch, start, wait_until
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from maxbatch.cli import main
+from maxbatch.training.pretraining import train
+from tests.helpers.command import Hold, environment, maxbatch, recorded, start, wait_until
+from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -86,9 +89,8 @@ def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
 
 def kill_at(step: int, run_dir: Path, *arguments: str) -> None:
     """Starts a run and kills it with -9 as soon as it has recorded `step`."""
-    process = start("train", *arguments, f"run_dir={run_dir}")
-    log = run_dir / "metrics.jsonl"
-    wait_until(lambda: log.exists() and log.read_text().count("\n") >= step, process)
+    process = start("train", *arguments, f"run_dir={run_dir}", **Hold(step, Path.cwd()).variables)
+    wait_until(lambda: recorded(run_dir) >= step, process)
     process.kill()
     process.communicate()
 
@@ -109,11 +111,12 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     tmp_path: Path, uninterrupted: list[dict], number: signal.Signals
 ) -> None:
     command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
-    process = start(*command)
-    log = tmp_path / "metrics.jsonl"
-    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 5, process)
+    hold = Hold(5, Path.cwd())
+    process = start(*command, **hold.variables)
+    wait_until(lambda: recorded(tmp_path) >= 5, process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
+    hold.release()
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
     assert number.name in output and "Traceback" not in output
     done = read_metrics(tmp_path)[-1]["step"]
@@ -129,35 +132,42 @@ def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
     process = start("train", *RAMP, f"run_dir={tmp_path}")
     wait_until((tmp_path / "config.yml").exists, process)
     process.terminate()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
 
 
-def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path) -> None:
-    command = ("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2")
-    assert maxbatch(*command).returncode == 0
+def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2"]
+    assert main(command) == 0
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    again = maxbatch(*command)
-    assert again.returncode == 0 and "is complete" in again.stdout
+    assert main(command) == 0 and "is complete" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    longer = maxbatch(*command, "steps=3")
-    assert longer.returncode == 0 and [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3]
+    assert main([*command, "steps=3"]) == 0 and [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_the_config_of_a_run_repeats_it(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    assert maxbatch("train", *RAMP, "train_samples=300", f"run_dir={one}").returncode == 0
-    assert maxbatch("train", one / "config.yml", f"run_dir={other}").returncode == 0
+    assert main(["train", *RAMP, "train_samples=700", f"run_dir={one}"]) == 0
+    assert main(["train", str(one / "config.yml"), f"run_dir={other}"]) == 0
+    assert {m["stage"] for m in read_metrics(one)} == {0, 1, 2}
     assert_same_run(read_metrics(other), read_metrics(one))
 
 
-def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path) -> None:
-    assert maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=3").returncode == 0
+def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY_RUN, f"run_dir={tmp_path}", "steps=3"]) == 0
     third = read_metrics(tmp_path)[2]
     size = third["global_batch_size"]
     first = third["samples_seen"] - size
-    shown = maxbatch("data", *TINY_RUN, "--first", str(first), "--count", str(size), "--fingerprint")
-    assert shown.stdout.strip() == third["data_fingerprint"]
+    capsys.readouterr()
+    assert main(["data", *TINY_RUN, "--first", str(first), "--count", str(size), "--fingerprint"]) == 0
+    assert capsys.readouterr().out.strip() == third["data_fingerprint"]
+
+
+@pytest.fixture(scope="module")
+def one_update(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("one-update")
+    train(tiny_config("steps=1", f"run_dir={run_dir}"), jax.devices()[:1])
+    return run_dir
 
 
 @pytest.mark.parametrize(
@@ -169,24 +179,26 @@ def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path) -> N
         ("synthetic_samples=400", "synthetic_samples"),
     ],
 )
-def test_a_resume_onto_another_stream_or_model_is_refused(tmp_path: Path, change: str, named: str) -> None:
-    assert maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=1").returncode == 0
-    refused = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=2", change)
-    assert_refused(refused, named)
+def test_a_resume_onto_another_stream_or_model_is_refused(
+    one_update: Path, capsys: pytest.CaptureFixture[str], change: str, named: str
+) -> None:
+    code = main(["train", *TINY_RUN, f"run_dir={one_update}", "steps=2", change])
+    assert_refused(code, capsys.readouterr().err, named)
+    assert len(read_metrics(one_update)) == 1
 
 
-def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(tmp_path: Path) -> None:
-    diverging = (*TINY_RUN, f"run_dir={tmp_path}", "max_consecutive_skips=3", "checkpoint_period=1")
-    assert maxbatch("train", *diverging, "steps=2").returncode == 0
-    broken = maxbatch(
-        "train", *diverging, "steps=20", "learning_rate=1e38", "learning_rate_schedule=constant",
-        "warmup_steps_fraction=0", "gradient_clipping_threshold=0",
-    )  # fmt: skip
-    assert broken.returncode == 1
-    assert "3 updates in a row" in broken.stderr and "Traceback" not in broken.stderr
+def test_a_run_without_finite_gradients_ends_with_its_last_checkpoint_intact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    diverging = ["train", *TINY_RUN, f"run_dir={tmp_path}", "max_consecutive_skips=3", "checkpoint_period=1"]
+    assert main([*diverging, "steps=2"]) == 0
+    capsys.readouterr()
+    broken = ("learning_rate=1e38", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
+    assert main([*diverging, "steps=20", *broken, "gradient_clipping_threshold=0"]) == 1
+    assert "3 updates in a row" in capsys.readouterr().err
     skipped = [m for m in read_metrics(tmp_path) if m["skipped"]]
     assert len(skipped) == 3 and skipped[-1]["grad_norm"] is None
-    assert maxbatch("generate", tmp_path, "--prompt", "a", "--max-new-tokens", "2").returncode == 0
+    assert main(["generate", str(tmp_path), "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 
 def test_the_users_own_device_count_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,10 +212,10 @@ def test_the_users_own_device_count_is_honoured(tmp_path: Path, monkeypatch: pyt
     assert read_metrics(tmp_path)[0]["global_batch_size"] == 4
 
 
-def assert_refused(result: subprocess.CompletedProcess[str], *names: str) -> None:
-    assert result.returncode == 2, (result.returncode, result.stderr)
-    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
-    assert all(name in result.stderr for name in names), result.stderr
+def assert_refused(code: int, error: str, *names: str) -> None:
+    assert code == 2, (code, error)
+    assert error.count("\n") == 1 and "Traceback" not in error, error
+    assert all(name in error for name in names), error
 
 
 @pytest.mark.parametrize(
@@ -226,8 +238,19 @@ def assert_refused(result: subprocess.CompletedProcess[str], *names: str) -> Non
         (["--simulate-device", "2"], ["--simulate-device"]),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
-    assert_refused(maxbatch("train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", *arguments), *names)
+def test_bad_input_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], names: list[str]
+) -> None:
+    code = main(["train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", *arguments])
+    assert_refused(code, capsys.readouterr().err, *names)
+
+
+@pytest.mark.parametrize(
+    "argument", ["base_emb_dims=3", "ici_fsdp_parallelism=3"], ids=["at once", "after JAX's start"]
+)
+def test_nothing_but_that_line_is_on_standard_error(tmp_path: Path, argument: str) -> None:
+    refused = maxbatch("train", *TINY_RUN, f"run_dir={tmp_path / 'run'}", argument)
+    assert_refused(refused.returncode, refused.stderr, argument.partition("=")[0])
 
 
 def test_output_is_plain_lines_on_a_pipe(tmp_path: Path) -> None:
@@ -245,5 +268,5 @@ def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
     process = start("train", *TINY_RUN, f"run_dir={tmp_path}", "steps=30", "log_period=1")
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(120) == 0
+    assert process.wait(300) == 0
     assert len(read_metrics(tmp_path)) == 30 and (tmp_path / "checkpoints" / "30").is_dir()

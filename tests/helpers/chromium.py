@@ -51,7 +51,7 @@ def ask(page: Path, script: str, dark: bool = False, served_at: str = "") -> tup
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1400,1000",
             "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", address,
         ],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     console = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r'<pre id="probe">(.*?)</pre>', result.stdout, re.DOTALL)

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
+from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.tiny import TINY_MODEL
 
@@ -41,7 +42,7 @@ _TRAINING = (
 )  # fmt: skip
 _MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
 _END_S = 120.0  # in which a run whose host was killed has ended
-_GONE_S = 5.0  # in which no process is left
+_GONE_S = 30.0  # in which no process is left
 _LONGEST_START_S = 300.0
 
 
@@ -133,7 +134,7 @@ class Soak:
 def start(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Starts `maxbatch ARGUMENTS` in a folder, as a process group of its own that carries the soak's mark."""
     variables = {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_PLATFORMS": "cpu",
         "XDG_CACHE_HOME": str(folder.parent / "cache"),
         "PYTHONPATH": str(Path(__file__).parents[2]),

@@ -117,7 +117,7 @@ def serving(scheme: str) -> Iterator[Store]:
 
 
 def _wait_for(port: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return

@@ -38,7 +38,7 @@ RATES = {"learning_rate": ["1e-3", "3e-3"]}
 
 
 def wait_until_free(trial: Any) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while (claim := trial.claim()) is None:
         assert time.monotonic() < end, f"{trial.folder} is still being trained"
         time.sleep(0.05)

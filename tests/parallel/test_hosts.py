@@ -16,7 +16,7 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.parallel import hosts
-from tests.helpers.command import environment, maxbatch, wait_until
+from tests.helpers.command import Hold, environment, maxbatch, recorded, wait_until
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
@@ -43,11 +43,6 @@ def assert_same(run: Path, reference: Path) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         for key in {"loss", "grad_norm", "eval_loss"} & other.keys():
             assert mine[key] == pytest.approx(other[key], rel=2e-4), (mine["step"], key)
-
-
-def recorded(run_dir: Path) -> int:
-    file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 @pytest.fixture(scope="module")
@@ -88,24 +83,27 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     code, output = finish(train(reference, *ramp, "per_device_batch_size=4"))
     assert code == 0, output
 
-    def resume(*arguments: str, until: int) -> subprocess.Popen[str]:
-        process = train(run_dir, *ramp, "per_device_batch_size=2", *arguments)
+    def resume(*arguments: str, until: int) -> tuple[subprocess.Popen[str], Hold]:
+        hold = Hold(until, tmp_path)
+        process = train(run_dir, *ramp, "per_device_batch_size=2", *arguments, **hold.variables)
         wait_until(lambda: recorded(run_dir) >= until, process)
-        return process
+        return process, hold
 
     four = ("--simulate-devices", "4", "--simulate-hosts", "4")
-    killed = resume(*four, until=6)
+    killed, _ = resume(*four, until=6)
     os.kill(killed.pid, signal.SIGKILL)  # the command alone; its hosts must not outlive it
-    code, _ = finish(killed, timeout=20)  # the pipe of its output closes with the last of them
+    code, _ = finish(killed, timeout=60)  # the pipe of its output closes with the last of them
     assert code == -signal.SIGKILL
 
     half = "expansion_factor_real_data=0.5"
-    stopped = resume(half, "--simulate-devices", "4", "--simulate-hosts", "2", until=12)
+    stopped, hold = resume(half, "--simulate-devices", "4", "--simulate-hosts", "2", until=12)
     stopped.send_signal(signal.SIGTERM)
+    time.sleep(1)  # from the command to its hosts
+    hold.release()
     code, output = finish(stopped)
     assert code == 75 and "saved" in output, output
 
-    one = resume("--simulate-devices", "8", until=18)
+    one, _ = resume("--simulate-devices", "8", until=18)
     os.killpg(one.pid, signal.SIGKILL)
     finish(one)
     assert recorded(run_dir) < 40
@@ -122,7 +120,7 @@ def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Pa
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     start = time.monotonic()
     os.kill(int(children[2]), signal.SIGKILL)
-    code, output = finish(process, timeout=60)
+    code, output = finish(process, timeout=120)
     assert code == 1 and time.monotonic() - start < 60
     assert "host 2 of 3 was killed by SIGKILL" in output.splitlines()[-1]
 
@@ -176,7 +174,7 @@ def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict
 def test_what_one_host_cannot_read_ends_all_with_its_message(tmp_path: Path, homes: dict[str, str]) -> None:
     (tmp_path / "homes" / "1" / "data.jsonl").unlink()
     start = time.monotonic()
-    code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes), timeout=60)
+    code, output = finish(train(tmp_path / "run", *DATA, "--simulate-hosts", "2", **homes), timeout=120)
     assert code == 2 and time.monotonic() - start < 60
     assert output.count("\n") == 1 and "host 1: dataset_path='~/data.jsonl': no such file" in output, output
 

@@ -36,9 +36,9 @@ def test_the_divisors_of_a_product_hold_its_parts(parts: list[int]) -> None:
     ],
 )
 def test_63_bits_are_factored_at_once(number: int, expected: tuple[int, ...]) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     assert divisors(number) == expected
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @given(st.integers(1, 3000), st.integers(-10, 4000), st.integers(1, 40))

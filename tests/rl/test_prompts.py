@@ -86,9 +86,9 @@ def test_without_shuffling_epochs_are_in_order(path: Path) -> None:
 
 def test_reading_far_ahead_costs_what_reading_at_the_start_does(path: Path) -> None:
     prompts = PromptSource(config(path)).train()
-    begin = time.perf_counter()
+    begin = time.process_time()
     found = prompts.read(10**12, 100)
-    assert time.perf_counter() - begin < 20  # an import included
+    assert time.process_time() - begin < 20  # an import included
     assert [prompt.index for prompt in found] == list(range(10**12, 10**12 + 100))
     assert Counter(prompt.text for prompt in found) == Counter(texts(prompts, 0, 10) * 10)
 

@@ -13,7 +13,7 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.runs.devices import read_devices
-from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.command import Hold, maxbatch, recorded, start, wait_until
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
 from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import read_metrics
@@ -88,9 +88,8 @@ def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_noth
 @pytest.mark.slow
 def test_a_run_killed_with_9_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
     keys = (RL, *KEYS, reward_file(tmp_path), "steps=8", "checkpoint_period=2", "micro_batch_size=16")
-    killed = start("rl", *keys, f"run_dir={tmp_path}/killed")
-    log = tmp_path / "killed/metrics.jsonl"
-    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 3, killed)
+    killed = start("rl", *keys, f"run_dir={tmp_path}/killed", **Hold(3, tmp_path).variables)
+    wait_until(lambda: recorded(tmp_path / "killed") >= 3, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
     assert maxbatch("rl", *keys, f"run_dir={tmp_path}/killed").returncode == 0
@@ -102,10 +101,9 @@ def test_a_run_killed_with_9_goes_on_as_if_it_had_not_been(tmp_path: Path) -> No
 def test_asked_to_stop_it_saves_and_exits_with_75(tmp_path: Path) -> None:
     keys = (RL, *KEYS, reward_file(tmp_path), "steps=1000", f"run_dir={tmp_path}/run")
     process = start("rl", *keys)
-    log = tmp_path / "run/metrics.jsonl"
-    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) >= 2, process)
+    wait_until(lambda: recorded(tmp_path / "run") >= 2, process)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == 75
     saved = max(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit())
     assert saved == read_metrics(tmp_path / "run")[-1]["step"]

@@ -13,22 +13,26 @@ import pytest
 
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.stopping import Stopping
+from tests.helpers.processes import cpu_seconds, wait_for
 
 PREPARE = (
     "import hashlib, signal, sys, time\n"
     "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it\n"
     "from maxbatch.system.stopping import Stopping, watch_signals\n"
     "watch_signals()\n"
+    "def ready(): print('ready', flush=True)\n"
     "def busy(): hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)  # compiled code: no handler of Python's runs\n"
 )
 
 
 @contextlib.contextmanager
 def started(body: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", PREPARE + "print('ready', flush=True)\n" + body]
+    """A process that has printed that it is ready, and has computed since."""
+    command = [sys.executable, "-c", PREPARE + body]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(0.3)
+        ready = cpu_seconds(process.pid)
+        wait_for(lambda: cpu_seconds(process.pid) > ready + 0.1)
         try:
             yield process
         finally:
@@ -36,39 +40,39 @@ def started(body: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed() -> None:
-    with started("with Stopping('after this update'):\n    busy()\n") as process:
+    with started("with Stopping('after this update'):\n    ready(); busy()\n") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.readline() == "maxbatch: SIGINT: stopping after this update; again to stop now\n"
-        time.sleep(0.5)
+        time.sleep(0.5)  # sooner it is the first one again
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
         assert process.stderr.read() == "maxbatch: interrupted\n"
 
 
 def test_a_command_that_waits_for_nothing_says_so_too() -> None:
-    with started("busy()\n") as process:
+    with started("ready(); busy()\n") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert "as soon as what runs now has ended; again to stop now" in process.stderr.readline()
-        time.sleep(0.3)
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 1
+        assert process.wait(60) == 1
 
 
 def test_one_signal_is_answered_once_and_sigterm_names_itself() -> None:
-    with started("with Stopping('now') as stop:\n    while not stop.is_asked: time.sleep(0.05)\n") as process:
+    with started("with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n") as process:
         process.terminate()
-        _, error = process.communicate(timeout=10)
+        _, error = process.communicate(timeout=60)
         assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
 
 
 def test_a_command_that_ends_at_once_has_answered() -> None:
     """The thread that watches gets no turn before the end: the handler answers."""
-    body = "sys.setswitchinterval(60)\nwith Stopping('now') as stop:\n    while not stop.is_asked: pass\n"
+    body = "sys.setswitchinterval(60)\nwith Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n"
     with started(body) as process:
         process.terminate()
-        _, error = process.communicate(timeout=10)
+        _, error = process.communicate(timeout=60)
         assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
 
 

@@ -17,6 +17,11 @@ from maxbatch.training.state import abstract_model
 from tests.helpers.tiny import tiny_config
 
 
+def assert_close(actual: jax.Array, desired: jax.Array) -> None:
+    """What is rounded is the sum over tokens, whose terms are as large as the largest elements."""
+    np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6 * float(np.abs(desired).max()))
+
+
 @pytest.mark.parametrize("remat_policy", ["none", "minimal", "save_qkv_proj", "full", "custom"])
 def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: str) -> None:
     custom = ("decoder_layer_input=offload", "key_proj=offload", "mlpwo=device") if remat_policy == "custom" else ()
@@ -39,9 +44,9 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
 
     assert summed_loss == pytest.approx(float(plain_loss), rel=1e-6)
     for summed, gradient in zip(jax.tree.leaves(sums), jax.tree.leaves(plain["layers"]), strict=True):
-        np.testing.assert_allclose(summed, gradient + 0.25, rtol=1e-5, atol=1e-6)
+        assert_close(summed, gradient + 0.25)
     assert all(not np.any(g) for g in jax.tree.leaves(own["layers"])), "nothing is counted twice"
-    np.testing.assert_allclose(own["embedding"][...], plain["embedding"][...], rtol=1e-5, atol=1e-6)
+    assert_close(own["embedding"][...], plain["embedding"][...])
 
 
 def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:

@@ -18,7 +18,7 @@ from maxbatch.runs.position import committed_steps
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from tests.data.store.test_tokenizers import write_bpe
-from tests.helpers.command import environment, maxbatch, wait_until
+from tests.helpers.command import Hold, environment, maxbatch, wait_until
 from tests.helpers.stores import Store
 from tests.helpers.tiny import TINY_RUN, tiny_config
 
@@ -108,7 +108,8 @@ def test_a_run_killed_on_four_hosts_goes_on_on_two_and_then_on_one_from_other_fo
             assert maxbatch(*command).returncode == 0
             continue
         process = subprocess.Popen(
-            [sys.executable, "-m", "maxbatch", *command, "--simulate-hosts", str(hosts)], env=environment(),
+            [sys.executable, "-m", "maxbatch", *command, "--simulate-hosts", str(hosts)],
+            env=environment() | Hold(saved + 9, elsewhere).variables,
             start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         wait_until(lambda saved=saved: (committed_steps(run_dir) or [0])[0] > saved, process)
@@ -126,10 +127,11 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     run_dir = store.bucket() + "/run"
     arguments = [*RAMPED, f"run_dir={run_dir}", "steps=24", "checkpoint_period=4"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch", "train", *arguments], env=environment(), start_new_session=True,
+        [sys.executable, "-m", "maxbatch", "train", *arguments],
+        env=environment() | Hold(12, Path.cwd()).variables, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while len(committed_steps(as_path(run_dir))) < 2:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.2)

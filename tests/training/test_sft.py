@@ -18,7 +18,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.runs.position import committed_steps
 from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, chat_overrides, some_talks
-from tests.helpers.command import environment
+from tests.helpers.command import Hold, environment
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
@@ -85,8 +85,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     run_dir = folder / f"killed-{packing}"
     stated = (*chat_overrides(folder), *RUN, packing, "steps=24", "per_device_batch_size=4", "checkpoint_period=2")
     command = [sys.executable, "-m", "maxbatch", "train", *stated, f"run_dir={run_dir}"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(lambda: process.poll() is not None or len(committed_steps(run_dir)) > 1, seconds=120)
+    variables = environment() | Hold(12, Path.cwd()).variables
+    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: process.poll() is not None or len(committed_steps(run_dir)) > 1, seconds=300)
     process.kill()
     assert process.wait() == -signal.SIGKILL and committed_steps(run_dir)[0] < 24
     resumed = run(folder, run_dir.name, 2, packing, "steps=24", "per_device_batch_size=1", "checkpoint_period=8")

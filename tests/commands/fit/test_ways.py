@@ -84,7 +84,7 @@ def test_a_ctrl_c_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch
 
     def choose(*_: object, **__: object) -> None:
         signal.pthread_kill(main_thread, signal.SIGINT)
-        compiled.wait(20)
+        compiled.wait(120)
 
     monkeypatch.setattr(ways, "choose", choose)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which what runs in the background lacks
@@ -92,7 +92,7 @@ def test_a_ctrl_c_does_not_wait_for_the_compiler(monkeypatch: pytest.MonkeyPatch
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             ways.find_ways([way_of("full")], True, True, lambda _: None)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
     finally:
         compiled.set()
         signal.signal(signal.SIGINT, before)

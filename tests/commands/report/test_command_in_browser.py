@@ -13,7 +13,7 @@ from maxbatch.commands.report.command import make_page
 from maxbatch.pages.page import AXES, Page
 from maxbatch.pages.plots import heat_map, loss_against_batch
 from tests.helpers.chromium import ask
-from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.command import Hold, maxbatch, recorded, start, wait_until
 from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
@@ -146,9 +146,8 @@ def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
         "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
         "global_rampup_samples=600", "train_samples=2000", "checkpoint_period=4",
     )  # fmt: skip
-    process = start("train", *ramp)
-    log = Path("run/metrics.jsonl")
-    wait_until(lambda: log.exists() and log.read_text().count("\n") >= 50, process)
+    process = start("train", *ramp, **Hold(50, Path.cwd()).variables)
+    wait_until(lambda: recorded(Path("run")) >= 50, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = maxbatch("train", *ramp)

@@ -303,7 +303,7 @@ def test_a_lock_dies_with_its_holder(config: ConfigDict) -> None:
         waiting.join(0.2)
         assert waiting.is_alive() and found(config) is None
         process.kill()
-    waiting.join(20)
+    waiting.join(60)
     assert found(config) is not None and os.listdir(folder.parent) == [folder.name]
 
 

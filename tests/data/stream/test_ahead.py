@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from maxbatch.data.stream.ahead import ReadAheadByTime
+from tests.helpers.processes import wait_for
 
 
 class Slow:
@@ -36,13 +39,15 @@ def test_elements_come_in_order_and_all() -> None:
     ahead.close()
 
 
-def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long() -> None:
+def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(0.0, 0.005)  # each element is returned and the next one asked for: 5 ms each
+    monkeypatch.setattr("maxbatch.data.stream.ahead.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     blocks = Slow(10**6)
     ahead = ReadAheadByTime(blocks, seconds=0.4, least=2, most=1000)
-    for _ in range(40):
+    for _ in range(100):
         next(ahead)
-        time.sleep(0.01)
-    assert 15 <= max(blocks.asked) - 40 <= 60, "forty steps of 10 ms, about"
+    wait_for(lambda: len(blocks.asked) >= 100 + 78)
+    assert max(blocks.asked) - 100 <= 82, "eighty steps of 5 ms"
     ahead.close()
 
 
