@@ -24,8 +24,9 @@ _OVERLAP = {
     "--xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "--xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
-# Sums of gradients run on SparseCores while the backward pass of other layers runs. Large ones are not joined into one,
-# which could only start after the last of them.
+# Large sums of gradients are not joined into one, which could only start after the last of them.
+_SUMS_APART = {"--xla_jf_crs_combiner_threshold_in_bytes": "1048576"}
+# Sums of gradients run on SparseCores while the backward pass of other layers runs.
 _SUMS_ON_SPARSE_CORES = {
     "--xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
     "--xla_tpu_enable_all_reduce_offload_tracing": "true",
@@ -33,21 +34,19 @@ _SUMS_ON_SPARSE_CORES = {
     "--xla_sc_enable_instruction_fusion": "false",
     "--xla_sc_disjoint_spmem": "false",
     "--xla_sc_disable_megacore_partitioning": "true",
-    "--xla_jf_crs_combiner_threshold_in_bytes": "1048576",
-}
-# Without SparseCores: let the sums start early. With libtpu 0.0.42 the scheduler found nothing to run behind those of a
-# narrow llama and joined start and done again.
-_SUMS_START_EARLY = {
+} | _SUMS_APART
+# Without SparseCores each sum runs inside of the next gradient's product; that of a layer's last product is exposed.
+_SUMS_IN_PRODUCTS = {
     "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
     "--xla_enable_async_all_reduce": "true",
-}
+} | _SUMS_APART
 # Vector memory that one fusion may use. The default of 16 MiB cuts products into small blocks: a quarter more cycles.
 _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
 
 # By chip. A core of a v4 has 16 MiB of vector memory in all.
 _FLAGS = {
-    "v4": _OVERLAP | _SUMS_START_EARLY,
-    "v5e": _OVERLAP | _SUMS_START_EARLY | _SCOPED_VMEM,
+    "v4": _OVERLAP | _SUMS_IN_PRODUCTS,
+    "v5e": _OVERLAP | _SUMS_IN_PRODUCTS | _SCOPED_VMEM,
     "v5p": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
     "v6e": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
     "tpu7x": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,

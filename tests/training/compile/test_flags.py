@@ -25,6 +25,7 @@ def test_auto_sets_the_flags_of_the_chip_and_records_them(version: str) -> None:
     has_sparse_cores = version in ("v5p", "v6e", "tpu7x")
     assert ("--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true" in held) == has_sparse_cores
     assert ("--xla_enable_async_all_reduce=true" in held) != has_sparse_cores
+    assert "--xla_jf_crs_combiner_threshold_in_bytes=1048576" in held, "large sums are not joined into one"
 
 
 def test_flags_of_the_user_win_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
