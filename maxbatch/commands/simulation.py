@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from maxbatch.commands.arguments import check_at_most, check_divides
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
+from maxbatch.system.ports import free_port
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
@@ -53,7 +53,7 @@ def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
     hosts agree on the update after which they stop. Returns the exit code of the run.
     """
-    port = _free_port()
+    port = free_port()
     with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
         logs = [closing.enter_context(tempfile.TemporaryFile()) for _ in range(1, num_hosts)]
         hosts: list[subprocess.Popen[bytes]] = []
@@ -106,9 +106,3 @@ def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
     for host in hosts:
         host.kill()
         host.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]

@@ -29,6 +29,8 @@ from maxbatch.system.child_process import end_with_parent, leave_signals_to_pare
 _SETUP_LIMIT_S = 300.0
 # How often a silent worker is checked: a process that it has started may hold its end of the connection open.
 _POLL_S = 0.5
+# Within which a worker that closed its connection has ended; writing a core dump takes a while.
+_END_S = 30.0
 
 
 class WorkerEnded(Exception):
@@ -217,7 +219,7 @@ class _Worker:
             assert self._process is not None
             how = "closed its connection"
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_POLL_S)  # the connection closes a moment before the process ends
+                code = self._process.wait(_END_S)  # the connection closes a moment before the process ends
                 how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
             self.end()
             raise WorkerEnded(f"the process {how}") from None

@@ -20,6 +20,8 @@ from unittest import mock
 
 import pytest
 
+from maxbatch.system.ports import free_port
+
 _TOP = Path(__file__).parents[2]
 _SERVERS = {
     "gs": ("gcp_storage_emulator", ("-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--in-memory", "-q")),
@@ -82,13 +84,6 @@ class Store:
             connection.request(method, path, body, headers or {"Content-Type": "application/json"})
             answer = connection.getresponse()
             return answer.status, answer.read()
-
-
-def free_port() -> int:
-    """Returns a port of the loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -59,8 +59,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (4, 2, ()),
         (4, 2, ("expansion_factor_real_data=2", "ici_tensor_parallelism=2", "per_device_batch_size=2")),
-        (4, 4, ("expansion_factor_real_data=2", "ici_data_parallelism=2")),
-        (8, 4, ("expansion_factor_real_data=4", "ici_tensor_parallelism=4")),  # a row lies on two hosts
+        (4, 2, ("expansion_factor_real_data=2", "ici_tensor_parallelism=4")),  # a row lies on two hosts
     ],
 )
 def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
@@ -108,7 +107,8 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     finish(one)
     assert recorded(run_dir) < 40
 
-    code, output = finish(train(run_dir, *ramp, "per_device_batch_size=2", "expansion_factor_real_data=2", *four))
+    expanded = ("expansion_factor_real_data=2", "ici_data_parallelism=2")
+    code, output = finish(train(run_dir, *ramp, "per_device_batch_size=2", *expanded, *four))
     assert code == 0, output
     assert_same(run_dir, reference)
 
@@ -145,8 +145,8 @@ SITECUSTOMIZE = """
 
 @pytest.fixture
 def homes(tmp_path: Path) -> dict[str, str]:
-    """Four hosts with a file system of their own each; the variables that make it so."""
-    for host in range(4):
+    """Two hosts with a file system of their own each; the variables that make it so."""
+    for host in range(2):
         home = tmp_path / "homes" / str(host)
         home.mkdir(parents=True)
         lines = [json.dumps({"text": f"document {i} says {i * i}"}) for i in range(200)]
@@ -161,13 +161,12 @@ DATA = ("dataset_type=jsonl", "dataset_path=~/data.jsonl", "per_device_batch_siz
 
 @pytest.mark.slow
 def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict[str, str]) -> None:
-    for host in (1, 3):
-        (tmp_path / "homes" / str(host) / "data.jsonl").unlink()
-    expanded = ("expansion_factor_real_data=2", "eval_fraction=0.1", "eval_interval=2", "--simulate-hosts", "4")
+    (tmp_path / "homes" / "1" / "data.jsonl").unlink()
+    expanded = ("expansion_factor_real_data=2", "eval_fraction=0.1", "eval_interval=2", "--simulate-hosts", "2")
     code, output = finish(train(tmp_path / "run", *DATA, *expanded, **homes))
     assert code == 0, output
     readers = {line.split()[0] for line in (tmp_path / "homes" / "log").read_text().splitlines()}
-    assert readers == {"0", "2"}
+    assert readers == {"0"}
 
 
 @pytest.mark.slow

@@ -86,10 +86,10 @@ def test_what_goes_wrong_fails_one_call_and_no_other(setup: Callable[..., Any]) 
         "dies": (WorkerEnded, "the process ended with exit code 3"),
         "crashes": (WorkerEnded, "the process ended with signal SIGSEGV"),
         "leaves": (WorkerEnded, "the process ended with exit code 4"),
-        "spins": (TimedOut, "took more than 2 s"),
+        "spins": (TimedOut, "took more than 2.5 s"),
         "starts another": (WorkerEnded, "the process ended with exit code 3"),
     }
-    with WorkerPool(setup, 2, limit_s=2) as pool:
+    with WorkerPool(setup, 2, limit_s=2.5) as pool:
         found = outcomes(pool.submit([item for word in ends for item in (word, f"not {word}")]))
     assert [(type(error), str(error)) for error in found[::2]] == list(ends.values())
     assert found[1::2] == [len(f"not {word}") for word in ends]

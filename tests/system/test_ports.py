@@ -1,0 +1,19 @@
+"""Ports for servers that are about to start."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from maxbatch.system import ports
+from maxbatch.system.ports import free_port
+
+
+def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        listener.listen()
+        taken, free = listener.getsockname()[1], free_port()
+        monkeypatch.setattr(ports._CHANCE, "sample", lambda *_: [taken, free])
+        assert free_port() == free
