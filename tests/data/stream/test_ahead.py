@@ -44,10 +44,10 @@ def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long(monkeyp
     monkeypatch.setattr("maxbatch.data.stream.ahead.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     blocks = Slow(10**6)
     ahead = ReadAheadByTime(blocks, seconds=0.4, least=2, most=1000)
-    for _ in range(100):
+    for _ in range(85):
         next(ahead)
-    wait_for(lambda: len(blocks.asked) >= 100 + 78)
-    assert max(blocks.asked) - 100 <= 82, "eighty steps of 5 ms"
+    wait_for(lambda: len(blocks.asked) >= 85 + 78)
+    assert max(blocks.asked) - 85 <= 82, "eighty steps of 5 ms"
     ahead.close()
 
 
