@@ -18,5 +18,6 @@ def free_port() -> int:
                 probe.bind(("localhost", port))
             except OSError:
                 continue
-            return probe.getsockname()[1]
+            _, found = probe.getsockname()
+            return int(found)
     raise OSError("no port is free")
