@@ -6,7 +6,7 @@ import argparse
 import math
 
 from maxbatch.commands.arguments import place
-from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
 
@@ -41,10 +41,12 @@ def run(args: argparse.Namespace) -> int:
     _check_ranges(args)
     tokenizer = make_tokenizer(config_of_model(args.run_dir))
     # A prompt of an imported model begins as its tokenizer has it.
-    begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if is_huggingface_folder(args.run_dir) else []
+    imported = is_huggingface_folder(args.run_dir)
+    begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []
     config, _, params = load_parameters(args.run_dir, begins)
     use_persistent_cache(config)
-    rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens)
+    ends = end_tokens(args.run_dir) if imported else ()
+    rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
     print(generate_text(params, tokenizer, args.prompt, config, rules))
     return EXIT_DONE
 

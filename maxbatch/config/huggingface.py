@@ -13,6 +13,7 @@ from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import as_path
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 _DEFAULT_LENGTH = 256  # max_target_length of base.yml
@@ -45,9 +46,9 @@ def is_huggingface_folder(path: str | os.PathLike[str]) -> bool:
     return (as_path(path) / CONFIG_FILE).is_file()
 
 
-def read_config_json(path: str | os.PathLike[str]) -> Json:
+def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> Json:
     """Returns the `config.json` of a folder; raises ConfigError if it cannot be read or is no object."""
-    file = as_path(path) / CONFIG_FILE
+    file = as_path(path) / name
     try:
         found = json.loads(file.read_bytes())
     except OSError as error:
@@ -57,6 +58,16 @@ def read_config_json(path: str | os.PathLike[str]) -> Json:
     if not isinstance(found, dict):
         raise ConfigError(f"{shown_path(file)}: must be a JSON object")
     return found
+
+
+def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Returns the ids that end a text, as a folder's `generation_config.json` states them, else its `config.json`.
+
+    Models of conversations may end a turn by another token than the tokenizer's end of text.
+    """
+    has_own = (as_path(path) / GENERATION_FILE).is_file()
+    stated = read_config_json(path, GENERATION_FILE if has_own else CONFIG_FILE).get("eos_token_id")
+    return tuple(token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int))
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:

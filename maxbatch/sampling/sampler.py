@@ -43,6 +43,7 @@ class SamplingRules:
     nucleus_p: float = 1.0  # draw from the likeliest tokens that together have this probability; in (0, 1]
     seed: int = 0  # of the draws, in [0, 2^32)
     max_new_tokens: int | None = None  # most tokens of a response; None: as many as there are slots
+    end_ids: tuple[int, ...] = ()  # of tokens that end a response, besides the tokenizer's own
 
 
 class Responses(NamedTuple):
@@ -63,7 +64,6 @@ class _Program(NamedTuple):
     length: int  # L
     row_shards: int  # devices that the rows are split over
     truncates: bool  # draws from the top k or the nucleus only
-    end_id: int | None
     pad_id: int
     rescores: bool  # reads the responses once more, as training does, for their log-probabilities
 
@@ -77,6 +77,7 @@ class _Rules(NamedTuple):
     seed: jax.Array
     max_new_tokens: jax.Array
     drawable_V: jax.Array  # bool
+    ends_V: jax.Array  # bool
 
 
 class Sampler:
@@ -109,7 +110,6 @@ class Sampler:
             length=length,
             row_shards=math.prod(mesh.shape[axis] for axis in BATCH_AXES) if mesh else 1,
             truncates=False,
-            end_id=tokenizer.eos_id,
             pad_id=tokenizer.pad_id,
             rescores=rescores and (config.dtype != "float32" or switches_rope),
         )
@@ -117,6 +117,7 @@ class Sampler:
         # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
+        self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
     def __call__(
@@ -139,6 +140,7 @@ class Sampler:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
         draw_ids_Bx3 = np.asarray(draw_ids_Bx3, np.uint32)
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
+        ends_V = np.isin(np.arange(vocabulary), [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None])
         program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
         arguments: list[Any] = [
             np.float32(rules.temperature),
@@ -146,7 +148,8 @@ class Sampler:
             np.float32(rules.nucleus_p),
             np.uint32(rules.seed),
             np.int32(program.length if limit is None else limit),
-            self._drawable_V,
+            self._drawable_V | ends_V,
+            ends_V,
         ]
         return _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, _Rules(*arguments))
 
@@ -235,8 +238,7 @@ class _NextToken:
         here_BxL = (slots_BxL == loop.lengths_B[:, None]) & ~loop.done_B[:, None]
         lengths_B = jnp.where(loop.done_B, loop.lengths_B, loop.lengths_B + 1)
         done_B = loop.done_B | (lengths_B >= self.limits_B)
-        if self.program.end_id is not None:
-            done_B |= drawn_B == self.program.end_id
+        done_B |= self.rules.ends_V[drawn_B]
         tokens_BxL = jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL)
         logprobs_BxL = jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL)
         return _Loop(cache, tokens_BxL, logprobs_BxL, lengths_B, done_B)

@@ -62,7 +62,7 @@ def generate_text(
         rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
         found = jax.device_get(sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest))
         response = found.tokens_BxL[0, len(seen) : found.lengths_B[0]].tolist()
-        if response[-1] == tokenizer.eos_id:
+        if response[-1] in (tokenizer.eos_id, *rules.end_ids):
             return tokenizer.decode(ids + response[:-1])
         ids += response
         window += 1

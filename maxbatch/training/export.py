@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import Json
-from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, read_config_json
+from maxbatch.config.huggingface import CONFIG_FILE, GENERATION_FILE, is_huggingface_folder, read_config_json
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -23,7 +22,6 @@ from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.huggingface import Place, parameter_path, parameter_places, tensor_shapes
 from maxbatch.training.parameters import StoredModel, open_model
 
-GENERATION_FILE = "generation_config.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -52,11 +50,11 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     source = _source(config)
     fields = config_json(config, written_as, source or _token_ids(config))
+    generation = _generation(config, fields)
     try:
         target.mkdir(parents=True, exist_ok=True)
         num_files, num_bytes = _write_parameters(opened, target, written_as)
         copy_tokenizer(config, target)
-        generation = _generation(config, fields) if source else {name: fields.get(name) for name in TOKEN_IDS}
         write_json(target / GENERATION_FILE, generation)
         write_json(target / CONFIG_FILE, fields)
     except OSError as error:
@@ -90,10 +88,10 @@ def _token_ids(config: ConfigDict) -> Json:
 
 
 def _generation(config: ConfigDict, fields: Json) -> Json:
-    file = as_path(config.load_parameters_path) / GENERATION_FILE
-    if file.is_file():
-        found: Json = json.loads(file.read_bytes())
-        return found
+    """Returns the `generation_config.json` of the folder that a model was imported from, else its token ids."""
+    path = config.load_parameters_path
+    if path and (as_path(path) / GENERATION_FILE).is_file():
+        return read_config_json(path, GENERATION_FILE)
     return {name: fields.get(name) for name in TOKEN_IDS}
 
 

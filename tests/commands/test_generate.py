@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import string
 from collections.abc import Sequence
 from functools import partial
@@ -148,6 +149,21 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
     monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos))
     assert main(["generate", str(folder), "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "False\n"  # bytes have no rules of their own
+
+
+def test_a_text_ends_where_the_imported_model_states_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says_a = trained_to_say((ord("a"), 9.0))
+    assert text(says_a, "x", n=3, temperature=0.0) == "xaaa"
+    assert text(says_a, "x", n=3, temperature=0.0, end_ids=(ord("b"), ord("a"))) == "x"
+    folder = write_folder(tmp_path / "model")
+    monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[4].end_ids))
+    for stated, said in (None, "(2,)"), ({"eos_token_id": [2, 7]}, "(2, 7)"), ({}, "()"):
+        if stated is not None:
+            (folder / "generation_config.json").write_text(json.dumps(stated))
+        assert main(["generate", str(folder), "--prompt", "a"]) == 0
+        assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_an_empty_prompt_starts_a_document() -> None:

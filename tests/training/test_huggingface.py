@@ -202,6 +202,9 @@ def test_a_model_that_is_not_supported_is_named(
 
 def test_a_damaged_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "model")
+    (folder / "generation_config.json").write_text("{")
+    assert "generation_config.json: is not JSON" in refusal(capsys, folder)
+    (folder / "generation_config.json").unlink()
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
     assert "is not a whole safetensors file" in refusal(capsys, folder)
