@@ -8,6 +8,7 @@ It is a model: nothing is measured, and waiting for memory, for the host or for 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,22 +129,41 @@ class _Reader:
 
 
 def _turns(loop: Instruction, module: Module) -> int | None:
-    """Returns how often a loop runs; None if the number is an argument of the program."""
+    """Returns how often a loop that counts from zero runs; None if the number is an argument of the program."""
     known = loop.number("known_trip_count")
     if known is not None:
         return known
-    condition = module.computations.get(loop.attribute("condition") or "", [])
-    constants = {one.name: int(one.rest.partition(")")[0]) for one in condition if _is_whole_constant(one)}
-    for one in condition:
+    condition = _by_name(module, loop.attribute("condition"))
+    for one in condition.values():
         if one.opcode == "compare" and one.attribute("direction") == "LT" and len(one.operands) == 2:
-            bound = constants.get(one.operands[1])
+            bound = _whole_constant(condition.get(one.operands[1]))
             if bound is not None:
-                return bound
+                return math.ceil(bound / _stride(loop, module, condition.get(one.operands[0])))
     return None
 
 
-def _is_whole_constant(one: Instruction) -> bool:
-    return one.opcode == "constant" and bool(re.match(r"[su]32\[\]", one.shape)) and one.rest[:1].isdigit()
+def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> int:
+    """Returns what a turn adds to the counter: 1 unless the loop is unrolled and adds another constant."""
+    body = _by_name(module, loop.attribute("body"))
+    results = [one for one in body.values() if one.opcode == "tuple"]
+    index = int((counter and counter.attribute("index")) or -1)
+    if not results or not 0 <= index < len(results[-1].operands):
+        return 1
+    added = body.get(results[-1].operands[index])
+    while added and added.opcode in ("copy", "copy-start", "copy-done") and added.operands:
+        added = body.get(added.operands[0])
+    if added is None or added.opcode != "add":
+        return 1
+    return next((stride for name in added.operands if (stride := _whole_constant(body.get(name)))), 1)
+
+
+def _by_name(module: Module, computation: str | None) -> dict[str, Instruction]:
+    return {one.name: one for one in module.computations.get(computation or "", [])}
+
+
+def _whole_constant(one: Instruction | None) -> int | None:
+    is_whole = one and one.opcode == "constant" and re.match(r"[su]32\[\]", one.shape) and one.rest[:1].isdigit()
+    return int(one.rest.partition(")")[0]) if one and is_whole else None
 
 
 def _branches(one: Instruction) -> list[str]:

@@ -46,6 +46,25 @@ def test_loops_are_multiplied_out(known: str, condition: str, turns: int) -> Non
     assert schedule(loop, bodies, trips=4).compute_cycles == 100 * turns
 
 
+@pytest.mark.parametrize(("stride", "turns"), [(1, 8), (2, 4), (3, 3)])
+def test_a_turn_of_an_unrolled_loop_counts_by_more_than_one(stride: int, turns: int) -> None:
+    """The compiler unrolls loops that multiply one shard while the next arrives; they state no trip count."""
+    condition = """  %n = u32[]{:T(128)} constant(8)
+  %q = (f32[4], u32[]) parameter(0)
+  %count = u32[]{:T(128)} get-tuple-element(%q), index=1
+  ROOT %lt = pred[] compare(%count, %n), direction=LT"""
+    body = f"""  %p = (f32[4], u32[]) parameter(0)
+  %count = u32[]{{:T(128)}} get-tuple-element(%p), index=1
+  %stride = u32[]{{:T(128)}} constant({stride})
+{WORK}
+  %next = u32[]{{:T(128)}} add(%count, %stride)
+  %kept = u32[]{{:T(128)}} copy(%next)
+  ROOT %both = (f32[4], u32[]) tuple(%work, %kept)"""
+    bodies = f"%body (i: s32[]) -> s32[] {{\n{body}\n}}\n\n%cond (i: s32[]) -> pred[] {{\n{condition}\n}}\n"
+    found = schedule("  ROOT %loop = (f32[4], u32[]) while(%p), condition=%cond, body=%body", bodies)
+    assert found.compute_cycles == 100 * turns
+
+
 def test_loops_in_loops_multiply() -> None:
     inner = f"%inner (i: s32[]) -> s32[] {{\n{WORK}\n}}\n\n"
     loop = '%a = s32[] while(%i), condition=%c, body=%inner, backend_config={"known_trip_count":{"n":"3"}}'
