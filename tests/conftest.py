@@ -23,6 +23,7 @@ settings.load_profile("maxbatch")
 _FOREIGN = ("MAXBATCH_", "JAX_", "LIBTPU_", "TPU_", "AWS_", "TENSORSTORE_", "STORAGE_EMULATOR_", "GCSFS_", "FSSPEC_")
 for _key in [key for key in os.environ if key.startswith(_FOREIGN)]:
     del os.environ[_key]
+os.environ["TERM"] = "xterm-256color"  # of a dumb one rich asks no width
 for _key in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_key, None)
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts and interrupts.
