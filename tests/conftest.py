@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 
-# How long an example takes says nothing on a machine that others share.
-settings.register_profile("maxbatch", deadline=None)
+# How long an example takes says nothing on a machine that others share; a failure shows at the change that caused it.
+settings.register_profile("maxbatch", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("maxbatch")
 
 # Nothing of what the user's environment says to the code under test.
