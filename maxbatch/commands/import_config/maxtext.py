@@ -217,6 +217,13 @@ def _remat(t: Translation) -> None:
     for word in REMAT_TENSORS:
         if word in t and policy != "custom":
             t.ignore(word, f"it is read with remat_policy=custom, not with {shown(policy)}")
+    if "qkv_proj" in t and policy == "custom" and t.is_true("fused_qkv"):
+        t.map("qkv_proj", "ours are three products", **dict.fromkeys(_QKV, t.text("qkv_proj")))
+        for word in _QKV:
+            if word in t:
+                t.ignore(word, "with fused_qkv=true it is qkv_proj that is read")
+    elif "qkv_proj" in t:
+        t.ignore("qkv_proj", "it is read with remat_policy=custom and fused_qkv=true")
     if policy == "custom" and t.text("decoder_layer_input") == "remat":
         t.map("decoder_layer_input", "nothing comes before it in a layer", decoder_layer_input="device")
 

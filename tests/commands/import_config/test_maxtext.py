@@ -206,6 +206,8 @@ def test_the_tensors_of_custom_remat_stay_what_they_are(tmp_path: Path) -> None:
     assert (config.remat_policy, config.decoder_layer_input) == ("custom", "offload")
     assert (config.query_proj, config.mlpwi_0, config.key_proj) == ("device", "offload", "remat")
     assert fates["query_proj"].fate == "mapped" and fates["mla_q"].fate == "ignored"
+    config, _ = imported("maxtext", tmp_path / "fused.yml", f"{SYNTHETIC}{recipe}qkv_proj: offload\nfused_qkv: true\n")
+    assert (config.query_proj, config.key_proj, config.value_proj) == ("offload", "offload", "offload")
     config, fates = imported("maxtext", tmp_path / "full.yml", SYNTHETIC + "remat_policy: full\nquery_proj: device\n")
     assert (config.remat_policy, config.query_proj) == ("full", "remat") and fates["query_proj"].fate == "ignored"
 
