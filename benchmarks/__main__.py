@@ -24,6 +24,7 @@ from rich.table import Table
 # name: simulated devices of the process that measures
 NUM_DEVICES = {
     "step": 4,
+    "process": 1,
     "accumulation": 4,
     "stages": 1,
     "feed": 4,
