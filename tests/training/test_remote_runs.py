@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.runs.position import committed_steps
+from maxbatch.runs.position import COMMITTED_FILE, committed_steps
+from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from tests.data.store.test_tokenizers import write_bpe
 from tests.helpers.command import Hold, environment, maxbatch, wait_until
-from tests.helpers.stores import Store
+from tests.helpers.stores import LEASE_WRITES, Store
 from tests.helpers.tiny import TINY_RUN, tiny_config
 
 RAMPED = (
@@ -59,6 +61,22 @@ def test_a_run_in_a_store_is_the_run_on_a_disk_and_resumes_from_the_bucket_alone
     assert main(["generate", str(there), "--max-new-tokens", "2"]) == 0
     path = f"load_parameters_path={there}"
     train(tiny_config(*RAMPED, "steps=1", path, f"run_dir={tmp_path}/next"))
+
+
+def test_lines_through_step_k_can_be_read_before_checkpoint_k_commits(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = as_path(store.bucket() + "/run")
+    write, lines_at = RemotePath.write_bytes, dict[int, int]()
+
+    def noted(path: RemotePath, data: bytes) -> int:
+        if path.name == COMMITTED_FILE and path.parent.parent == run_dir / "checkpoints":
+            lines_at[int(path.parent.name)] = len(records(run_dir))
+        return write(path, data)
+
+    monkeypatch.setattr(RemotePath, "write_bytes", noted)
+    train(tiny_config(*RAMPED, "steps=4", f"run_dir={run_dir}"))
+    assert set(lines_at) == {3, 4} and all(lines >= step for step, lines in lines_at.items())
 
 
 def test_an_unfinished_checkpoint_is_no_checkpoint_and_a_damaged_one_is_set_aside(
@@ -150,6 +168,50 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
     assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)
     assert not (as_path(run_dir) / ".lease").exists()
+
+
+@pytest.mark.slow
+def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in_one_line(store: Store) -> None:
+    run_dir = store.bucket() + "/run"
+    keys = [*RAMPED, f"run_dir={run_dir}", "steps=1000000", "checkpoint_period=4"]
+    # What takes long is behind them when they start, and both have seen no lease when the first of them writes its own.
+    waits = (
+        "import sys; from maxbatch.cli import main; from maxbatch.training import pretraining;"
+        "print('ready', flush=True); sys.stdin.readline(); sys.exit(main())"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", waits, "train", *keys], env=environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        with store.failing(together=2, matching=LEASE_WRITES):
+            for process in processes:
+                assert process.stdout and process.stdout.readline() == "ready\n"
+            for process in processes:
+                assert process.stdin
+                process.stdin.write("\n")
+                process.stdin.flush()
+            end = time.monotonic() + 200
+            while all(process.poll() is None for process in processes):
+                assert time.monotonic() < end, "none is refused"
+                time.sleep(0.05)
+        refused, trains = sorted(processes, key=lambda process: process.poll() is None)
+        wait_until(lambda: bool(committed_steps(as_path(run_dir))), trains)
+        trains.send_signal(signal.SIGTERM)
+        _, errors = refused.communicate(timeout=60)
+        assert refused.returncode == 2 and len(errors.splitlines()) == 1, errors
+        assert re.search(r"process \d+ on \S+ \(renewed \d+ s ago\) is training in it; wait for it", errors), errors
+        _, errors = trains.communicate(timeout=200)
+        assert trains.returncode == 75, errors
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    steps = [record["step"] for record in records(as_path(run_dir))]
+    assert steps == list(range(1, len(steps) + 1)) and committed_steps(as_path(run_dir))[0] == len(steps)
 
 
 def test_compiled_programs_and_a_tokenizer_are_taken_from_a_bucket(store: Store, tmp_path: Path) -> None:
