@@ -138,6 +138,8 @@ def _persist(url: str, request: Callable[[], T]) -> T:
             return _within(PATIENCE.last_seconds, request) if PATIENCE.gave_up else request()
         except Exception as error:  # each client has exceptions of its own
             failure = meaning(error, url)
+            if failure is error:
+                raise  # no fault of the store, or that of a request within this one, which was tried for as long
             left = PATIENCE.ends(started) - time.monotonic()
             if not isinstance(failure, StoreFailed) or left <= 0:
                 raise _given_up(failure, started) from error

@@ -19,6 +19,7 @@ from etils import epath
 from maxbatch.system.object_stores import refusal, s3_endpoint
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
+from maxbatch.training.orbax_files import let_orbax_wait_for_stores
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
@@ -68,6 +69,7 @@ def let_orbax_reach_stores() -> None:
     # By here its own normalisation has made one slash of two after any scheme but gs.
     tensorstore_utils._use_gcs_driver = lambda folder: re.match(r"(gs|s3):/", folder) is not None
     gcs_utils.get_kvstore_for_gcs = kvstore_of
+    let_orbax_wait_for_stores()
 
 
 @contextlib.contextmanager

@@ -303,6 +303,9 @@ class Checkpoints:
                 continue
             probe(self._run_dir)
             looked_at = time.monotonic()
+        if isinstance(self._run_dir, RemotePath) and self._opened:
+            self._opened.check_for_errors()
+            self._saved = self._started
 
     def _give_up(self) -> None:
         """Leaves the threads of a save to a store that fails behind: nobody waits for them, or is told once more."""

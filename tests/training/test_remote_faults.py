@@ -6,12 +6,19 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.position import committed_steps
+from maxbatch.system.errors import StoreFailed
+from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.storage import as_path
+from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
+from maxbatch.training.state import abstract_state, init_state
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.stores import Store
+from tests.helpers.tiny import tiny_config
 from tests.training.test_remote_runs import RAMPED, assert_same, records
 
 
@@ -37,6 +44,49 @@ def test_a_bucket_that_fills_up_or_is_closed_ends_the_run_in_one_line_and_mended
     assert maxbatch(*command).returncode == 0
     assert maxbatch("train", *RAMPED, f"run_dir={tmp_path}/run").returncode == 0
     assert_same(records(as_path(command[-1].removeprefix("run_dir="))), records(tmp_path / "run"))
+
+
+# No client tries again what is answered so, as if it had tried for as long as it does: the bound is the house's alone.
+CLIENTS_GAVE_UP = ("425",)
+
+
+class Saving:
+    """Checkpoints of a state in a store."""
+
+    def __init__(self, run_dir: str) -> None:
+        config = tiny_config("base_num_decoder_layers=1")
+        self.state = init_state(config, abstract_state(config, make_mesh(config, jax.devices()[:1])))
+        self.run_dir = as_path(run_dir)
+        self.checkpoints = Checkpoints(self.run_dir, 3, {"data": {}, "model": model_identity(config)}, print)
+
+    def save(self, step: int) -> None:
+        self.checkpoints.save(self.state, Position(step, 10 * step))
+
+
+def test_an_outage_while_a_checkpoint_begins_is_waited_for(store: Store) -> None:
+    saving = Saving(store.bucket() + "/run")
+    store.forget()
+    with store.failing(matching="checkpoints/3", share=1.0, at_most=4, kinds=CLIENTS_GAVE_UP):
+        saving.save(3)
+        saving.checkpoints.close()
+    assert [status for *_, status in store.requests()].count(425) == 4
+    assert committed_steps(saving.run_dir) == [3]
+
+
+def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_the_line_names(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = Saving(store.bucket() + "/run")
+    saving.save(3)
+    monkeypatch.setattr(PATIENCE, "seconds", 1.5)
+    monkeypatch.setattr(PATIENCE, "left_behind", False)  # what a failed save makes of it is of this test
+    with store.failing(matching="checkpoints/4", share=1.0, kinds=CLIENTS_GAVE_UP):
+        with pytest.raises(
+            StoreFailed, match=r"does not answer .*\(tried for \d+ s\); run the same command again later$"
+        ):
+            saving.save(4)
+        assert PATIENCE.left_behind, "nobody waits for what the save left"
+    assert saving.checkpoints.fate == "step 3 is saved" and committed_steps(saving.run_dir) == [3]
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""Orbax's small files in object stores: what fails for a passing reason is tried again within the house's own bound.
+
+Orbax reaches them through etils.epath, whose clients give up within a minute; arrays go through TensorStore.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any, TypeVar
+
+from etils.epath import backend, gpath
+
+from maxbatch.system.errors import StoreRefused
+from maxbatch.system.object_stores import SCHEMES, persist
+from maxbatch.system.remote_path import RemotePath
+
+T = TypeVar("T")
+AnyText = str | os.PathLike[str]
+
+
+def let_orbax_wait_for_stores() -> None:
+    """Makes epath's files in object stores wait for a store that does not answer.
+
+    Epath has no public way to name a backend; it looks them up in this table (etils 1.15).
+    """
+    for scheme in SCHEMES:
+        gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
+
+
+class PatientFiles(backend._FileSystemSpecBackend):
+    """Epath's files of object stores, whose requests are made again as `PATIENCE` says."""
+
+    def open(self, path: AnyText, mode: str) -> IO[Any]:
+        there = RemotePath(os.fspath(path))
+        raw = _Written(there) if "w" in mode else io.BytesIO(there.read_bytes())
+        return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
+
+    def exists(self, path: AnyText) -> bool:
+        return RemotePath(os.fspath(path)).exists()
+
+    def isdir(self, path: AnyText) -> bool:
+        return RemotePath(os.fspath(path)).is_dir()  # fsspec's own says no where the store does not answer
+
+    def listdir(self, path: AnyText) -> list[str]:
+        return _patiently(path, partial(super().listdir, path))
+
+    def glob(self, path: AnyText) -> list[str]:
+        return _patiently(path, partial(super().glob, path))
+
+    def stat(self, path: AnyText) -> Any:
+        return _patiently(path, partial(super().stat, path))
+
+    def mkdir(self, path: AnyText, *, exist_ok: bool = False, mode: int | None = None) -> None:
+        _patiently(path, partial(super().mkdir, path, exist_ok=exist_ok, mode=mode))
+
+    def makedirs(self, path: AnyText, *, exist_ok: bool = False, mode: int | None = None) -> None:
+        _patiently(path, partial(super().makedirs, path, exist_ok=exist_ok, mode=mode))
+
+    def rmtree(self, path: AnyText) -> None:
+        _patiently(path, _gone_is_done(partial(super().rmtree, path)))
+
+    def remove(self, path: AnyText) -> None:
+        _patiently(path, _gone_is_done(partial(super().remove, path)))
+
+
+class _Written(io.BytesIO):
+    """A file that is written into an object when it is closed."""
+
+    def __init__(self, path: RemotePath) -> None:
+        super().__init__()
+        self._path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            content = self.getvalue()
+            super().close()
+            self._path.write_bytes(content)
+
+
+def _patiently(path: AnyText, request: Callable[[], T]) -> T:
+    """Makes a request until the store answers; Orbax sees a refusal as the client raises it."""
+    try:
+        return persist(os.fspath(path), request)
+    except StoreRefused as refused:
+        raise refused.__cause__ or refused from None
+
+
+def _gone_is_done(remove: Callable[[], None]) -> Callable[[], None]:
+    """Returns a removal that may be tried again: of what an earlier try removed, whose answer was lost."""
+    tries = 0
+
+    def remove_again() -> None:
+        nonlocal tries
+        tries += 1
+        try:
+            remove()
+        except FileNotFoundError:
+            if tries == 1:
+                raise
+
+    return remove_again
