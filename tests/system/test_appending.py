@@ -42,6 +42,22 @@ def test_a_large_object_is_joined_in_the_store_and_not_sent_again(
     assert sum(size for _, method, _, size, _ in store.requests() if method in ("PUT", "POST")) < 20_000
 
 
+def test_an_object_that_outgrows_the_bound_is_joined_from_then_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, begin = as_path(store.bucket() + "/log"), b"x" * (6 << 20)
+    monkeypatch.setattr(appending, "REWRITTEN_BYTES", len(begin))
+    path.write_bytes(begin)
+    log = open_appender(path, begin)
+    log.append(b"0\n")
+    log.sync()
+    store.forget()
+    log.append(b"1\n")
+    log.close()
+    assert path.read_bytes() == begin + b"0\n1\n"
+    assert sum(size for _, method, _, size, _ in store.requests() if method in ("PUT", "POST")) < 20_000
+
+
 def test_lines_reach_the_store_by_themselves_and_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appending, "PERIOD_S", 0.5)
     path = as_path(store.bucket() + "/log")
