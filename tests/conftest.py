@@ -38,7 +38,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # XLA takes devices that meet 40 s late, as on a busy machine, for a deadlock, and aborts.
-_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=1200"
+_PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 os.environ["XLA_FLAGS"] = f"{QUICK_TO_COMPILE} {_PATIENT} --xla_force_host_platform_device_count=8"
 
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.fingerprint import limb_sums, row_hashes, to_hex
 from maxbatch.parallel.mesh import make_mesh
@@ -41,9 +42,10 @@ def _initial(overrides: tuple[str, ...]) -> Any:
 
 def initial_state(overrides: tuple[str, ...], abstract: Any) -> Any:
     """The initial values, made once on one device for all meshes (they do not depend on it: a test of its own)."""
-    of_the_mesh = ("ici_", "num_pipeline_", "remat_policy=")
-    state = _initial(tuple(word for word in overrides if not word.startswith(of_the_mesh)))
-    return jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), state, abstract)
+    of_the_program = ("ici_", "num_pipeline_", "remat_policy=", *REMAT_TENSORS)
+    state = _initial(tuple(word for word in overrides if not word.startswith(of_the_program)))
+    placed = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), state, abstract)
+    return jax.block_until_ready(placed)
 
 
 def run_steps(
@@ -63,6 +65,8 @@ def run_steps(
         )
         num = -(-len(rows["tokens"]) // micro_batch)
         state, result = step(state, batch, np.int32(num), np.float32(learning_rate), np.float32(1))
+        # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
+        state, result = jax.block_until_ready((state, result))
         metrics.append(jax.device_get(result))
     return jax.device_get(state), metrics
 
