@@ -134,8 +134,8 @@ def check_vocabulary(values: Values, tokens: int) -> None:
     rows = values["vocab_size"]
     if isinstance(rows, int) and rows < tokens:
         works = f"works: vocab_size={tokens}"
-        if values["load_parameters_path"]:  # another vocab_size would be another model
-            works = f"give the tokenizer of the model in load_parameters_path, which knows {rows}"
+        if values["load_parameters_path"]:  # whose weights may refuse another vocab_size
+            works += f", or the tokenizer of the model in load_parameters_path, which knows {rows}"
         raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}")
 
 

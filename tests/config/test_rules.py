@@ -35,7 +35,7 @@ def test_a_tokenizer_that_knows_more_than_a_loaded_model_needs_the_models_own() 
     with pytest.raises(ConfigError, match="the byte tokenizer has 259 tokens; works: vocab_size=259"):
         check_dataset(small)
     loaded = load_config(overrides=["vocab_size=100", "load_parameters_path=there"])
-    with pytest.raises(ConfigError, match="tokens; give the tokenizer of the model in load_parameters_path"):
+    with pytest.raises(ConfigError, match="vocab_size=259, or the tokenizer of the model in load_parameters_path"):
         check_dataset(loaded)
 
 
