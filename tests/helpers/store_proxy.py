@@ -40,7 +40,7 @@ class Plan:
     together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
-    denied: str = ""  # regular expression on method and path of the requests that are answered by 403
+    denied: str = ""  # regular expression on method, path and object of the requests that are answered by 403
 
 
 # Requests to the emulator at a time: its queue of connections is short, and what overflows it waits a second.
@@ -108,6 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._control(body)
             return
         plan, request = self.server.plan, f"{self.command} {unquote(self.path)}"
+        if "uploadType=multipart" in self.path:
+            request += str(self._written_object(body))  # which only the body names
         self.started, self.size = time.time(), len(body)
         if plan.delay_s:
             time.sleep(plan.delay_s)
