@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 
 from maxbatch.config.blocks import BLOCKS
 from maxbatch.config.values import Bounds, Scalar
@@ -265,6 +266,11 @@ ROWS: tuple[Key, ...] = (
 def names_fixing(what: Fixes) -> tuple[str, ...]:
     """Returns the keys that fix any part of what is named, in the order of base.yml."""
     return tuple(key.name for key in ROWS if key.fixes & what)
+
+
+def customised_tensors(values: Mapping[str, object]) -> list[str]:
+    """Returns the tensors of a layer whose place is not the default, which remat_policy=custom alone may state."""
+    return [name for name, (first, *_) in REMAT_TENSORS.items() if values[name] != first]
 
 
 def names_of(part: Part) -> tuple[str, ...]:

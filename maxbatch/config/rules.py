@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.blocks import GLOBAL, LOCAL
-from maxbatch.config.keys import REMAT_TENSORS, Key, Part, names_of
+from maxbatch.config.keys import Key, Part, customised_tensors, names_of
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.values import Value, shown
 from maxbatch.system.errors import ConfigError
@@ -59,8 +59,8 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
             yield Displaced("gradient_accumulation_steps", batches[0])
     yield from _displaced_rows(values, stated)
     if "remat_policy" in stated and values["remat_policy"] != "custom":
-        below = [name for name in REMAT_TENSORS if name not in stated]
-        yield from (Displaced(name, "remat_policy", to_default=True) for name in below if _is_custom(values, name))
+        below = [name for name in customised_tensors(values) if name not in stated]
+        yield from (Displaced(name, "remat_policy", to_default=True) for name in below)
 
 
 def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
@@ -174,8 +174,8 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     flags = str(values["libtpu_flags"])
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
-    for name in REMAT_TENSORS:
-        if values["remat_policy"] != "custom" and _is_custom(values, name):
+    for name in customised_tensors(values):
+        if values["remat_policy"] != "custom":
             raise ConfigError(f"{name}={values[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
     if values["lora_rank"]:
         _check_adapters(values, fault)
@@ -197,10 +197,6 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
     if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
         raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
-
-
-def _is_custom(values: Values, name: str) -> bool:
-    return values[name] != REMAT_TENSORS[name][0]
 
 
 def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:

@@ -135,9 +135,9 @@ class PolicyTraining:
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
         config, session, abstract = self._config, self._session, self.abstract
-        state = restored or init_opt_state(config, abstract, first_parameters(config, abstract))
+        state = restored or init_opt_state(config, abstract, first_parameters(session, abstract))
         if config.grpo_beta:
-            self._learner.refer_to(first_parameters(config, abstract))
+            self._learner.refer_to(first_parameters(session, abstract))
         transcripts = Transcripts(session.folder, session.board, session.position.step)
         self._transcripts = session.stack.enter_context(closing(transcripts))
         self._evaluator = open_evaluator(config, self._source, session.plan, self._sampling_mesh, self._rewards)

@@ -6,6 +6,7 @@ That training is an ordinary run in `run_dir/warm_start`.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,7 +19,7 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.parameters import restore_parameters
 from maxbatch.training.pretraining import train
-from maxbatch.training.session import Outcome
+from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, init_state
 
 FOLDER = "warm_start"
@@ -64,10 +65,11 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents:
     return changed.lock()
 
 
-def first_parameters(config: ConfigDict, abstract: TrainState) -> nnx.State:
+def first_parameters(session: Session[Any], abstract: TrainState) -> nnx.State:
     """Returns the parameters before the first update of reinforcement learning."""
+    config = session.config
     if config.warm_start_steps:
         return restore_parameters(str(as_path(config.run_dir) / FOLDER), config, abstract.params)
-    if config.load_parameters_path:
-        return restore_parameters(config.load_parameters_path, config, abstract.params)
+    if read := session.open_parameters():
+        return read(abstract.params)
     return init_state(config, abstract).params

@@ -9,7 +9,6 @@ Shapes: R rows and C columns of a tensor, or of the part of it that is a paramet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,10 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import StoredTensor
 from maxbatch.training.huggingface import Place
-
-_LINE = 64  # bytes of memory that a processor reads and writes at once
 
 
 def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
@@ -71,10 +69,10 @@ def _by_rows(
         device, index = item
         first = index[0].indices(shape[0])[0]
         last = min(first + share, num_rows)
-        rows = aligned([share, num_columns], dtype)
+        rows = empty_aligned([share, num_columns], dtype)
         rows[max(0, last - first) :] = 0
         if first < last:
-            copy(place.rows(tensor, first, last), rows[: last - first])
+            copy_by_lines(place.rows(tensor, first, last), rows[: last - first])
         return jax.device_put(rows, device)
 
     indices = sharding.addressable_devices_indices_map(shape)
@@ -95,22 +93,3 @@ def _adder(
         return jnp.where(layers == layer, parameter, found)
 
     return jax.jit(add, donate_argnums=0, out_shardings=sharding)
-
-
-def aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Returns an array of undefined values that a CPU device takes as its own memory instead of copying it."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _LINE, np.uint8)
-    first = -memory.ctypes.data % _LINE
-    return memory[first : first + size].view(dtype).reshape(shape)
-
-
-def copy(source: np.ndarray, target: np.ndarray) -> None:
-    """Copies by lines of memory of the target: a transposition that goes along either array misses the cache."""
-    if source.dtype == target.dtype:
-        source, target = (array.view(f"u{array.itemsize}") for array in (source, target))
-    step = _LINE // target.itemsize
-    whole = source.strides[-1] == source.itemsize
-    for first in range(0, target.shape[-1], target.shape[-1] if whole else step):
-        last = slice(first, None if whole else first + step)
-        target[..., last] = source[..., last]

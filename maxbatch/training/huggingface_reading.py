@@ -15,10 +15,11 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.huggingface import NOT_PARAMETERS, PREFIX, TIED_OUTPUT
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.huggingface import Place, parameter_path, parameter_places, tensor_shapes
-from maxbatch.training.huggingface_exchange import aligned, copy, read_shared
+from maxbatch.training.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
 
@@ -73,7 +74,7 @@ def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtyp
 
 def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype: np.dtype) -> dict[Cut, np.ndarray]:
     """Returns parts of a parameter; each of its tensors is read once."""
-    parts = {cut: aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
+    parts = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
     with ThreadPoolExecutor() as threads:
         for layer, name in enumerate(place.names):
             rows = {cut: _row_of_layer(cut, part, layer, place) for cut, part in parts.items()}
@@ -82,7 +83,7 @@ def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype:
                 continue
             tensor = place.cut(stored[name].array())
             inside = (tuple(slice(*edges) for edges in cut[len(cut) - row.ndim :]) for cut, row in wanted.items())
-            list(threads.map(copy, [tensor[cut] for cut in inside], wanted.values()))
+            list(threads.map(copy_by_lines, [tensor[cut] for cut in inside], wanted.values()))
     return parts
 
 

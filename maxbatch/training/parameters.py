@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,15 +89,7 @@ def open_model(path: str | Path, overrides: Sequence[str] = ()) -> StoredModel:
     here = jax.sharding.SingleDeviceSharding(device)
     _, params = abstract_model(config)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
-    return StoredModel(config, params, _reader(path, config, params))
-
-
-def check_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> None:
-    """Raises ConfigError for what can be told of a model's parameters without reading them.
-
-    There is no such model, or its tensors do not fit `abstract_params`.
-    """
-    _reader(path, config, abstract_params)
+    return StoredModel(config, params, open_parameters(path, config, params))
 
 
 def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
@@ -105,11 +98,17 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
     Raises:
       ConfigError: there is no such checkpoint, or its model has another shape than the config's.
     """
-    return _reader(path, config, abstract_params)(abstract_params)
+    return open_parameters(path, config, abstract_params)(abstract_params)
 
 
-def _reader(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> Reader:
-    """Returns a function that reads parameters of a model: those of `abstract_params`, or some of them."""
+def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> Reader:
+    """Returns a function that reads parameters of a model: those of `abstract_params`, or some of them.
+
+    No values are read before it is called; headers and records are.
+
+    Raises:
+      ConfigError: there is no such model, or what its headers and records say does not fit.
+    """
     if is_huggingface_folder(path):
         return parameter_reader(path, config, abstract_params)
     checkpoint = _find_checkpoint(path)
@@ -181,12 +180,12 @@ def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abs
     mesh = getattr(somewhere, "mesh", None)
     shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
     placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
-    trained = _restore(checkpoint, checkpoint, placed)
-    read = _reader(base, config, abstract_params)
+    trained = cache(partial(_restore, checkpoint, checkpoint, placed))  # a model is read in several parts
+    read = open_parameters(base, config, abstract_params)
 
     def merged(part: nnx.State) -> nnx.State:
         shardings = jax.tree.map(lambda x: x.sharding, part)
-        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read(part), trained)
+        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read(part), trained())
 
     return merged
 

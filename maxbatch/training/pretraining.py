@@ -29,7 +29,7 @@ from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shap
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
-from maxbatch.training.parameters import restore_full_state, restore_parameters
+from maxbatch.training.parameters import restore_full_state
 from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.task import Dispatched, TaskData
@@ -172,16 +172,16 @@ class Pretraining:
             return self._first_state()
         if self.abstract.frozen is None:
             return restored
-        config = self._session.config
-        return restored._replace(frozen=restore_parameters(config.load_parameters_path, config, self.abstract.frozen))
+        read = self._session.open_parameters()
+        assert read is not None, "adapters adapt a loaded model"
+        return restored._replace(frozen=read(self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
         config = self._session.config
         if config.load_full_state_path:
             return restore_full_state(config.load_full_state_path, self.abstract)
-        if config.load_parameters_path:
-            params = restore_parameters(config.load_parameters_path, config, self.abstract.model)
-            return init_opt_state(config, self.abstract, params)
+        if read := self._session.open_parameters():
+            return init_opt_state(config, self.abstract, read(self.abstract.model))
         return self.executable(INIT, self._programs.init)()
 
     def _open_evaluator(self) -> Evaluator | None:

@@ -35,7 +35,7 @@ from maxbatch.training.checkpoints import Checkpoints
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.ladder import Background
 from maxbatch.training.loggers import check_loggers, open_loggers, settings_of
-from maxbatch.training.parameters import check_parameters
+from maxbatch.training.parameters import Reader, open_parameters
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.progress import RunProgress
 from maxbatch.training.recorder import Output, Recorder
@@ -86,6 +86,7 @@ class Session(Generic[B]):
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
+        self._read_parameters: Reader | None = None
         self.board: Board | None = None  # while the run trains, on the host that writes
         self.task = open_task(self)
         self.checkpoints = self._open_checkpoints()
@@ -100,8 +101,8 @@ class Session(Generic[B]):
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
         self._restored = restored.state if restored else None
-        if not restored and config.load_parameters_path:
-            check_parameters(config.load_parameters_path, config, self.task.abstract.model)
+        if not restored:
+            self.open_parameters()
         if is_first() and not self.is_complete:
             self.folder.write("config.yml", dump_config(config))
             self._record_devices()
@@ -132,6 +133,13 @@ class Session(Generic[B]):
             mesh=dict(self.task.mesh.shape),
         )
         record_devices(self.folder.path, used)
+
+    def open_parameters(self) -> Reader | None:
+        """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none."""
+        path = self.config.load_parameters_path
+        if path and self._read_parameters is None:
+            self._read_parameters = open_parameters(path, self.config, self.task.abstract.model)
+        return self._read_parameters
 
     @property
     def total_steps(self) -> int:

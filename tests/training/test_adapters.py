@@ -19,8 +19,9 @@ from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.loss import loss_sums
 from maxbatch.system.safetensors import stored_tensors
+from maxbatch.training import parameters
 from maxbatch.training.adapters import Adapters
-from maxbatch.training.parameters import load_parameters
+from maxbatch.training.parameters import _restore, load_parameters
 from maxbatch.training.pretraining import train
 from maxbatch.training.state import abstract_model
 from tests.helpers.configs import error_of
@@ -126,6 +127,21 @@ def test_adapters_resume_only_over_the_model_that_they_adapt(base: Path, adapted
         train(lora(other, tmp_path / "run", "steps=7", "eval_fraction=0.02"), jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"belongs to another run .*lora_alpha"):
         train(lora(base, tmp_path / "run", "steps=7", "lora_alpha=3", "eval_fraction=0.02"), jax.devices()[:1])
+
+
+def test_a_run_from_adapters_reads_them_and_their_model_once(
+    base: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def restore(path: Any, checkpoint: Path, *rest: Any, **more: Any) -> nnx.State:
+        read.append(checkpoint)
+        return _restore(path, checkpoint, *rest, **more)
+
+    monkeypatch.setattr(parameters, "_restore", restore)
+    config = tiny_config(*RUN, f"load_parameters_path={adapted}", f"run_dir={tmp_path / 'run'}", "steps=1")
+    train(config, jax.devices()[:1])
+    assert sorted(read) == [adapted / "checkpoints" / "6", base / "checkpoints" / "2"]
 
 
 def test_commands_take_the_merged_model(adapted: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.system.safetensors import stored_tensors
 from maxbatch.training import huggingface_reading
 from maxbatch.training.export import export_model
 from maxbatch.training.huggingface import parameter_path
@@ -113,6 +114,21 @@ def test_every_device_gets_its_part_of_the_tensors(axes: tuple[str, ...], tmp_pa
         np.testing.assert_array_equal(parameter, whole[".".join(parameter_path(path))])
         split += not parameter.is_fully_replicated
     assert split >= 8
+
+
+def test_a_run_opens_the_files_of_a_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Any] = []
+
+    def count(folder: Any) -> Any:
+        opened.append(folder)
+        return stored_tensors(folder)
+
+    monkeypatch.setattr(huggingface_reading, "stored_tensors", count)
+    folder = write_folder(tmp_path / "model")
+    overrides = ["model_name=auto", f"load_parameters_path={folder}", f"run_dir={tmp_path / 'run'}", "steps=1"]
+    own = ["dataset_type=synthetic", "max_target_length=16", "enable_checkpointing=false", "generate_prompt="]
+    train(load_config(overrides=[*overrides, *own]), jax.devices()[:1])
+    assert opened == [folder]
 
 
 def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.keys import REMAT_TENSORS
+from maxbatch.config.keys import REMAT_TENSORS, customised_tensors
 from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan
@@ -131,7 +131,7 @@ class Choice:
         changes: dict[str, Value] = {"per_device_batch_size": self.per_device_batch_size}
         changes |= {"remat_policy": self.remat_policy} if wanted.states_batch else {}
         if self.remat_policy != "custom":  # which alone may state where tensors are kept
-            changes |= {name: first for name, (first, *_) in REMAT_TENSORS.items() if wanted.config[name] != first}
+            changes |= {name: REMAT_TENSORS[name][0] for name in customised_tensors(wanted.config)}
         return changes | (keys_to_state(self.mesh, wanted.config) if wanted.any_mesh else {})
 
     def to_dict(self) -> dict[str, Any]:
