@@ -9,13 +9,14 @@ from typing import BinaryIO
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError
-from maxbatch.system.leases import LEASE_FILE, Lease, take_lease
+from maxbatch.system.leases import Lease, hold_lease
 from maxbatch.system.locks import take_lock
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 _FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
+_INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
 
@@ -39,10 +40,7 @@ class RunFolder:
     def _taken_lease(self, run_dir: str) -> Lease:
         assert isinstance(self.path, RemotePath)
         probe(self.path)
-        lease = take_lease(self.path / LEASE_FILE)
-        if isinstance(lease, str):
-            raise ConfigError(f"run_dir={run_dir}: {lease} is training in it; wait for it, or give another run_dir")
-        return lease
+        return hold_lease(self.path, f"is training in it; {_INSTEAD}", named=f"run_dir={run_dir}")
 
     def check(self) -> None:
         """Raises TrainingError once another process has taken the folder over."""
@@ -60,9 +58,7 @@ class RunFolder:
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); give another folder"
             ) from error
         if lock is None:
-            raise ConfigError(
-                f"run_dir={run_dir}: another process is training in it; wait for it, or give another run_dir"
-            )
+            raise ConfigError(f"run_dir={run_dir}: another process is training in it; {_INSTEAD}")
         return lock
 
     def _check_kinds(self, run_dir: str) -> None:

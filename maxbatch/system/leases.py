@@ -63,7 +63,7 @@ class Lease:
         if version is None:
             found = _look(self._path)
             if found is None or found[0].get("token") != self._holder["token"]:
-                self.lost = f"{self._path.parent}: another process trains in it now"
+                self.lost = f"{self._path.parent}: another process holds its lease now"
                 return
             version = found[1]  # ours: the answer to an earlier try was lost on its way
         self._version = version
@@ -128,25 +128,35 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
         time.sleep(_LOOK_S)
 
 
-@contextlib.contextmanager
-def leased(folder: AnyPath, refusal: str) -> Iterator[None]:
-    """Holds the lease of a folder in an object store for the length of a block; a folder of a disk needs none.
+def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
+    """Takes the lease of a folder.
 
     Args:
       folder: the folder.
-      refusal: what another holder does in it, for the message.
+      refusal: what another holder does in it and what to do then, for the message.
+      named: the folder as the message names it; "" for its path.
 
     Raises:
       ConfigError: another process holds it.
     """
-    if not isinstance(folder, RemotePath):
-        yield
-        return
     lease = take_lease(folder / LEASE_FILE)
     if isinstance(lease, str):
-        raise ConfigError(f"{folder}: {lease} {refusal}; wait for it")
-    with contextlib.closing(lease):
-        yield
+        raise ConfigError(f"{named or folder}: {lease} {refusal}")
+    return lease
+
+
+@contextlib.contextmanager
+def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
+    """Holds the lease of a folder for the length of a block, as `hold_lease` does; a folder of a disk needs none.
+
+    Yields:
+      A function that raises TrainingError once the lease was lost; the end of the block calls it too.
+    """
+    if not isinstance(folder, RemotePath):
+        yield lambda: None
+        return
+    with contextlib.closing(hold_lease(folder, refusal)) as lease:
+        yield lease.check
         lease.check()
 
 

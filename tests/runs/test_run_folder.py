@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system import leases
+from tests.helpers.stores import Store
 
 
 def test_a_second_process_is_refused_and_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
@@ -17,6 +20,22 @@ def test_a_second_process_is_refused_and_the_lock_goes_with_its_holder(tmp_path:
         RunFolder(str(tmp_path / "run"))
     with RunFolder(str(tmp_path / "run")):
         pass
+
+
+def test_a_second_process_is_refused_in_a_bucket_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "RENEW_S", 0.3)
+    monkeypatch.setattr(leases, "_LOOK_S", 0.1)
+    run_dir = store.bucket() + "/run"
+    with RunFolder(run_dir) as held:
+        with pytest.raises(ConfigError) as refused:
+            RunFolder(run_dir)
+        held.check()
+    holder = rf"process {os.getpid()} on \S+ \(renewed \d+ s ago\)"
+    said = rf"run_dir={run_dir}: {holder} is training in it; wait for it, or give another run_dir"
+    assert re.fullmatch(said, str(refused.value))
+    with RunFolder(run_dir):
+        pass
+    assert not held.path.exists()
 
 
 def test_a_run_dir_that_cannot_be_made_is_the_users_fault(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from maxbatch.system import leases
-from maxbatch.system.errors import TrainingError
-from maxbatch.system.leases import Lease, take_lease
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.leases import Lease, leased, take_lease
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import as_path
 from tests.helpers.stores import LEASE_WRITES, Store
@@ -87,7 +90,34 @@ def test_a_holder_whose_lease_was_taken_over_stops(path: RemotePath) -> None:
     end = time.monotonic() + 60
     while not held.lost and time.monotonic() < end:
         time.sleep(0.1)
-    with pytest.raises(TrainingError, match="another process trains in it now; this one stops"):
+    with pytest.raises(TrainingError, match="another process holds its lease now; this one stops"):
         held.check()
     held.close()
     assert path.read_bytes() == b'{"token": "of another"}', "what is not ours stays"
+
+
+def test_a_folder_that_another_process_holds_is_refused_in_one_line(path: RemotePath) -> None:
+    held = take_lease(path, lambda _: None)
+    assert isinstance(held, Lease)
+    with pytest.raises(ConfigError) as refused, leased(path.parent, "sweeps in it; wait for it"):
+        pytest.fail("two hold it")
+    here = rf"process {os.getpid()} on \S+ \(renewed \d+ s ago\)"
+    assert re.fullmatch(rf"{path.parent}: {here} sweeps in it; wait for it", str(refused.value))
+    held.check()
+    held.close()
+
+
+def test_a_block_that_lost_its_lease_stops(path: RemotePath) -> None:
+    end = time.monotonic() + 60
+    with pytest.raises(TrainingError, match="this one stops"), leased(path.parent, "") as check:
+        check()
+        path.write_bytes(b'{"token": "of another"}')
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            check()
+
+
+def test_a_folder_of_a_disk_needs_no_lease(tmp_path: Path) -> None:
+    with leased(tmp_path, "") as check, leased(tmp_path, ""):
+        check()
+    assert not list(tmp_path.iterdir())

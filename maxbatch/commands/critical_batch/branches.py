@@ -40,7 +40,7 @@ _LOCK_S = 20  # for the branch of a command that was killed to end
 @contextlib.contextmanager
 def locked(folder: AnyPath) -> Iterator[BinaryIO]:
     """Holds the lock on a folder, which is free once this process and its branch have closed it."""
-    with leased(folder, "measures in it"), _lock_on(folder) as lock:
+    with leased(folder, "measures in it; wait for it"), _lock_on(folder) as lock:
         yield lock
 
 

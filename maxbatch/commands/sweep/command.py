@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.retry_failed:
         forget_failed(folder, sweep.metric)
-    with Stopping("once the trials that run have saved") as stop, leased(folder.path, "sweeps in it"):
+    with Stopping("once the trials that run have saved") as stop, leased(folder.path, "sweeps in it; wait for it"):
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
         num_ended = sum(trial.is_finished for trial in folder.trials())

@@ -5,7 +5,6 @@ A build is atomic, runs once if several processes want the store, and gives the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -40,7 +39,7 @@ from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.atomic_files import BUILDING, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.leases import LEASE_FILE, take_lease
+from maxbatch.system.leases import leased
 from maxbatch.system.locks import exclusive
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -117,27 +116,25 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
 
 def _build_remotely(folder: RemotePath, build: Build) -> TokenStore:
     """Builds a store shard by shard on this machine's disk and copies each to an object store, the manifest last."""
-    lease = take_lease(folder / LEASE_FILE)
-    if isinstance(lease, str):
-        raise ConfigError(f"{folder}: {lease} is preparing it; wait for it, or give another folder")
-    shards = RemoteShards(folder, build.signature)
+    refusal = "is preparing it; wait for it, or give another folder"
+    with leased(folder, refusal) as check, tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
+        shards = RemoteShards(folder, build.signature)
 
-    def keep(number: int, file: Path, shard: Shard) -> None:
-        lease.check()
-        shards.keep(number, file, shard)
+        def keep(number: int, file: Path, shard: Shard) -> None:
+            check()
+            shards.keep(number, file, shard)
 
-    with contextlib.closing(lease), tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
         itemsize = np.dtype(TokenLayout.of(build.tokenizer, build.config).dtype).itemsize
         finished = shards.found(itemsize)
         shards.begin()
         here = Path(temporary)
         shard_tokens = build.shard_tokens or SHARD_TOKENS
         manifest = _write_files(here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep)
-        lease.check()
+        check()
         (folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
         for file in here.iterdir():
             (folder / file.name).upload(file)
-        lease.check()
+        check()
         write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
         shards.tidy(list(manifest["sizes"]))
     store = open_folder(folder)
