@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
-from orbax.checkpoint.options import AtomicityMode, AtomicityOptions
+from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
@@ -31,6 +31,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
+from maxbatch.training.orbax_files import COMMIT_S
 from maxbatch.training.parameters import base_identity
 from maxbatch.training.state import TrainState
 
@@ -126,6 +127,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             lightweight_initialize=is_remote,  # else it reads an object of every checkpoint, for times that nobody asks
             atomicity_options=AtomicityOptions(mode=mode),
+            async_options=AsyncOptions(timeout_secs=COMMIT_S),
         )
         handlers = {name: arrays_handler() for name in ("params", "opt_state")}
         handlers["position"] = ocp.JsonCheckpointHandler()

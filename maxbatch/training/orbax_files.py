@@ -14,20 +14,28 @@ from typing import IO, Any, TypeVar
 from etils.epath import backend, gpath
 
 from maxbatch.system.errors import StoreRefused
-from maxbatch.system.object_stores import SCHEMES, persist
+from maxbatch.system.object_stores import PATIENCE, SCHEMES, persist
 from maxbatch.system.remote_path import RemotePath
 
 T = TypeVar("T")
 AnyText = str | os.PathLike[str]
 
+# Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
+BARRIER_S = 2 * int(PATIENCE.seconds)
+COMMIT_S = 2 * BARRIER_S  # for the whole of a save
+
 
 def let_orbax_wait_for_stores() -> None:
-    """Makes epath's files in object stores wait for a store that does not answer.
+    """Makes epath's files in object stores, and the hosts of a run, wait for a store that does not answer.
 
-    Epath has no public way to name a backend; it looks them up in this table (etils 1.15).
+    Epath has no public way to name a backend; it looks them up in this table (etils 1.15). Nor has Orbax one to set how
+    long hosts wait for each other while a checkpoint begins (0.12.8).
     """
+    from orbax.checkpoint._src.multihost import multihost
+
     for scheme in SCHEMES:
         gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
+    multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S
 
 
 class PatientFiles(backend._FileSystemSpecBackend):
