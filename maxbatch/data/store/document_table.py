@@ -3,14 +3,20 @@
 The table of a large store is too large for a host: fifty million documents take 400 MB. Of such a table blocks are read
 when a row needs them. A block is found by interpolation between those read before, as documents of a store are about
 alike, and a number of blocks is kept, so that a row costs one request more at most.
+
+A block is checked for its order and its ends; the checksum is that of the whole file, and is compared where a pass over
+all blocks is made.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import threading
+import zlib
 from bisect import bisect_right, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -26,6 +32,8 @@ KEPT_BYTES = 64 << 20  # of blocks
 _MOST_MARKS = 1 << 16
 _INTERPOLATIONS = 3  # of a search, before each second step halves what is left
 _HEADER_BYTES = 128  # of a file that numpy writes, at least
+_BLOCKS_OF_A_PASS = 64  # that a pass over the table reads by one request, 4 MiB
+_REQUESTS_OF_A_PASS = 8  # at the same time
 
 
 class DocumentTable(Protocol):
@@ -69,19 +77,19 @@ class RangedTable:
 
     def __init__(self, path: RemotePath, num_documents: int, num_tokens: int) -> None:
         self._path, self._num_documents, self._num_tokens = path, num_documents, num_tokens
-        self._begin = self._check_header()
+        self._header = self._checked_header()
         self._open()
         last = np.frombuffer(path.read_range(*self._bytes(num_documents, num_documents)), "<i8")
         if last[0] != num_tokens:
             raise self._damaged(f"it ends at token {last[0]}, and the store has {num_tokens}")
 
-    def _check_header(self) -> int:
+    def _checked_header(self) -> bytes:
         file = io.BytesIO(self._path.read_range(0, _HEADER_BYTES))
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if shape != (self._num_documents + 1,) or dtype != np.int64:
             raise self._damaged(f"it has shape {shape} of {dtype}")
-        return file.tell()
+        return file.getvalue()[: file.tell()]
 
     def _open(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +97,7 @@ class RangedTable:
         self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_begin")}
+        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_header")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -104,13 +112,42 @@ class RangedTable:
         number_n = np.minimum(documents_n, self._num_documents - 1) // BLOCK_DOCUMENTS
         numbers = np.unique(number_n).tolist()
         starts_n = np.empty(documents_n.shape, np.int64)
-        for number, block in zip(numbers, self._at_once(self._block, numbers), strict=True):
+        for number, block in zip(numbers, self.blocks(numbers), strict=True):
             is_here_n = number_n == number
             starts_n[is_here_n] = block[documents_n[is_here_n] - number * BLOCK_DOCUMENTS]
         return starts_n
 
+    def blocks(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Returns of each block the starts of its documents and of the one after them."""
+        return self._at_once(self._block, numbers)
+
+    def all_blocks(self, checksum: int) -> Iterator[np.ndarray]:
+        """Yields every block in order, reading the file once.
+
+        Raises:
+          ConfigError: it differs from its checksum, a CRC-32.
+        """
+        step = _BLOCKS_OF_A_PASS * BLOCK_DOCUMENTS
+        found, end = zlib.crc32(self._header), b""
+        for starts in self._read_ahead(range(0, self._num_documents, step)):
+            found, end = zlib.crc32(starts[:-1].data, found), starts[-1:].tobytes()
+            for first in range(0, len(starts) - 1, BLOCK_DOCUMENTS):
+                yield starts[first : first + BLOCK_DOCUMENTS + 1]
+        if zlib.crc32(end, found) != checksum:
+            raise self._damaged("it differs from its checksum")
+
+    def _read_ahead(self, firsts: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yields the starts of documents from each of `firsts` to the next one, that one included."""
+        waiting: deque[Future[np.ndarray]] = deque()
+        for first, after in itertools.pairwise([*firsts, self._num_documents]):
+            waiting.append(readers().submit(self._starts, first, after))
+            if len(waiting) == _REQUESTS_OF_A_PASS:
+                yield waiting.popleft().result()
+        for one in waiting:
+            yield one.result()
+
     @staticmethod
-    def _at_once(read: Any, values: list[int]) -> list[Any]:
+    def _at_once(read: Any, values: Sequence[int]) -> list[Any]:
         return list(readers().map(read, values) if len(values) > 1 else map(read, values))
 
     def _find(self, token: int) -> int:
@@ -152,9 +189,7 @@ class RangedTable:
     def _read(self, number: int) -> np.ndarray:
         first = number * BLOCK_DOCUMENTS
         last = min(first + BLOCK_DOCUMENTS, self._num_documents)
-        block = np.frombuffer(self._path.read_range(*self._bytes(first, last)), "<i8")
-        if block[0] < 0 or block[-1] > self._num_tokens or (np.diff(block) < 0).any():
-            raise self._damaged(f"documents {first} to {last} are not in order")
+        block = self._starts(first, last)
         with self._lock:
             for mark in ((int(block[0]), first), (int(block[-1]), last)):
                 place = bisect_right(self._marks, mark)
@@ -162,9 +197,17 @@ class RangedTable:
                     insort(self._marks, mark)
         return block
 
+    def _starts(self, first: int, last: int) -> np.ndarray:
+        """Reads the starts of documents `first` to `last`, by one request."""
+        starts = np.frombuffer(self._path.read_range(*self._bytes(first, last)), "<i8")
+        if starts[0] < 0 or starts[-1] > self._num_tokens or (np.diff(starts) < 0).any():
+            raise self._damaged(f"documents {first} to {last} are not in order")
+        return starts
+
     def _damaged(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._path}: the table of documents cannot be used: {problem}; prepare the store again")
 
     def _bytes(self, first: int, last: int) -> tuple[int, int]:
         """Returns the bytes of the file that hold the starts of documents `first` to `last`."""
-        return self._begin + 8 * first, self._begin + 8 * (last + 1)
+        begin = len(self._header)
+        return begin + 8 * first, begin + 8 * (last + 1)

@@ -50,10 +50,32 @@ class HeldOutFraction:
         # floor(n / (1 - f)).
         return -(-(number + 1) * b // a) - 1 if held_out else number * b // (b - a)
 
-    def records(self, count: int, held_out: bool) -> np.ndarray:
-        """Returns the indices (int64) of the first `count` held-out (or training) records."""
+    def records(self, count: int, held_out: bool, begin: int = 0) -> np.ndarray:
+        """Returns the indices (int64) of `count` held-out (or training) records, from number `begin` on."""
         a, b = self.fraction.numerator, self.fraction.denominator
-        if max(count + 1, 1) * b >= 1 << 62:
-            return np.array([self.record(number, held_out) for number in range(count)], np.int64)
-        numbers = np.arange(count, dtype=np.int64)
+        if (begin + count + 1) * b >= 1 << 62:
+            return np.array([self.record(number, held_out) for number in range(begin, begin + count)], np.int64)
+        numbers = np.arange(begin, begin + count, dtype=np.int64)
         return -(-(numbers + 1) * b // a) - 1 if held_out else numbers * b // (b - a)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The training (or held-out) records of the first `total`, by their indices in order; none of them is kept."""
+
+    split: HeldOutFraction
+    total: int
+    held_out: bool
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no record is left out."""
+        return len(self) == self.total
+
+    def __len__(self) -> int:
+        return self.split.count(self.total, self.held_out)
+
+    def between(self, begin: int, end: int) -> np.ndarray:
+        """Returns the indices (int64) of those from `begin` to before `end`."""
+        first, last = (self.split.count(index, self.held_out) for index in (begin, end))
+        return self.split.records(last - first, self.held_out, first)

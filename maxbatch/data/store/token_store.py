@@ -7,8 +7,8 @@ tokens of a large store are cut between documents into several files (`maxbatch.
 In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
 
 The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped; of the offsets of
-a large store in a bucket, which are read by range, the order and the ends. The tokens are checked by `maxbatch prepare
---verify` only, since that reads all of them.
+a large store in a bucket, which are read by range, the order and the ends (`maxbatch.data.store.document_table`). The
+tokens are checked by `maxbatch prepare --verify` only, since that reads all of them.
 """
 
 from __future__ import annotations

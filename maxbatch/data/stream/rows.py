@@ -8,12 +8,12 @@ Legend: n rows asked for, L row length, P pieces of these rows, S documents of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.document_table import WholeTable
+from maxbatch.data.store.document_table import DocumentTable, WholeTable
 from maxbatch.data.store.ranged_tokens import RangedTokens
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
@@ -52,15 +52,50 @@ class RowPlan(Protocol):
     def pieces(self, rows_n: np.ndarray) -> Pieces: ...
 
 
+class Placed(NamedTuple):
+    """Documents in order, and their places in a sequence of slots."""
+
+    first_S: np.ndarray  # int64[S + 1], the first slot of each document; at last the slot after all
+    extents: Extents
+
+
+class Layout(Protocol):
+    """Documents one after the other in a sequence of `num_slots` slots, each for tokens of one document."""
+
+    num_slots: int
+    num_tokens: int
+
+    def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
+        """Returns the documents of slots first_n[i] to last_n[i], for every i, and perhaps others."""
+
+
+class WholeLayout:
+    """A layout in memory.
+
+    Args:
+      extents: the documents.
+      slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
+    """
+
+    def __init__(self, extents: Extents, slot_tokens: int):
+        lengths_S = extents.end_S - extents.start_S
+        self._placed = Placed(np.concatenate([[0], np.cumsum(-(-lengths_S // slot_tokens))]), extents)
+        self.num_slots = int(self._placed.first_S[-1])
+        self.num_tokens = int(lengths_S.sum())
+
+    def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
+        return self._placed
+
+
+Lay = Callable[[int], Layout]  # makes the layout of some documents in slots of so many tokens
+
+
 class ConcatenatePlan:
     """The documents joined into one sequence and cut every L tokens; the last row is padded, nothing is dropped."""
 
-    def __init__(self, extents: Extents, row_length: int):
-        start_S, end_S = extents
-        joined = np.concatenate([[0], np.cumsum(end_S - start_S)])
-        self._set(row_length, int(joined[-1]))
-        # Document s of the split is tokens joined[s] to joined[s + 1] - 1 of the joined sequence.
-        self._joined, self._store_start_S = WholeTable(joined), start_S
+    def __init__(self, lay: Lay, row_length: int):
+        self._layout = lay(1)
+        self._set(row_length, self._layout.num_tokens)
 
     @classmethod
     def of_store(cls, store: TokenStore, row_length: int) -> ConcatenatePlan:
@@ -79,7 +114,7 @@ class ConcatenatePlan:
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         begin_n = rows_n * self.row_length
         end_n = np.minimum(begin_n + self.row_length, self.num_tokens)
-        joined = self._store.table if self._store else self._joined
+        joined, store_start_S = self._joined(begin_n, end_n - 1)
         first_n, last_n = joined.containing(np.stack([begin_n, end_n - 1]))
         count_n = last_n - first_n + 1
         row_P = np.repeat(np.arange(len(rows_n)), count_n)
@@ -88,25 +123,31 @@ class ConcatenatePlan:
         start_P, next_start_P = joined.starts(np.stack([document_P, document_P + 1]))
         low_P = np.maximum(start_P, begin_n[row_P])
         high_P = np.minimum(next_start_P, end_n[row_P])
-        shift_P = 0 if self._store else self._store_start_S[document_P] - start_P
+        shift_P = 0 if store_start_S is None else store_start_S[document_P] - start_P
         return Pieces(row_P, low_P + shift_P, high_P - low_P)
+
+    def _joined(self, first_n: np.ndarray, last_n: np.ndarray) -> tuple[DocumentTable, np.ndarray | None]:
+        """Returns where documents begin in the joined sequence, and in the store; None if that is the same."""
+        if self._store:
+            return self._store.table, None
+        placed = self._layout.around(first_n, last_n)
+        return WholeTable(placed.first_S), placed.extents.start_S
 
 
 class DocumentPlan:
     """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
 
-    def __init__(self, extents: Extents, row_length: int):
+    def __init__(self, lay: Lay, row_length: int):
         self.row_length = row_length
-        self._store_start_S, self._store_end_S = extents
-        lengths_S = self._store_end_S - self._store_start_S
-        self._first_row = np.concatenate([[0], np.cumsum(-(-lengths_S // row_length))])
-        self.num_tokens = int(lengths_S.sum())
-        self.num_rows = int(self._first_row[-1])
+        self._layout = lay(row_length)
+        self.num_tokens = self._layout.num_tokens
+        self.num_rows = self._layout.num_slots
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
-        document_n = np.searchsorted(self._first_row, rows_n, side="right") - 1
-        start_n = self._store_start_S[document_n] + (rows_n - self._first_row[document_n]) * self.row_length
-        end_n = np.minimum(start_n + self.row_length, self._store_end_S[document_n])
+        first_row_S, (store_start_S, store_end_S) = self._layout.around(rows_n, rows_n)
+        document_n = np.searchsorted(first_row_S, rows_n, side="right") - 1
+        start_n = store_start_S[document_n] + (rows_n - first_row_S[document_n]) * self.row_length
+        end_n = np.minimum(start_n + self.row_length, store_end_S[document_n])
         return Pieces(np.arange(len(rows_n)), start_n, end_n - start_n)
 
 

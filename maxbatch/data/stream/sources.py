@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +18,33 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import exact
-from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.document_table import RangedTable
+from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.stream.block_layout import BlockLayout
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens, fit_rows
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
-from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, RowPlan, RowSource, StoredRows
+from maxbatch.data.stream.rows import (
+    ConcatenatePlan,
+    DocumentPlan,
+    Extents,
+    Lay,
+    RowPlan,
+    RowSource,
+    StoredRows,
+    WholeLayout,
+)
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
 Identity = dict[str, str | int | bool]
-Documents = np.ndarray | range  # their numbers in the store
+Documents = np.ndarray | Records  # their numbers in the store
 
 
 class SourceRows(NamedTuple):
@@ -103,23 +115,31 @@ def _open_plan(
     """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
     if _is_as_stored(config, documents):
         return ConcatenatePlan.of_store(store, config.max_target_length), len(documents), 0
+    if _is_read_in_blocks(config, store) and isinstance(documents, Records):
+        return _plan(config, partial(BlockLayout, store, documents)), len(documents), 0
     extents, num_overlong = _extents(config, store, documents)
     plan: RowPlan
     if _strategy(config) == "best_fit":
         plan = open_best_fit(config, key, lambda: extents)
     else:
-        plan = _plan(config, extents)
+        plan = _plan(config, partial(WholeLayout, extents))
     return plan, len(extents.start_S), num_overlong
 
 
 def _is_as_stored(config: ConfigDict, documents: Documents) -> bool:
     """Returns whether rows are the tokens of a store as they lie, cut every L tokens: then nothing is computed."""
-    return isinstance(documents, range) and bool(config.packing) and _strategy(config) == "concatenate"
+    is_whole = isinstance(documents, Records) and documents.are_all
+    return is_whole and bool(config.packing) and _strategy(config) == "concatenate"
+
+
+def _is_read_in_blocks(config: ConfigDict, store: TokenStore) -> bool:
+    """Returns whether rows are looked up in blocks of a large table; best fit has to see all lengths at once."""
+    return not config.use_sft and _strategy(config) == "concatenate" and isinstance(store.table, RangedTable)
 
 
 def _extents(config: ConfigDict, store: TokenStore, documents: Documents) -> tuple[Extents, int]:
     """Returns the documents of a split as they go into rows, and how many were longer than a row."""
-    documents_S = np.asarray(documents)
+    documents_S = documents.between(0, documents.total) if isinstance(documents, Records) else documents
     if config.use_sft:
         return fit_rows(config, store, documents_S)
     return Extents.of(store.offsets, documents_S), 0
@@ -219,9 +239,9 @@ def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: boo
     }
 
 
-def _plan(config: ConfigDict, extents: Extents) -> ConcatenatePlan | DocumentPlan:
+def _plan(config: ConfigDict, lay: Lay) -> ConcatenatePlan | DocumentPlan:
     plan = ConcatenatePlan if config.packing else DocumentPlan
-    return plan(extents, config.max_target_length)
+    return plan(lay, config.max_target_length)
 
 
 def _synthetic_rows(
@@ -242,13 +262,13 @@ def _synthetic_rows(
 def _split_documents(
     config: ConfigDict, store: TokenStore, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
-    """Returns the documents of a split, a range if it has all, and the rule that chose them."""
+    """Returns the documents of a split, and the rule that chose them."""
     total = store.manifest["documents"]
     if fraction.fraction:
         fraction.refuse_empty(total, "documents")
-        return fraction.records(fraction.count(total, held_out), held_out), fraction.rule
+        return Records(fraction, total, held_out), fraction.rule
     if not store.manifest["held_out"]:
-        return range(total), "none"
+        return Records(fraction, total, held_out=False), "none"
     listed = np.zeros(total, bool)
     listed[store.manifest["held_out"]] = True
     documents = np.flatnonzero(listed if held_out else ~listed)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch import load_config
-from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.heldout import HeldOutFraction, Records
 
 FRACTIONS = st.fractions(min_value=0, max_value=Fraction(999, 1000), max_denominator=1000)
 
@@ -39,3 +39,13 @@ def test_a_tenth_means_one_tenth(text: str) -> None:
     split = HeldOutFraction.from_config(load_config(overrides=[f"eval_fraction={text}"]))
     assert split.fraction == Fraction(1, 10)
     assert split.records(3, True).tolist() == [9, 19, 29]
+
+
+@given(fraction=FRACTIONS, ends=st.tuples(st.integers(0, 300), st.integers(0, 300)).map(sorted))
+def test_records_between_two_places_are_those_of_the_whole(fraction: Fraction, ends: list[int]) -> None:
+    begin, end = ends
+    for held_out in (True, False) if fraction else (False,):
+        records = Records(HeldOutFraction(fraction), 300, held_out)
+        whole = records.between(0, 300).tolist()
+        assert len(records) == len(whole) and records.are_all == (len(whole) == 300)
+        assert records.between(begin, end).tolist() == [index for index in whole if begin <= index < end]

@@ -58,17 +58,19 @@ def test_rows_are_read_by_range_and_no_host_copies_the_store(store: Store, words
     assert sum(read) < (tmp_path / "tokens" / "tokens.bin").stat().st_size / 10, "little more than the rows"
 
 
+@pytest.mark.parametrize("settings", [(), ("packing=false",), ("eval_fraction=0.1",)])
 def test_a_large_table_of_documents_is_read_by_range_and_never_whole(
-    store: Store, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, words: list[str], settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = store.bucket()
     for output in (f"{bucket}/tokens", f"{tmp_path}/tokens"):
         assert main(["prepare", *words, "--output", output]) == 0
-    keys = ["dataset_type=tokens", "max_target_length=128"]
-    here = open_stream(load_config(overrides=[*keys, f"dataset_path={tmp_path}/tokens"]))
-    last = (here.samples_per_epoch or 0) - 1
-    batches = [[5, 900, 901, 17], range(40), [last, 0]]
-    expected = [here.batch(rows) for rows in batches]
+    keys = ["dataset_type=tokens", "max_target_length=128", *settings]
+    splits = ("train", "eval") if "eval_fraction=0.1" in settings else ("train",)
+    here = [open_stream(load_config(overrides=[*keys, f"dataset_path={tmp_path}/tokens"]), split) for split in splits]
+    last = min(stream.samples_per_epoch or 0 for stream in here) - 1
+    batches = [[5, last // 2, last // 2 + 1, 17], range(40), [last, 0]]
+    expected = [[stream.batch(rows) for rows in batches] for stream in here]
 
     def read_whole(store: TokenStore) -> np.ndarray:
         raise AssertionError(f"the table of {store.folder} was read whole")
@@ -77,12 +79,14 @@ def test_a_large_table_of_documents_is_read_by_range_and_never_whole(
     monkeypatch.setattr(document_table, "WHOLE_BYTES", 0)
     monkeypatch.setattr(document_table, "BLOCK_DOCUMENTS", 32)
     monkeypatch.setattr(document_table, "KEPT_BYTES", 10 * 32 * 8)
-    store.forget()
-    there = open_stream(load_config(overrides=[*keys, f"dataset_path={bucket}/tokens"]))
-    assert len(store.requests()) <= 20 and there.identity == here.identity
-    for rows, batch in zip(batches, expected, strict=True):
-        for name, array in there.batch(rows).items():
-            np.testing.assert_array_equal(array, batch[name])
+    for split, local, expected_of_split in zip(splits, here, expected, strict=True):
+        store.forget()
+        there = open_stream(load_config(overrides=[*keys, f"dataset_path={bucket}/tokens"]), split)
+        assert len(store.requests()) <= 20 and there.identity == local.identity
+        assert there.samples_per_epoch == local.samples_per_epoch
+        for rows, batch in zip(batches, expected_of_split, strict=True):
+            for name, array in there.batch(rows).items():
+                np.testing.assert_array_equal(array, batch[name])
 
 
 def test_ranges_that_lie_side_by_side_are_one_request(store: Store) -> None:

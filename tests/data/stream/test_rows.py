@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, assemble
+from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, WholeLayout, assemble
 
 PAD = 258
 PLANS = [ConcatenatePlan, DocumentPlan]
@@ -15,7 +17,7 @@ def rows_of(plan_type, lengths: list[int], row_length: int, documents: list[int]
     """All rows of a store whose token i is the number i."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     chosen = np.arange(len(lengths)) if documents is None else np.array(documents)
-    plan = plan_type(Extents.of(offsets, chosen), row_length)
+    plan = plan_type(partial(WholeLayout, Extents.of(offsets, chosen)), row_length)
     store = np.arange(1000, 1000 + offsets[-1], dtype=np.uint32)
     rows = assemble(store, plan.pieces(np.arange(plan.num_rows)), plan.num_rows, row_length, PAD)
     return plan, rows, [store[offsets[d] : offsets[d + 1]].tolist() for d in chosen]
@@ -104,6 +106,6 @@ def test_types_are_what_devices_take_also_of_no_rows(plan_type) -> None:
 def test_rows_beyond_32_bits_are_found() -> None:
     offsets = np.array([0, 3 << 32, (3 << 32) + 5], np.int64)
     for plan_type in PLANS:
-        plan = plan_type(Extents.of(offsets, np.arange(2)), 2)
+        plan = plan_type(partial(WholeLayout, Extents.of(offsets, np.arange(2))), 2)
         pieces = plan.pieces(np.array([3 << 31]))
         assert pieces.start_P.tolist() == [3 << 32] and pieces.length_P.tolist() == [2]
