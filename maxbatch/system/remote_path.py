@@ -15,6 +15,7 @@ from maxbatch.system import preconditions
 from maxbatch.system.object_stores import file_system, missing_bucket, persist, split
 
 _UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
+_READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read bit by bit
 
 
 class Status(NamedTuple):
@@ -187,10 +188,11 @@ class RemotePath:
         """Opens the object, in mode r, rb, w or wb; a written one appears when it is closed."""
         if mode not in ("r", "rb", "w", "wb"):
             raise ValueError(f"mode {mode!r}: objects are read or written whole")
+        file: Any
         if "w" in mode:
             file = persist(self.url, lambda: self.file_system.open(self.url, "wb", block_size=_UPLOAD_BYTES))
         else:
-            file = persist(self.url, lambda: self.file_system.open(self.url, "rb"))
+            file = io.BufferedReader(_Ranges(self), _READ_AHEAD_BYTES)
         return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -236,6 +238,33 @@ class RemotePath:
         for path, _ in moved:
             path.unlink(missing_ok=True)
         return target
+
+
+class _Ranges(io.RawIOBase):
+    """The content of an object, each read of it a request of its own."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path, self._size, self._place = path, path.stat().st_size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, begin + offset)
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._path.read_range(self._place, min(self._size, self._place + len(buffer)))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
 
 
 @contextlib.contextmanager

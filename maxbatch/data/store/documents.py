@@ -20,7 +20,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
 from maxbatch.data.store.storage import LocalDisk, SourceFile
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
 STDLIB_HELD_OUT = frozenset({
@@ -145,7 +145,9 @@ class DocumentSource:
             return b""
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
 
-    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError:
+    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError | TrainingError:
+        if isinstance(error, TrainingError):  # a store that does not answer
+            return error
         return self.error(f"cannot read {file.path}: {error.strerror or error}")
 
 

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.storage import SourceFile, is_remote, reason, storage_of
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 
 _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 
@@ -64,6 +64,8 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
             found, problem = storage.glob(place), "the glob matches no file"
         else:
             found, problem = [], "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
+    except TrainingError:  # a store that does not answer
+        raise
     except Exception as error:  # e.g. no permission, no network: each store has exceptions of its own
         unlisted = getattr(error, "filename", None) or "it"
         raise ConfigError(f"{where}: cannot list {unlisted}: {reason(error)}") from error
@@ -106,6 +108,8 @@ def changed(file: SourceFile) -> str | None:
     storage, path = storage_of(file.path)
     try:
         now = storage.file(path, file.name)
+    except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
+        raise
     except OSError:
         return "vanished"
     return None if now == file else "changed"

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.object_stores import SCHEMES, file_system
+from maxbatch.system.object_stores import SCHEMES, file_system, persist
+from maxbatch.system.remote_path import RemotePath
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # Fields in which stores give the version of an object, the most reliable first.
@@ -84,26 +85,28 @@ def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Itera
 
 
 class RemoteStore:
-    """A store that fsspec reaches, with the methods of LocalDisk."""
+    """An object store, with the methods of LocalDisk."""
 
-    def __init__(self, file_system: Any):
-        self._file_system = file_system
+    def __init__(self, scheme: str, file_system: Any):
+        self._scheme, self._file_system = scheme, file_system
+
+    def _at(self, path: str) -> RemotePath:
+        return RemotePath(f"{self._scheme}://{path}")
 
     def is_folder(self, path: str) -> bool:
-        self._file_system.invalidate_cache()
-        return self._file_system.isdir(path)
+        return self._at(path.rstrip("/")).is_dir()
 
     def exists(self, path: str) -> bool:
-        return self._file_system.exists(path)
+        return self._at(path).exists()
 
     def file(self, path: str, name: str) -> SourceFile | None:
-        self._file_system.invalidate_cache()
-        return self._file(path, name, self._file_system.info(path))
+        return self._file(path, name, persist(self._at(path).url, lambda: self._file_system.info(path)))
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
         root = folder.rstrip("/") + "/"
+        infos = persist(self._at(folder).url, lambda: self._file_system.find(folder, detail=True))
         found = []
-        for path, info in sorted(self._file_system.find(folder, detail=True).items()):
+        for path, info in sorted(infos.items()):
             *folders, bare_name = path.removeprefix(root).split("/")
             file = self._file(path, path.removeprefix(root), info)
             if file and wanted(bare_name) and all(map(enter, folders)):
@@ -111,17 +114,17 @@ class RemoteStore:
         return found
 
     def glob(self, pattern: str) -> list[SourceFile]:
-        infos = sorted(self._file_system.glob(pattern, detail=True).items())
-        return [file for path, info in infos if (file := self._file(path, path, info))]
+        infos = persist(self._at(pattern).url, lambda: self._file_system.glob(pattern, detail=True))
+        return [file for path, info in sorted(infos.items()) if (file := self._file(path, path, info))]
 
     def open(self, path: str) -> BinaryIO:
-        return self._file_system.open(path, "rb")
+        return self._at(path).open("rb")
 
     @contextlib.contextmanager
     def local_copy(self, path: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
             copy = os.path.join(folder, "copy")
-            self._file_system.get_file(path, copy)
+            persist(self._at(path).url, lambda: self._file_system.get_file(path, copy))
             yield copy
 
     def _file(self, path: str, name: str, info: dict[str, Any]) -> SourceFile | None:
@@ -151,7 +154,7 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
         found = file_system(scheme[1])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}; a copy on a local disk needs none") from error
-    return RemoteStore(found), found._strip_protocol(path)
+    return RemoteStore(scheme[1], found), found._strip_protocol(path)
 
 
 def reason(error: Exception) -> str:

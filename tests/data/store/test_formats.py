@@ -18,6 +18,7 @@ from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl, parquet
 from maxbatch.system import object_stores
+from maxbatch.system.errors import StoreFailed
 from maxbatch.system.storage import as_path
 from tests.helpers.stores import Store
 
@@ -298,6 +299,27 @@ def test_files_of_an_object_store_are_read_like_those_of_a_disk(tmp_path: Path, 
     for path, problem in ((f"{folder}/none", "no such file or folder"), (f"{folder}/*.none", "matches no file")):
         with pytest.raises(ConfigError, match=problem):
             source(kind, path)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_store_that_does_not_answer_is_waited_for_and_its_records_are_not_damaged(
+    tmp_path: Path, store: Store, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, file_name, write = WRITERS[name]
+    folder = as_path(store.bucket() + "/d")
+    (folder / file_name).write_bytes(write(tmp_path / file_name, TEXTS).read_bytes())
+    documents = source(kind, str(folder), "skip_bad_records=true")
+    store.forget()
+    # No client tries again what is answered so.
+    with store.failing(share=1.0, at_most=2, kinds=("425",)):
+        assert texts(documents) == TEXTS
+        documents.refuse_changed()
+    assert [status for *_, status in store.requests()].count(425) == 2
+    monkeypatch.setattr(object_stores.PATIENCE, "seconds", 0.2)
+    with store.failing(share=1.0, kinds=("425",)):
+        for ask in (lambda: texts(documents), documents.refuse_changed, lambda: source(kind, str(folder))):
+            with pytest.raises(StoreFailed, match="does not answer"):
+                ask()
 
 
 @pytest.mark.parametrize(

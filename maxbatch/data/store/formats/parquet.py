@@ -10,7 +10,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, grouped, record_as_json
 from maxbatch.data.store.storage import SourceFile, reason
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 
 _BATCH_ROWS = 512
 _READ_AHEAD_BYTES = 1 << 20
@@ -118,6 +118,6 @@ def _likely_text(schema: Any) -> str:
 
 
 def _raise_system_error(error: Exception) -> None:
-    """Raises an error of the system (no such file, no permission); pyarrow's own OSErrors have no number."""
-    if getattr(error, "errno", None):
+    """Raises an error of the system or of a store, and leaves pyarrow's own OSErrors, which have no number."""
+    if getattr(error, "errno", None) or isinstance(error, ConfigError | TrainingError):
         raise error
