@@ -96,14 +96,15 @@ def test_an_unfinished_checkpoint_is_no_checkpoint_and_a_damaged_one_is_set_asid
     assert [r["step"] for r in records(there)] == [1, 2, 3, 4] and committed_steps(there) == [4, 3]
 
 
-def test_a_start_that_the_bucket_does_not_let_write_is_one_line(
+def test_a_start_that_the_bucket_does_not_let_write_or_remove_is_one_line(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket = store.bucket()
-    with store.failing(denied="^(PUT|POST)"):
-        assert main(["train", *RAMPED, f"run_dir={bucket}/run"]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"no permission in bucket {bucket[5:]}; give this identity" in error
+    for denied in ("^(PUT|POST)", "^DELETE"):
+        with store.failing(denied=denied):
+            assert main(["train", *RAMPED, f"run_dir={bucket}/run"]) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert f"no permission in bucket {bucket[5:]}; give this identity" in error
     assert main(["train", *RAMPED, f"run_dir={store.scheme}://no-bucket-is-here/run"]) == 2
     assert "there is no bucket no-bucket-is-here; make it" in capsys.readouterr().err
 
@@ -166,6 +167,7 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 25))
     # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
+    assert any("waiting up to" not in one.stderr for one in found), "the lease of a killed process is not waited for"
     assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)
     assert not (as_path(run_dir) / ".lease").exists()
 
