@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
 from stat import S_ISREG
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
@@ -118,7 +118,7 @@ class RemoteStore:
         return [file for path, info in sorted(infos.items()) if (file := self._file(path, path, info))]
 
     def open(self, path: str) -> BinaryIO:
-        return self._at(path).open("rb")
+        return cast(BinaryIO, self._at(path).open("rb"))
 
     @contextlib.contextmanager
     def local_copy(self, path: str) -> Iterator[str]:
