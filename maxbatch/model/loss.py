@@ -226,9 +226,14 @@ def _forward(
 
 
 def _backward(
-    _rules: Rules, _axes: Axes, residuals: Residuals, cotangent: jax.Array
+    rules: Rules, _axes: Axes, residuals: Residuals, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     grad_x, grad_w, grad_weights = (cotangent.astype(kept.dtype) * kept for kept in residuals)
+    if rules.constrain.platform == "tpu":
+        # Summed over the devices before the layers' backward pass begins. Otherwise every device keeps its own whole
+        # gradient of w, in float32, until that pass ends.
+        grad_w = rules.constrain.like_parameter(grad_w, ("embed", "vocab"))
+        grad_x, grad_w = jax.lax.optimization_barrier((grad_x, grad_w))
     return grad_x, grad_w, None, grad_weights
 
 

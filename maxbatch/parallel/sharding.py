@@ -67,6 +67,13 @@ class Constrain:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape, logical_axes)))
 
+    def like_parameter(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
+        """Returns x, such as a gradient, with the sharding of the parameter that has its shape and its axes."""
+        if self.mesh is None:
+            return x
+        spec = parameter_spec(logical_axes, x.shape, self.mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
     @property
     def platform(self) -> str:
         """The kind of the devices: "cpu", "gpu" or "tpu"."""

@@ -121,6 +121,19 @@ def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> No
     assert needed[1] - needed[0] < 0.5 * gradients, "no gradients of a micro-batch beside their sums"
 
 
+def test_the_layers_backward_pass_keeps_no_whole_gradient_of_the_last_projection() -> None:
+    target, words, width = find_target("v5e:2x4"), 1 << 15, 1024
+
+    def temporaries(vocab_size: int) -> int:
+        size = (f"vocab_size={vocab_size}", f"base_emb_dim={width}", "remat_policy=full", "per_device_batch_size=1")
+        config = load_config(overrides=["model_name=llama2-7b", *NARROW, *size])
+        programs = Programs(config, target.devices, checked_mesh_shape(config, target.devices))
+        return programs.step(BatchShape(8, 2)).compile().memory_analysis().temp_size_in_bytes
+
+    whole_gradient = 4 * width * words
+    assert temporaries(words) - temporaries(512) < 2 * whole_gradient, "the loss's own gradient, and no second time"
+
+
 def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     ramp = (
         "enable_rampup_batch_size=true",
