@@ -151,6 +151,22 @@ def _persist(url: str, request: Callable[[], T]) -> T:
         attempt += 1
 
 
+def gone_is_done(remove: Callable[[], None]) -> Callable[[], None]:
+    """Returns a removal that may be tried again: of what an earlier try removed, whose answer was lost."""
+    tries = 0
+
+    def remove_again() -> None:
+        nonlocal tries
+        tries += 1
+        try:
+            remove()
+        except FileNotFoundError:
+            if tries == 1:
+                raise
+
+    return remove_again
+
+
 def _within(seconds: float, request: Callable[[], T]) -> T:
     """Makes a request on a thread of its own, since clients try again for half a minute before they say anything."""
     done: Future[T] = Future()

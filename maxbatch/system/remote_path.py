@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 
 from maxbatch.system import preconditions
-from maxbatch.system.object_stores import file_system, missing_bucket, persist, split
+from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist, split
 
 _UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
 _READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read bit by bit
@@ -198,7 +198,7 @@ class RemotePath:
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object."""
         try:
-            persist(self.url, lambda: self.file_system.rm_file(self.url))
+            persist(self.url, gone_is_done(lambda: self.file_system.rm_file(self.url)))
         except FileNotFoundError:
             if not missing_ok:
                 raise

@@ -14,7 +14,7 @@ from typing import IO, Any, TypeVar
 from etils.epath import backend, gpath
 
 from maxbatch.system.errors import StoreRefused
-from maxbatch.system.object_stores import PATIENCE, SCHEMES, persist
+from maxbatch.system.object_stores import PATIENCE, SCHEMES, gone_is_done, persist
 from maxbatch.system.remote_path import RemotePath
 
 T = TypeVar("T")
@@ -68,10 +68,10 @@ class PatientFiles(backend._FileSystemSpecBackend):
         _patiently(path, partial(super().makedirs, path, exist_ok=exist_ok, mode=mode))
 
     def rmtree(self, path: AnyText) -> None:
-        _patiently(path, _gone_is_done(partial(super().rmtree, path)))
+        _patiently(path, gone_is_done(partial(super().rmtree, path)))
 
     def remove(self, path: AnyText) -> None:
-        _patiently(path, _gone_is_done(partial(super().remove, path)))
+        _patiently(path, gone_is_done(partial(super().remove, path)))
 
 
 class _Written(io.BytesIO):
@@ -94,19 +94,3 @@ def _patiently(path: AnyText, request: Callable[[], T]) -> T:
         return persist(os.fspath(path), request)
     except StoreRefused as refused:
         raise refused.__cause__ or refused from None
-
-
-def _gone_is_done(remove: Callable[[], None]) -> Callable[[], None]:
-    """Returns a removal that may be tried again: of what an earlier try removed, whose answer was lost."""
-    tries = 0
-
-    def remove_again() -> None:
-        nonlocal tries
-        tries += 1
-        try:
-            remove()
-        except FileNotFoundError:
-            if tries == 1:
-                raise
-
-    return remove_again

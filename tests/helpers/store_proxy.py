@@ -31,6 +31,7 @@ class Plan:
 
     share: float = 0.0  # of the requests that fail
     at_most: int | None = None  # requests that fail, from the first on; None for any number
+    # Of them: a status, `reset`, `truncate` (of what is read), `pause`, or `lost`: done, and answered by 425.
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
     delay_s: float = 0.0  # added to every request
@@ -165,6 +166,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             self._log(0)
             return True
+        if kind == "lost":
+            self.loses = True
+            return False
         if kind == "truncate":
             if self.command != "GET":
                 return self._refuse(503)
@@ -172,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return self._refuse(int(kind))
 
-    truncates = False
+    truncates = loses = False
 
     def _log(self, status: int) -> None:
         self.server.log.append([self.started, self.command, unquote(self.path), self.size, status])
@@ -200,6 +204,10 @@ class _Handler(BaseHTTPRequestHandler):
             if name and "x-amz-date" not in self.headers:
                 self._note_generation(name, data)
         truncates, self.truncates = self.truncates, False
+        loses, self.loses = self.loses, False
+        if loses:
+            self._refuse(425)
+            return
         self._answer(status, [*answered, *self._generation_read()], data, truncates)
 
     def _note_generation(self, name: str, answered: bytes) -> None:

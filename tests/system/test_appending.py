@@ -58,6 +58,23 @@ def test_an_object_that_outgrows_the_bound_is_joined_from_then_on(
     assert sum(size for _, method, _, size, _ in store.requests() if method in ("PUT", "POST")) < 20_000
 
 
+def test_lines_that_were_joined_and_whose_answer_was_lost_are_not_joined_twice(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, begin = as_path(store.bucket() + "/log"), b"x" * (6 << 20)
+    monkeypatch.setattr(appending, "REWRITTEN_BYTES", 1000)
+    path.write_bytes(begin)
+    log = open_appender(path, begin)
+    log.append(b"0\n")
+    store.forget()
+    with store.failing(share=1.0, at_most=1, kinds=("lost",), matching="^POST .*(/compose|uploadId=)"):
+        log.sync()
+    assert [status for *_, status in store.requests()].count(425) == 1
+    log.append(b"1\n")
+    log.close()
+    assert path.read_bytes() == begin + b"0\n1\n"
+
+
 def test_lines_reach_the_store_by_themselves_and_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appending, "PERIOD_S", 0.5)
     path = as_path(store.bucket() + "/log")

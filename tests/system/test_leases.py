@@ -96,6 +96,25 @@ def test_a_holder_whose_lease_was_taken_over_stops(path: RemotePath) -> None:
     assert path.read_bytes() == b'{"token": "of another"}', "what is not ours stays"
 
 
+def test_a_lease_whose_answers_were_lost_is_held(path: RemotePath, store: Store) -> None:
+    with store.failing(share=1.0, at_most=1, kinds=("lost",), matching=LEASE_WRITES):
+        held = take_lease(path, lambda _: None)
+    assert isinstance(held, Lease)
+    _, taken = path.read_version()
+    store.forget()
+    with store.failing(share=1.0, at_most=1, kinds=("lost",), matching=LEASE_WRITES):
+        end = time.monotonic() + 60
+        while path.read_version()[1] == taken and time.monotonic() < end:
+            time.sleep(0.1)
+    _, renewed = path.read_version()
+    while path.read_version()[1] == renewed and time.monotonic() < end:
+        time.sleep(0.1)
+    assert path.read_version()[1] != renewed, "it is renewed again"
+    held.check()
+    held.close()
+    assert not path.exists()
+
+
 def test_a_folder_that_another_process_holds_is_refused_in_one_line(path: RemotePath) -> None:
     held = take_lease(path, lambda _: None)
     assert isinstance(held, Lease)

@@ -129,6 +129,20 @@ def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str,
         assert not there.exists()
 
 
+@pytest.mark.parametrize("name", ["write_bytes", "upload", "copy", "unlink"])
+def test_what_was_done_and_whose_answer_was_lost_is_done(store: Store, name: str, tmp_path: Path) -> None:
+    there = as_path(store.bucket() + "/folder/x")
+    assert isinstance(there, RemotePath)
+    there.write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"new")
+    store.forget()
+    with store.failing(share=1.0, at_most=1, kinds=("lost",), matching="^(PUT|POST|DELETE)"):
+        REQUESTS[name](there, tmp_path / "new")
+    assert [status for *_, status in store.requests()].count(425) == 1
+    expected = {"copy": {"copy": b"old", "x": b"old"}, "unlink": {}}.get(name, {"x": b"new"})
+    assert {path.name: path.read_bytes() for path, _ in there.parent.files()} == expected
+
+
 def test_whatever_way_a_request_fails_nothing_is_lost(store: Store) -> None:
     folder = as_path(store.bucket())
     with store.failing(share=0.15, seed=4):
