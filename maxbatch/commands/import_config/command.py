@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.commands.arguments import local_path, note
-from maxbatch.commands.import_config import maxtext, megatron, reading, trainers
+from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
 from maxbatch.commands.import_config.translation import UNSUPPORTED, Fate, Stated, Translation
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.unknown import IMPORTED
@@ -92,9 +92,9 @@ def _read(path: Path, name: str) -> tuple[dict[str, Stated], list[str]]:
     if reading.is_yaml(path):
         words = reading.read_yaml(path)
         return {word.replace("-", "_"): value for word, value in words.items()}, []
-    line, count = reading.read_line(path)
+    line, count = shell.read_line(path)
     notes = [f"{count} commands train in {shown_path(path)}; this is the first"] if count > 1 else []
-    return reading.settings_of(line), notes
+    return shell.settings_of(line), notes
 
 
 def _recognised(path: Path) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
 from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, translate_form
-from maxbatch.commands.import_config.reading import config_file_of, is_yaml, read_line, read_yaml, settings_of
+from maxbatch.commands.import_config.reading import is_yaml, read_yaml
+from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
 from maxbatch.commands.import_config.translation import Stated, Translation
 from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.config.loading import configs_dir, keys

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from maxbatch.commands.import_config.trainers import betas, optimizer, precision, seeds
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.values import plain_number
+from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
 from maxbatch.config.words.convert import rampup_schedule
 
@@ -232,6 +232,7 @@ def equation(t: Translation) -> tuple[str, str]:
     micro = t.text("micro_batch_size")
     if not batch:
         return f"global batch = micro-batch-size {micro} x data-parallel size", f"per_device_batch_size {p} x devices"
+    batch = shown(batch)
     there = f"global batch {batch} = micro-batch-size {micro} x data-parallel size x microbatches"
     name = "global_batch_size" if "global_batch_size" in t.settings else "batch_size_schedule"
     return there, f"{name} {batch}, in passes of at most per_device_batch_size {p} x devices"

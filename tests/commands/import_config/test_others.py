@@ -92,6 +92,52 @@ def test_megatrons_ramp_gives_its_batch_at_every_sample(tmp_path: Path, name: st
         assert fates["trainer.max_steps"].says.startswith("steps=300")
 
 
+SCRIPTS = {
+    "flags alone": "--micro-batch-size 4 --global-batch-size 64 --rampup-batch-size 16 16 3000 --seq-length 512 --bf16",
+    "a flag a line": """
+--micro-batch-size 4
+--global-batch-size 64   # the user's own
+--rampup-batch-size 16 16 3000
+--seq-length 512
+--bf16
+""",
+    "arrays": """#!/bin/bash
+MICRO=4 # don't raise
+LAUNCH=(
+    --nproc_per_node $GPUS
+)
+TRAINING_ARGS=(
+    --micro-batch-size $MICRO
+    --global-batch-size 64 # (of all GPUs)
+    --rampup-batch-size 16 16 3000
+)
+TRAINING_ARGS+=(--seq-length $((512)) --bf16)
+TRAINING_ARGS+=(--seq-length 512)
+torchrun ${LAUNCH[@]} pretrain_gpt.py "${TRAINING_ARGS[@]}" 2> log
+""",
+    "a quote of many lines": """
+export GPT_ARGS="
+    --micro-batch-size 4
+    --global-batch-size 64
+    --rampup-batch-size 16 16 3000
+"
+options="$GPT_ARGS --seq-length 512"
+options+=" --bf16"
+run_cmd="deepspeed ${DIR}/pretrain_gpt.py ${options} &> log"
+eval ${run_cmd}
+""",
+}
+
+
+@pytest.mark.parametrize("form", SCRIPTS)
+def test_megatrons_arguments_are_read_as_its_scripts_write_them(tmp_path: Path, form: str) -> None:
+    config, fates = imported("megatron", tmp_path / "run.sh", SCRIPTS[form])
+    manager, ramp = RampupBatchManager.from_config(config, 4), megatron_rampup(16, 16, 3000, 64)
+    assert [manager.batch_size_at(s) for s in range(0, 3500, 7)] == [ramp(s) for s in range(0, 3500, 7)]
+    assert (config.per_device_batch_size, config.max_target_length, config.dtype) == (4, 512, "bfloat16")
+    assert not {fate.word for fate in fates.values() if fate.fate == "not supported"}
+
+
 @pytest.mark.parametrize("form", ["flags", "yaml"])
 def test_megatrons_global_batch_is_kept_on_any_number_of_devices(tmp_path: Path, form: str) -> None:
     words = {
