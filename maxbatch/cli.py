@@ -105,19 +105,37 @@ class _Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.words = words  # what is parsed
+        self.example = command.examples[0]
 
     def error(self, message: str) -> NoReturn:
         from maxbatch.config.loading import keys
 
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")
         if len(message) == len(" ".join(unknown)):
-            message = re.sub(r"\S{81,}", lambda long: shown(long[0]), message)
-            raise ConfigError(message.removeprefix("argument ").replace(": ", " ", 1))
+            raise ConfigError(self._plain(re.sub(r"\S{81,}", lambda long: shown(long[0]), message)))
         flag, _, _ = unknown[0].partition("=")
         if flag in keys():
             raise ConfigError(f"{shown(unknown[0])}: {self.prog} takes no config keys")
         flags = [word for word in unknown if word.startswith("-")]
         raise ConfigError("; ".join(map(self._unknown, flags or unknown[:1])))
+
+    def _plain(self, message: str) -> str:
+        """Returns what argparse says in the words of our own messages."""
+        head, _, said = message.removeprefix("argument ").partition(": ")
+        if head.startswith("the following arguments"):
+            return f"{said}: must be given; works: {self.example}"
+        if message.startswith("one of the arguments"):
+            return f"{' or '.join(re.findall('--[a-z-]+', message))}: must be given; works: {self.example}"
+        if said.startswith("not allowed with argument "):
+            return f"{head}: must not be given beside {said.removeprefix('not allowed with argument ')}"
+        if found := re.fullmatch(r"invalid choice: '(.*)' \(choose from (.*)\)", said):
+            typed, choices = found[1], found[2].replace("'", "").split(", ")
+            works = nearest_name(typed, choices) or choices[0]
+            return f"{head} {typed}: must be one of {', '.join(choices)}; works: {head} {works}"
+        if said.startswith("expected "):
+            return f"{head}: must be given a value"
+        works = f"; works: {head} " if head.startswith("-") else "; works: "
+        return f"{head} {said}".rstrip().replace("; works: ", works)
 
     def _unknown(self, word: str) -> str:
         """Returns what is said of a flag that the command does not have."""

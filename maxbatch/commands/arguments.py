@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from maxbatch.config.values import shown
+from maxbatch.config.values import Bounds, Scalar, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded
 
@@ -54,11 +54,25 @@ def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), overrides
 
 
-def count(text: str) -> int:
-    """Returns a flag's whole number >= 1; the `type` of an argument."""
-    if not re.fullmatch(r"[+]?\d+(_\d+)*", text) or len(text) > 18 or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number from 1 on; works: 1")
-    return int(text)
+def read_by(read: Callable[[str], Any], rule: str, works: object) -> Callable[[str], Any]:
+    """Returns the `type` of an argument that `read` reads; `rule` and `works` say what a text of it must be."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except (ConfigError, ValueError):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}") from None
+
+    return parse
+
+
+def whole(least: int, most: int | None = None, works: int | None = None) -> Callable[[str], Any]:
+    """Returns the `type` of an argument that takes a whole number; `works` is one that a refusal names."""
+    rule = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
+    return read_by(Scalar("", "int", Bounds(least, most)).read, rule, least if works is None else works)
+
+
+count = whole(1)
 
 
 def check_at_most(flag: str, number: int, most: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import note, place
+from maxbatch.commands.arguments import local_path, note, place
 from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)
     hlo = "keep the optimised HLO text here, one file a program; of a TPU it is scheduled"
-    parser.add_argument("--hlo", type=place, metavar="DIR", help=hlo)
+    parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
 
 
 class _Compiled(NamedTuple):

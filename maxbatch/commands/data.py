@@ -10,8 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from maxbatch.commands.arguments import add_config, config_of
-from maxbatch.config.values import shown
+from maxbatch.commands.arguments import add_config, config_of, count, whole
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
@@ -28,9 +27,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")
     what.add_argument("--stats", action="store_true", help="count one epoch instead; of a mixture, each source once")
-    # Read as text, so that a bad number gives a one-line error like any other bad value.
-    parser.add_argument("--first", metavar="S", help="first sample (default 0)")
-    parser.add_argument("--count", metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
+    parser.add_argument("--first", type=whole(0), metavar="S", help="first sample (default 0)")
+    parser.add_argument("--count", type=count, metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
     parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per sample")
 
 
@@ -38,7 +36,7 @@ def run(args: Namespace) -> int:
     """Prints samples, their fingerprint, or the figures of an epoch; returns the exit code.
 
     Raises:
-      ConfigError: bad numbers, or a config or data that cannot be used.
+      ConfigError: a config or data that cannot be used.
     """
     config = config_of(args)
     if config.batch_size is not None:
@@ -46,36 +44,22 @@ def run(args: Namespace) -> int:
             f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "
             "works: batch_size=null, for documents"
         )
-    first = _whole("--first", args.first, least=0, default=0)
-    count = _whole("--count", args.count, least=1, default=_DEFAULT_COUNT)
+    first, stop = args.first or 0, (args.first or 0) + (args.count or _DEFAULT_COUNT)
     if args.stats and not (args.first is args.count is None):
         raise ConfigError("--stats: counts a whole epoch; leave out --first and --count")
     stream = open_stream(config)
     if args.stats:
         _print_stats(stream, args.json)
     elif args.fingerprint:
-        stop = first + count
         begins = range(first, stop, _BLOCK_ROWS)
         digits = fingerprint(stream.read(begin, min(begin + _BLOCK_ROWS, stop)) for begin in begins)
-        print(json.dumps({"first": first, "count": count, "fingerprint": digits}) if args.json else digits)
+        print(json.dumps({"first": first, "count": stop - first, "fingerprint": digits}) if args.json else digits)
     elif args.json:
-        for index in range(first, first + count):
+        for index in range(first, stop):
             print(json.dumps(_sample_record(stream, index)))
     else:
-        _print_samples(stream, first, first + count, chats=config.use_sft)
+        _print_samples(stream, first, stop, chats=config.use_sft)
     return 0
-
-
-def _whole(flag: str, text: str | None, *, least: int, default: int) -> int:
-    if text is None:
-        return default
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} {shown(text)}: not a whole number; for example {flag} {default}") from error
-    if number < least:
-        raise ConfigError(f"{flag} {shown(text)}: must be at least {least}")
-    return number
 
 
 def _sample_record(stream: Stream, index: int) -> dict[str, object]:

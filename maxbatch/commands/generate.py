@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
+from collections.abc import Callable
+from typing import Any
 
-from maxbatch.commands.arguments import place
+from maxbatch.commands.arguments import count, place, read_by, whole
 from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
-from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.config.values import Bounds, Scalar
+from maxbatch.system.errors import EXIT_DONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,18 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=place, metavar="RUN_DIR", help=run_dir)
     parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N",
+        "--max-new-tokens", type=count, default=128, metavar="N",
         help="most tokens to add, also beyond max_target_length: a full window goes on from its last half (128)",
     )  # fmt: skip
     temperature = "0: the likeliest token; 1: as trained (0.8)"
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=temperature)
-    top_k = "draw from the K likeliest; 0: all (0)"
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help=top_k)
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P",
+        "--temperature", type=_real(Bounds(0), "from 0 on", 0), default=0.8, metavar="T", help=temperature
+    )
+    top_k = "draw from the K likeliest; 0: all (0)"
+    parser.add_argument("--top-k", type=whole(0), default=0, metavar="K", help=top_k)
+    parser.add_argument(
+        "--top-p", type=_real(Bounds(above=0, at_most=1), "above 0 and at most 1", 1), default=1.0, metavar="P",
         help="draw from the likeliest that together have probability P (nucleus); 1: all (1)",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="same seed, same text (0)")
+    parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="same seed, same text (0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.parameters import config_of_model, load_parameters
 
-    _check_ranges(args)
     tokenizer = make_tokenizer(config_of_model(args.run_dir))
     # A prompt of an imported model begins as its tokenizer has it.
     imported = is_huggingface_folder(args.run_dir)
@@ -51,13 +54,5 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _check_ranges(args: argparse.Namespace) -> None:
-    for flag, value, is_allowed, rule, works in (
-        ("max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "at least 1", "1"),
-        ("temperature", args.temperature, 0 <= args.temperature < math.inf, "finite and >= 0", "0"),
-        ("top-k", args.top_k, args.top_k >= 0, ">= 0", "0 (no limit)"),
-        ("top-p", args.top_p, 0 < args.top_p <= 1, "in (0, 1]", "1 (no limit)"),
-        ("seed", args.seed, 0 <= args.seed < 2**32, "in [0, 2^32)", str(args.seed % 2**32)),
-    ):
-        if not is_allowed:
-            raise ConfigError(f"--{flag}={value} must be {rule}; works: --{flag}={works}")
+def _real(bounds: Bounds, rule: str, works: int) -> Callable[[str], Any]:
+    return read_by(Scalar("", "real", bounds).read, f"a number {rule}", works)

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import add_config, config_of, count, place
+from maxbatch.commands.arguments import add_config, config_of, count, place, whole
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
@@ -20,6 +20,8 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
+
+_MOST_WORKERS = 1024
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,8 +36,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shard-tokens", type=count, metavar="N", help="tokens of a file, about (default: one file; in a bucket 2^30)"
     )
-    # Read as text, so that a bad number gives a one-line error like any other bad value.
-    parser.add_argument("--workers", metavar="N", help="processes that tokenise, at most (default: the cores)")
+    workers = whole(1, _MOST_WORKERS, works=num_cores())
+    parser.add_argument(
+        "--workers", type=workers, default=num_cores(), metavar="N", help="processes that tokenise, at most (the cores)"
+    )
 
 
 def run(args: Namespace) -> int:
@@ -49,7 +53,6 @@ def run(args: Namespace) -> int:
     if args.verify is not None:
         _verify(args.verify)
         return 0
-    workers = _workers(args.workers)
     _check_dataset(config)
     tokenizer = make_tokenizer(config)
     check_data_paths(config)
@@ -62,7 +65,7 @@ def run(args: Namespace) -> int:
         begin = time.perf_counter()
         try:
             with bytes_bar(source.size, "tokenising") as progress:
-                build = Build(source, tokenizer, config, workers, progress, args.shard_tokens)
+                build = Build(source, tokenizer, config, args.workers, progress, args.shard_tokens)
                 store = build_store(folder, build)
         except ConfigError:
             raise
@@ -72,16 +75,6 @@ def run(args: Namespace) -> int:
         print(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}")
     _print_next(config, args, tokenizer)
     return 0
-
-
-def _workers(text: str | None) -> int:
-    if text is None:
-        return num_cores()
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 1024:
-        raise ConfigError(
-            f"--workers {shown(text)}: must be a whole number from 1 to 1024; works: --workers {num_cores()}"
-        )
-    return int(text)
 
 
 def _check_dataset(config: ConfigDict) -> None:

@@ -141,10 +141,10 @@ def test_prompts_are_refused_in_one_line(config, capsys) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--first", "-1"], "--first -1: must be at least 0"),
-        (["--first", "x"], "--first x: not a whole number"),
-        (["--count", "0"], "--count 0: must be at least 1"),
-        (["--count", "1.5"], "--count 1.5: not a whole number"),
+        (["--first", "-1"], "--first -1: must be a whole number from 0 on; works: --first 0"),
+        (["--first", "x"], "--first x: must be a whole number"),
+        (["--count", "0"], "--count 0: must be a whole number from 1 on"),
+        (["--count", "1.5"], "--count 1.5: must be a whole number"),
         (["--stats", "--count", "3"], "leave out --first and --count"),
     ],
 )

@@ -224,3 +224,20 @@ def test_parameters_may_be_sharded() -> None:
         lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*(None,) * (x.ndim - 1), "fsdp"))), whole
     )
     assert text(sharded, temperature=0.0) == text(temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--max-new-tokens=0", "--max-new-tokens 0: must be a whole number from 1 on; works: --max-new-tokens 1"),
+        ("--temperature=-1", "--temperature -1: must be a number from 0 on; works: --temperature 0"),
+        ("--temperature=hot", "--temperature hot: must be a number from 0 on; works: --temperature 0"),
+        ("--top-k=x", "--top-k x: must be a whole number from 0 on; works: --top-k 0"),
+        ("--top-p=0", "--top-p 0: must be a number above 0 and at most 1; works: --top-p 1"),
+        ("--top-p=nan", "--top-p nan: must be a number above 0 and at most 1; works: --top-p 1"),
+        ("--seed=-1", "--seed -1: must be a whole number from 0 to 4294967295; works: --seed 0"),
+    ],
+)
+def test_a_flag_that_breaks_its_rule_is_one_line(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "runs/x", flag]) == 2
+    assert capsys.readouterr().err == f"maxbatch: error: {said}\n"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import count, place
+from maxbatch.commands.arguments import count, place, read_by
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
 from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
 from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.config.loading import keys
-from maxbatch.config.values import Bounds, Scalar, exact, shown
+from maxbatch.config.values import Bounds, Scalar, exact
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.runs.json_file import read_json, write_json
@@ -37,15 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
         "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
-        type=_flag(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
+        type=read_by(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
     )  # fmt: skip
     parser.add_argument(
         "--factors", metavar="F,...", help="of the run's batch there (default: 1/2,1,2,4,8)",
-        type=_flag(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
+        type=read_by(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
     )  # fmt: skip
     parser.add_argument(
         "--samples", metavar="N", help="samples of every branch (default: 32 updates of the largest batch)",
-        type=_flag(Scalar("", "quantity", Bounds(1)).read, "a number of samples (suffixes K, M, B)", "4K"),
+        type=read_by(Scalar("", "quantity", Bounds(1)).read, "a number of samples (suffixes K, M, B)", "4K"),
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
-        type=_flag(Scalar("", "real", Bounds(0)).read, "a number from 0 on", str(TOLERANCE)),
+        type=read_by(Scalar("", "real", Bounds(0)).read, "a number from 0 on", str(TOLERANCE)),
     )  # fmt: skip
     parser.add_argument("--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices")
 
@@ -155,15 +154,3 @@ def _factors(text: str) -> tuple[Fraction, ...]:
     if 1 not in factors or factors[-1] == 1:
         raise ValueError("there is nothing to compare")
     return factors
-
-
-def _flag(read: Callable[[str], Any], rule: str, works: str) -> Callable[[str], Any]:
-    """Returns the `type` of an argument that `read` reads."""
-
-    def parse(text: str) -> Any:
-        try:
-            return read(text)
-        except (ConfigError, ValueError):
-            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}; works: {works}") from None
-
-    return parse

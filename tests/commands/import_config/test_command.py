@@ -71,7 +71,7 @@ def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture
         (["auto", "empty.yml"], "empty.yml: no words of maxtext"),
         (["hf", "empty.yml"], "empty.yml: states nothing"),
         (["hf", "list.yml"], "list.yml: must be lines of `key: value`"),
-        (["hf"], "the following arguments are required"),
+        (["hf"], "FILE: must be given; works: maxbatch import maxtext llama2_7b.yml --output run.yml"),
         (["hf", "loop.yml"], "nested too deeply"),
     ],
 )
