@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []
     config, _, params = load_parameters(args.run_dir, begins)
     use_persistent_cache(config)
-    ends = end_tokens(args.run_dir) if imported else ()
+    ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
     print(generate_text(params, tokenizer, args.prompt, config, rules))
     return EXIT_DONE

@@ -63,8 +63,11 @@ def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> J
 def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Returns the ids that end a text, as a folder's `generation_config.json` states them, else its `config.json`.
 
-    Models of conversations may end a turn by another token than the tokenizer's end of text.
+    Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is no Hugging
+    Face folder states none.
     """
+    if not path or not is_huggingface_folder(path):
+        return ()
     has_own = (as_path(path) / GENERATION_FILE).is_file()
     stated = read_config_json(path, GENERATION_FILE if has_own else CONFIG_FILE).get("eos_token_id")
     return tuple(token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int))

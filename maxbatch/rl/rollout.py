@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
@@ -41,6 +42,7 @@ class Roller:
 
     def __init__(self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
+        self._end_ids = end_tokens(config.load_parameters_path)
         self._prompt_length = config.max_prefill_predict_length
         self._shardings = parameter_shardings(abstract_model(config)[1], mesh)
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
@@ -72,7 +74,7 @@ class Roller:
             draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
         config = self._config
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
-        rules = SamplingRules(temperature, *filters, config.sampler_seed)
+        rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
         return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
@@ -82,8 +84,9 @@ class Roller:
         tokens_RxL, starts_R, lengths_R, logprobs_RxL = fetched
         slots_L = np.arange(tokens_RxL.shape[1])
         mask_RxL = (slots_L >= starts_R[:, None]) & (slots_L < lengths_R[:, None])
+        ends = {self._tokenizer.eos_id, *self._end_ids}
         texts = [
-            self._tokenizer.decode([t for t in tokens[start:end] if t != self._tokenizer.eos_id])
+            self._tokenizer.decode([t for t in tokens[start:end] if t not in ends])
             for tokens, start, end in zip(tokens_RxL.tolist(), starts_R, lengths_R, strict=True)
         ]
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)

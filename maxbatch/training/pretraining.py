@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
+from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -21,6 +22,7 @@ from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import with_flags
@@ -231,7 +233,8 @@ class Pretraining:
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:
-            text = generate_text(self._merged(state), make_tokenizer(config), prompt, config, mesh=self.mesh)
+            rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
+            text = generate_text(self._merged(state), make_tokenizer(config), prompt, config, rules, self.mesh)
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")

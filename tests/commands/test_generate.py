@@ -25,23 +25,12 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.sampling.sampler import SamplingRules, _respond
 from maxbatch.sampling.text import generate_text
 from tests.helpers.huggingface_folders import write_folder
+from tests.helpers.policies import trained_to_say
 from tests.helpers.tiny import LENGTH, TINY_MODEL
 
 CONFIG = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false"])
 NO_BOS = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_bos=false"])
 TOKENIZER = ByteTokenizer()
-
-
-def trained_to_say(*bias: tuple[int, float]) -> nnx.State:
-    """Parameters with which the given ids have the given logits at every position, all others 0."""
-    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
-    attention, mlp = decoder.layers.attention, decoder.layers.mlp
-    # The stream is one everywhere: what the layers would add to it is nothing.
-    for weight, value in ((decoder.embedding, 1.0), (attention.out, 0.0), (mlp.down, 0.0), (decoder.output, 0.0)):
-        weight[...] = jnp.full_like(weight[...], value)
-    for token, logit in bias:
-        decoder.output[...] = decoder.output[...].at[0, token].set(logit)
-    return nnx.state(decoder, nnx.Param)
 
 
 RANDOM = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
@@ -77,25 +66,25 @@ def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(pro
 
 
 def test_top_k_draws_from_the_k_likeliest_alone() -> None:
-    params = trained_to_say((ord("a"), 3.0), (ord("b"), 2.5), (ord("c"), 2.0))
+    params = trained_to_say(CONFIG, (ord("a"), 3.0), (ord("b"), 2.5), (ord("c"), 2.0))
     assert set(text(params, prompt="", n=40, top_k=2, temperature=5.0)) == {"a", "b"}
     assert len(set(text(params, prompt="", n=40, temperature=5.0))) > 3
 
 
 def test_the_nucleus_is_the_fewest_likeliest_that_have_the_probability() -> None:
-    params = trained_to_say((ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))  # 0.67, 0.24, 0.09
+    params = trained_to_say(CONFIG, (ord("a"), 30.0), (ord("b"), 29.0), (ord("c"), 28.0))  # 0.67, 0.24, 0.09
     for nucleus_p, drawn in ((0.6, "a"), (0.8, "ab"), (0.95, "abc")):
         assert set(text(params, prompt="", n=60, nucleus_p=nucleus_p)) == set(drawn)
 
 
 def test_it_stops_at_the_end_of_the_document() -> None:
-    assert text(trained_to_say((TOKENIZER.eos_id, 50.0)), prompt="ab") == "ab"
+    assert text(trained_to_say(CONFIG, (TOKENIZER.eos_id, 50.0)), prompt="ab") == "ab"
 
 
 def test_ids_that_are_no_text_are_never_drawn() -> None:
     beyond = [(i, 50.0) for i in range(TOKENIZER.vocab_size, CONFIG.vocab_size)]
     special = [(TOKENIZER.bos_id, 50.0), (TOKENIZER.pad_id, 50.0)]
-    said = text(trained_to_say(*beyond, *special, (ord("x"), 40.0)), prompt="", n=5)
+    said = text(trained_to_say(CONFIG, *beyond, *special, (ord("x"), 40.0)), prompt="", n=5)
     assert said == "xxxxx"
 
 
@@ -132,7 +121,7 @@ def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
 def test_every_window_and_every_token_has_draws_of_its_own() -> None:
     half = LENGTH // 2
     rules = SamplingRules(max_new_tokens=4 * LENGTH)
-    said = generate_text(trained_to_say(), Latin1(), "x", NO_BOS, rules)[LENGTH:]
+    said = generate_text(trained_to_say(CONFIG), Latin1(), "x", NO_BOS, rules)[LENGTH:]
     assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
     assert len(set(said)) > 50  # and so has every token
 
@@ -154,7 +143,7 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
 def test_a_text_ends_where_the_imported_model_states_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    says_a = trained_to_say((ord("a"), 9.0))
+    says_a = trained_to_say(CONFIG, (ord("a"), 9.0))
     assert text(says_a, "x", n=3, temperature=0.0) == "xaaa"
     assert text(says_a, "x", n=3, temperature=0.0, end_ids=(ord("b"), ord("a"))) == "x"
     folder = write_folder(tmp_path / "model")

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.model.decoder import Decoder
 from maxbatch.rl.run import train_policy
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
@@ -51,3 +54,15 @@ def policy_config(run_dir: Path, *overrides: str) -> ConfigDict:
 def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, Any]]:
     train_policy(policy_config(run_dir, *overrides), jax.devices()[:devices])
     return read_metrics(run_dir)
+
+
+def trained_to_say(config: ConfigDict, *bias: tuple[int, float]) -> nnx.State:
+    """Returns parameters with which the given ids have the given logits at every position, all others 0."""
+    decoder = Decoder(config, rngs=nnx.Rngs(params=0))
+    attention, mlp = decoder.layers.attention, decoder.layers.mlp
+    # The stream is one everywhere: what the layers would add to it is nothing.
+    for weight, value in ((decoder.embedding, 1.0), (attention.out, 0.0), (mlp.down, 0.0), (decoder.output, 0.0)):
+        weight[...] = jnp.full_like(weight[...], value)
+    for token, logit in bias:
+        decoder.output[...] = decoder.output[...].at[0, token].set(logit)
+    return nnx.state(decoder, nnx.Param)
