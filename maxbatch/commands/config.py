@@ -21,7 +21,7 @@ from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole
 
-_PIPE_WIDTH = 200
+_PIPE_WIDTH = 1_000_000  # a line is cut at the edge of a terminal alone
 _FILES = ("config file", "base_config")
 _MODEL = "model"  # the heading of the model's keys
 _KINDS = {
@@ -97,15 +97,11 @@ def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], para
             said = ", ".join(filter(None, (facts["unit"], rule))) or facts["comment"]
             if facts["displaced_by"]:
                 said = f"displaced by {facts['displaced_by']}"
-            setting = _cropped(f"{facts['key']}: {facts['text']}", 36)
+            setting = f"{facts['key']}: {facts['text']}"
             style = "dim" if layer == "base.yml" else ""
-            line = f"{setting}  {_cropped(layer, 12)}  {said}"
+            line = f"{setting:<36}  {layer:<12}  {said}"
             console.print(line, style=style, no_wrap=True, overflow="ellipsis")
         console.print()
-
-
-def _cropped(text: str, width: int) -> str:
-    return f"{text:<{width}}" if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def _print_key(console: Console, facts: dict[str, Any]) -> None:

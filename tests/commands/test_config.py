@@ -73,6 +73,12 @@ def test_one_key_prints_all_that_its_row_and_base_yml_say(capsys: pytest.Capture
     assert "no such key" in printed(capsys, "train_samples")
 
 
+def test_a_pipe_gets_every_value_and_comment_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "original_max_position_embeddings=123456", f"run_dir={'long/' * 50}x")
+    assert "\noriginal_max_position_embeddings: 123456 " in text and f"\nrun_dir: {'long/' * 50}x " in text
+    assert "…" not in text and "(docs/models.md)\n" in text
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_a_line_per_key_fits_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int

@@ -17,7 +17,8 @@ from ml_collections import ConfigDict
 from maxbatch.commands.arguments import config_arguments, local_path, note
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on
 from maxbatch.config.loading import dump_config, keys, resolve
-from maxbatch.config.values import Value
+from maxbatch.config.values import Value, shown_path
+from maxbatch.config.yaml_file import compose
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     them would take minutes.
     """
     config, target = config_and_target(args)
+    if args.write:
+        _check_writable(Path(args.write))
     from maxbatch.commands.fit.choices import Wanted
     from maxbatch.commands.fit.view import record, show
     from maxbatch.commands.fit.ways import find_ways
@@ -141,6 +144,18 @@ def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> Trainin
         f"{gigabytes(verdict.needed_bytes)} per device of {gigabytes(verdict.available_bytes)}; try {more}"
         "a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
     )
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError for a file that could not take the choice, before anything is compiled."""
+    if path.exists():
+        compose(path)
+    elif not path.parent.is_dir():
+        raise ConfigError(
+            f"--write {shown_path(path)}: {shown_path(path.parent)} is no folder; works: --write {path.name}"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")
 
 
 def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None:

@@ -193,6 +193,23 @@ def test_its_answer_fits_by_kind_and_is_kept(
     assert again["per_device_batch_size"] == answer["per_device_batch_size"]
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere/fitted.yml", "--write nowhere/fitted.yml: nowhere is no folder; works: --write fitted.yml"),
+        (".", "config file .: is a folder, not a YAML file"),
+        ("latin.yml", "config file latin.yml: cannot be read (not UTF-8 text)"),
+    ],
+)
+def test_a_file_that_cannot_take_the_choice_is_refused_before_compiling(
+    path: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxbatch.commands.fit.command._ways", None)
+    Path("latin.yml").write_bytes(b"steps: 7  # \xe9t\xe9\n")
+    assert main(["fit", *TINY_RUN, "--write", path]) == 2
+    assert capsys.readouterr().err == f"maxbatch: error: {said}\n"
+
+
 def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yml").write_text("steps: 7  # few\nper_device_batch_size: 2   # to be fitted\n")
     answer = fit(capsys, "global_batch_size=64", "--write", "run.yml")
