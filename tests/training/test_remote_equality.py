@@ -19,7 +19,7 @@ from maxbatch.system.storage import AnyPath, as_path, copy_tree
 from maxbatch.training.pretraining import train
 from tests.helpers.command import environment
 from tests.helpers.stores import Store
-from tests.helpers.tiny import TINY_MODEL, tiny_config
+from tests.helpers.tiny import tiny_config
 from tests.training.test_remote_runs import RAMPED, assert_same, names, records
 
 STEPS = [6, 3]  # of the checkpoints, the newest first
@@ -28,7 +28,7 @@ ITEMS = {"params", "opt_state", "position"}
 
 def keys_of(place: str, run: str) -> list[str]:
     """A ramp over prepared tokens; tokens and run lie in the same place."""
-    data = (*TINY_MODEL, "base_num_decoder_layers=1", "dataset_type=tokens", f"dataset_path={place}/tokens")
+    data = ("dataset_type=tokens", f"dataset_path={place}/tokens")
     return [*RAMPED, *data, f"run_dir={place}/{run}"]
 
 

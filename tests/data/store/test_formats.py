@@ -290,7 +290,8 @@ def test_files_of_an_object_store_are_read_like_those_of_a_disk(tmp_path: Path, 
         assert texts(source(kind, path)) == TEXTS
     documents = source(kind, str(folder))
     documents.refuse_changed()
-    (folder / file_name).write_bytes(b"other")
+    content = (folder / file_name).read_bytes()
+    (folder / file_name).write_bytes(content[::-1])  # of the same size
     with pytest.raises(ConfigError, match=f"{store.scheme}:.*{file_name} changed while it was read"):
         documents.refuse_changed()
     (folder / file_name).unlink()
