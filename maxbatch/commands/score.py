@@ -194,7 +194,8 @@ def _print(scored: dict[str, Any]) -> None:
         trained = sum(record["weights"])
         tokens += trained
         console.print(f"record {number}  tokens {trained:g}  loss {_number(record['loss'])}")
-    names = f"{len(scored['records']):,} records  tokens {tokens:,.0f}"
+    records = len(scored["records"])
+    names = f"{records:,} record{'' if records == 1 else 's'}  tokens {tokens:,.0f}"
     console.print(f"{names}  loss {_number(scored['loss'])}  perplexity {_number(scored['perplexity'])}")
 
 

@@ -171,7 +171,10 @@ class Translation:
         if word in self._left:
             self._left.remove(word)
         given = word in self._stated
-        value = shown(self.text(word), 40) if given or word in self._defaults else ""
+        items = self._stated.get(word)
+        is_plain = isinstance(items, list) and all(isinstance(item, str) for item in items)
+        text = f"[{', '.join(self.items(word))}]" if is_plain else self.text(word)
+        value = shown(text, 40) if given or word in self._defaults else ""
         self.fates.append(
             Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, changes_data)
         )

@@ -136,6 +136,7 @@ def test_megatrons_arguments_are_read_as_its_scripts_write_them(tmp_path: Path, 
     assert [manager.batch_size_at(s) for s in range(0, 3500, 7)] == [ramp(s) for s in range(0, 3500, 7)]
     assert (config.per_device_batch_size, config.max_target_length, config.dtype) == (4, 512, "bfloat16")
     assert not {fate.word for fate in fates.values() if fate.fate == "not supported"}
+    assert fates["rampup_batch_size"].value == "[16, 16, 3000]"
 
 
 @pytest.mark.parametrize("form", ["flags", "yaml"])
