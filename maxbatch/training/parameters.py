@@ -115,7 +115,31 @@ def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.S
     own = _adapted_config(checkpoint)
     if own is not None:
         return _merged_reader(checkpoint, own, config, abstract_params)
+    _check_shapes(path, checkpoint, abstract_params)
     return lambda part: _restore(path, checkpoint, part, partial=part is not abstract_params)
+
+
+def _check_shapes(path: str | Path, checkpoint: AnyPath, abstract_params: nnx.State) -> None:
+    """Raises ConfigError for a checkpoint on this machine whose parameters have other shapes, before it is read."""
+    if not isinstance(checkpoint, Path):
+        return
+    try:
+        stored = arrays_handler().metadata(checkpoint / "params")
+    except (OSError, ValueError, KeyError):
+        return  # it is damaged: reading it says how
+    shapes = {_name(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(stored.tree)}
+    for keys, x in jax.tree_util.tree_leaves_with_path(abstract_params):
+        there = shapes.get(_name(keys), x.shape)
+        if tuple(there) != x.shape:
+            raise ConfigError(
+                f"load_parameters_path={path}: its parameters do not fit this model "
+                f"({_name(keys)} is {tuple(there)} there, {x.shape} here)"
+            )
+
+
+def _name(keys: Sequence[Any]) -> str:
+    names = [str(getattr(key, "key", getattr(key, "name", key))) for key in keys]
+    return ".".join(names[:-1] if names[-1] == "value" else names)
 
 
 def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:

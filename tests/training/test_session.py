@@ -50,6 +50,15 @@ def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
     assert (first["step"], first["samples_seen"]) == (1, 16)
 
 
+def test_parameters_of_another_shape_are_refused_by_name_before_the_run_leaves_anything(tmp_path: Path) -> None:
+    source, other = tmp_path / "source", tmp_path / "other"
+    train(tiny_config("steps=1", f"run_dir={source}"), ONE)
+    keys = (f"load_parameters_path={source}", "base_mlp_dim=24", "steps=1", f"run_dir={other}")
+    with pytest.raises(ConfigError, match=r"load_parameters_path=.*: its parameters do not fit this model \(\S+ is "):
+        train(tiny_config(*keys), ONE)
+    assert not list(other.glob("[!.]*"))
+
+
 def test_a_run_may_start_from_the_full_state_of_another(tmp_path: Path) -> None:
     """On the same rows it goes on as if nothing had happened; step, position and plan are a new run's."""
     whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
