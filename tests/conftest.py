@@ -30,6 +30,8 @@ for _key in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "T
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("PYTHONUNBUFFERED", None)  # what must be printed at once is, also without it
+
 # One folder for the whole session, shared by the workers of pytest-xdist and by the commands that tests start.
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
 os.environ["XDG_CACHE_HOME"] = str(_SESSION / "cache")

@@ -228,7 +228,8 @@ class _Worker:
 def _spawn(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "maxbatch.system.worker_pool", str(descriptor)],
+            # Unbuffered: what a function prints must not be lost if its process is killed.
+            [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor)],
             stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
         )  # fmt: skip
     except OSError as error:
