@@ -75,6 +75,11 @@ def whole(least: int, most: int | None = None, works: int | None = None) -> Call
 count = whole(1)
 
 
+def real(bounds: Bounds, rule: str, works: object) -> Callable[[str], Any]:
+    """Returns the `type` of an argument that takes a number; `rule` says the bounds in words."""
+    return read_by(Scalar("", "real", bounds).read, f"a number {rule}", works)
+
+
 def check_at_most(flag: str, number: int, most: int) -> None:
     """Raises ConfigError for a flag that states more than `most`."""
     if number > most:

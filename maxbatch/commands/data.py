@@ -44,7 +44,8 @@ def run(args: Namespace) -> int:
             f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "
             "works: batch_size=null, for documents"
         )
-    first, stop = args.first or 0, (args.first or 0) + (args.count or _DEFAULT_COUNT)
+    first = args.first or 0
+    stop = first + (args.count or _DEFAULT_COUNT)
     if args.stats and not (args.first is args.count is None):
         raise ConfigError("--stats: counts a whole epoch; leave out --first and --count")
     stream = open_stream(config)

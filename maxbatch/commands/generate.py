@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
-from maxbatch.commands.arguments import count, place, read_by, whole
+from maxbatch.commands.arguments import count, place, real, whole
 from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
-from maxbatch.config.values import Bounds, Scalar
+from maxbatch.config.values import Bounds
 from maxbatch.system.errors import EXIT_DONE
 
 
@@ -23,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     temperature = "0: the likeliest token; 1: as trained (0.8)"
     parser.add_argument(
-        "--temperature", type=_real(Bounds(0), "from 0 on", 0), default=0.8, metavar="T", help=temperature
+        "--temperature", type=real(Bounds(0), "from 0 on", 0), default=0.8, metavar="T", help=temperature
     )
     top_k = "draw from the K likeliest; 0: all (0)"
     parser.add_argument("--top-k", type=whole(0), default=0, metavar="K", help=top_k)
     parser.add_argument(
-        "--top-p", type=_real(Bounds(above=0, at_most=1), "above 0 and at most 1", 1), default=1.0, metavar="P",
+        "--top-p", type=real(Bounds(above=0, at_most=1), "above 0 and at most 1", 1), default=1.0, metavar="P",
         help="draw from the likeliest that together have probability P (nucleus); 1: all (1)",
     )  # fmt: skip
     parser.add_argument("--seed", type=whole(0, 2**32 - 1), default=0, metavar="S", help="same seed, same text (0)")
@@ -52,7 +50,3 @@ def run(args: argparse.Namespace) -> int:
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
     print(generate_text(params, tokenizer, args.prompt, config, rules))
     return EXIT_DONE
-
-
-def _real(bounds: Bounds, rule: str, works: int) -> Callable[[str], Any]:
-    return read_by(Scalar("", "real", bounds).read, f"a number {rule}", works)

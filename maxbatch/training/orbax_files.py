@@ -12,6 +12,7 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from etils.epath import backend, gpath
+from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch.system.errors import StoreRefused
 from maxbatch.system.object_stores import PATIENCE, SCHEMES, gone_is_done, persist
@@ -31,8 +32,6 @@ def let_orbax_wait_for_stores() -> None:
     Epath has no public way to name a backend; it looks them up in this table (etils 1.15). Nor has Orbax one to set how
     long hosts wait for each other while a checkpoint begins (0.12.8).
     """
-    from orbax.checkpoint._src.multihost import multihost
-
     for scheme in SCHEMES:
         gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
     multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S

@@ -23,6 +23,7 @@ from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.adapters import Adapters
 from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
+from maxbatch.training.huggingface import parameter_path
 from maxbatch.training.huggingface_reading import parameter_reader
 from maxbatch.training.state import TrainState, abstract_model
 
@@ -127,19 +128,16 @@ def _check_shapes(path: str | Path, checkpoint: AnyPath, abstract_params: nnx.St
         stored = arrays_handler().metadata(checkpoint / "params")
     except (OSError, ValueError, KeyError):
         return  # it is damaged: reading it says how
-    shapes = {_name(keys): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(stored.tree)}
-    for keys, x in jax.tree_util.tree_leaves_with_path(abstract_params):
-        there = shapes.get(_name(keys), x.shape)
-        if tuple(there) != x.shape:
-            raise ConfigError(
-                f"load_parameters_path={path}: its parameters do not fit this model "
-                f"({_name(keys)} is {tuple(there)} there, {x.shape} here)"
-            )
+    # Orbax keeps a parameter as a dict, whose one entry is "value".
+    shapes = {parameter_path(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
+    for keys, x in jax.tree.leaves_with_path(abstract_params):
+        there = shapes.get(parameter_path(keys), x.shape)
+        if there != x.shape:
+            raise _misfit(path, f"{'.'.join(parameter_path(keys))} is {there} there, {x.shape} here")
 
 
-def _name(keys: Sequence[Any]) -> str:
-    names = [str(getattr(key, "key", getattr(key, "name", key))) for key in keys]
-    return ".".join(names[:-1] if names[-1] == "value" else names)
+def _misfit(path: str | Path | AnyPath, why: str) -> ConfigError:
+    return ConfigError(f"load_parameters_path={path}: its parameters do not fit this model ({why})")
 
 
 def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
@@ -169,9 +167,7 @@ def _restore(
         except (OSError, ValueError, KeyError) as error:
             if failure := os_error(error, checkpoint):
                 raise cannot_read(checkpoint, failure) from None
-            raise ConfigError(
-                f"load_parameters_path={path}: its parameters do not fit this model ({reason(error)})"
-            ) from error
+            raise _misfit(path, reason(error)) from error
 
 
 def _adapted_config(checkpoint: AnyPath) -> ConfigDict | None:

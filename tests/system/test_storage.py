@@ -113,15 +113,21 @@ REQUESTS: dict[str, Callable[[RemotePath, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str, tmp_path: Path) -> None:
-    there = as_path(store.bucket() + "/folder/x")
+def an_object_and_a_file(store: Store, folder: Path) -> tuple[RemotePath, Path]:
+    """An object that says "old" and a file that says "new"; the requests so far are forgotten."""
+    there, here = as_path(store.bucket() + "/folder/x"), folder / "new"
     assert isinstance(there, RemotePath)
     there.write_bytes(b"old")
-    (tmp_path / "new").write_bytes(b"new")
+    here.write_bytes(b"new")
     store.forget()
+    return there, here
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str, tmp_path: Path) -> None:
+    there, here = an_object_and_a_file(store, tmp_path)
     with store.failing(share=1.0, at_most=2, kinds=OURS_ALONE):
-        assert REQUESTS[name](there, tmp_path / "new") is not False
+        assert REQUESTS[name](there, here) is not False
     assert [status for *_, status in store.requests()].count(425) == 2
     if name in ("write_bytes", "upload", "write_if"):
         assert there.read_bytes() == b"new"
@@ -131,13 +137,9 @@ def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str,
 
 @pytest.mark.parametrize("name", ["write_bytes", "upload", "copy", "unlink"])
 def test_what_was_done_and_whose_answer_was_lost_is_done(store: Store, name: str, tmp_path: Path) -> None:
-    there = as_path(store.bucket() + "/folder/x")
-    assert isinstance(there, RemotePath)
-    there.write_bytes(b"old")
-    (tmp_path / "new").write_bytes(b"new")
-    store.forget()
+    there, here = an_object_and_a_file(store, tmp_path)
     with store.failing(share=1.0, at_most=1, kinds=("lost",), matching="^(PUT|POST|DELETE)"):
-        REQUESTS[name](there, tmp_path / "new")
+        REQUESTS[name](there, here)
     assert [status for *_, status in store.requests()].count(425) == 1
     expected = {"copy": {"copy": b"old", "x": b"old"}, "unlink": {}}.get(name, {"x": b"new"})
     assert {path.name: path.read_bytes() for path, _ in there.parent.files()} == expected

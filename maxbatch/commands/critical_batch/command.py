@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import count, place, read_by
+from maxbatch.commands.arguments import count, place, read_by, real
 from maxbatch.commands.critical_batch.branches import Branches, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
-        type=read_by(Scalar("", "real", Bounds(0)).read, "a number from 0 on", str(TOLERANCE)),
+        type=real(Bounds(0), "from 0 on", TOLERANCE),
     )  # fmt: skip
     parser.add_argument("--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices")
 

@@ -148,13 +148,14 @@ def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> Trainin
 
 def _check_writable(path: Path) -> None:
     """Raises ConfigError for a file that could not take the choice, before anything is compiled."""
-    if path.exists():
+    changed = path if path.exists() else path.parent
+    if changed == path:
         compose(path)
     elif not path.parent.is_dir():
         raise ConfigError(
             f"--write {shown_path(path)}: {shown_path(path.parent)} is no folder; works: --write {path.name}"
         )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(changed, os.W_OK):
         raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")
 
 

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
+from functools import partial
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -93,6 +94,9 @@ class RemoteStore:
     def _at(self, path: str) -> RemotePath:
         return RemotePath(f"{self._scheme}://{path}")
 
+    def _ask(self, request: Callable[..., Any], path: str, *rest: Any, **options: Any) -> Any:
+        return persist(self._at(path).url, partial(request, path, *rest, **options))
+
     def is_folder(self, path: str) -> bool:
         return self._at(path.rstrip("/")).is_dir()
 
@@ -100,11 +104,11 @@ class RemoteStore:
         return self._at(path).exists()
 
     def file(self, path: str, name: str) -> SourceFile | None:
-        return self._file(path, name, persist(self._at(path).url, lambda: self._file_system.info(path)))
+        return self._file(path, name, self._ask(self._file_system.info, path))
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
         root = folder.rstrip("/") + "/"
-        infos = persist(self._at(folder).url, lambda: self._file_system.find(folder, detail=True))
+        infos = self._ask(self._file_system.find, folder, detail=True)
         found = []
         for path, info in sorted(infos.items()):
             *folders, bare_name = path.removeprefix(root).split("/")
@@ -114,7 +118,7 @@ class RemoteStore:
         return found
 
     def glob(self, pattern: str) -> list[SourceFile]:
-        infos = persist(self._at(pattern).url, lambda: self._file_system.glob(pattern, detail=True))
+        infos = self._ask(self._file_system.glob, pattern, detail=True)
         return [file for path, info in sorted(infos.items()) if (file := self._file(path, path, info))]
 
     def open(self, path: str) -> BinaryIO:
@@ -124,7 +128,7 @@ class RemoteStore:
     def local_copy(self, path: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
             copy = os.path.join(folder, "copy")
-            persist(self._at(path).url, lambda: self._file_system.get_file(path, copy))
+            self._ask(self._file_system.get_file, path, copy)
             yield copy
 
     def _file(self, path: str, name: str, info: dict[str, Any]) -> SourceFile | None:

@@ -34,8 +34,8 @@ class BlockLayout:
         slots, self.num_tokens = [0], 0
         for number, block in enumerate(self._table.all_blocks(store.manifest["offsets_crc32"])):
             extents = self._extents(number, block)
-            slots.append(int(self._slots(extents).sum()))
-            self.num_tokens += int((extents.end_S - extents.start_S).sum())
+            slots.append(int(extents.slots(slot_tokens).sum()))
+            self.num_tokens += extents.num_tokens
         self._before_K = np.cumsum(slots)
         self.num_slots = int(self._before_K[-1])
 
@@ -52,7 +52,8 @@ class BlockLayout:
         blocks = self._table.blocks(numbers)
         extents = [self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)]
         first_S: list[np.ndarray] = []
-        for number, slots_S in zip(numbers, map(self._slots, extents), strict=True):
+        for number, one in zip(numbers, extents, strict=True):
+            slots_S = one.slots(self._slot_tokens)
             first_S.append(self._before_K[number] + np.cumsum(slots_S) - slots_S)
         first_S.append(self._before_K[[numbers[-1] + 1]])
         start_S, end_S = (np.concatenate(parts) for parts in zip(*extents, strict=True))
@@ -62,6 +63,3 @@ class BlockLayout:
         """Returns where the split's documents of a block lie."""
         first = number * document_table.BLOCK_DOCUMENTS
         return Extents.of(block, self._documents.between(first, first + len(block) - 1) - first)
-
-    def _slots(self, extents: Extents) -> np.ndarray:
-        return -(-(extents.end_S - extents.start_S) // self._slot_tokens)

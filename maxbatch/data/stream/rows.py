@@ -41,6 +41,15 @@ class Extents(NamedTuple):
         """Returns those of documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
         return cls(offsets[documents_S], offsets[documents_S + 1])
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all of them."""
+        return int((self.end_S - self.start_S).sum())
+
+    def slots(self, slot_tokens: int) -> np.ndarray:
+        """Returns the slots of `slot_tokens` tokens that each document fills, the last one perhaps in part."""
+        return -(-(self.end_S - self.start_S) // slot_tokens)
+
 
 class RowPlan(Protocol):
     """A cut of documents into `num_rows` rows of `row_length` slots, which hold `num_tokens` tokens."""
@@ -78,10 +87,9 @@ class WholeLayout:
     """
 
     def __init__(self, extents: Extents, slot_tokens: int):
-        lengths_S = extents.end_S - extents.start_S
-        self._placed = Placed(np.concatenate([[0], np.cumsum(-(-lengths_S // slot_tokens))]), extents)
+        self._placed = Placed(np.concatenate([[0], np.cumsum(extents.slots(slot_tokens))]), extents)
         self.num_slots = int(self._placed.first_S[-1])
-        self.num_tokens = int(lengths_S.sum())
+        self.num_tokens = extents.num_tokens
 
     def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
         return self._placed
