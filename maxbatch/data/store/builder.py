@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.data.store.blocks import BLOCKS, block_hashes, masks
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
@@ -31,6 +32,7 @@ from maxbatch.data.store.token_store import (
     TokenLayout,
     TokenStore,
     new_content_hash,
+    manifest_checksum,
     open_folder,
     shard_names,
     signature,
@@ -175,13 +177,17 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
     itemsize = np.dtype(layout.dtype).itemsize
-    sizes = [shard.tokens * itemsize for shard in (*finished, *writer.shards)]
+    shards = (*finished, *writer.shards)
+    sizes = [shard.tokens * itemsize for shard in shards]
     offsets = np.zeros(len(total.lengths) + 1, np.int64)
     np.cumsum(np.frombuffer(total.lengths, np.int64), out=offsets[1:])
     with writing_atomically(folder / OFFSETS) as file:
         np.save(file, offsets)
     data = (folder / OFFSETS).read_bytes()
-    return {
+    hashes = np.concatenate([*(shard.hashes for shard in shards), block_hashes(data)])
+    with writing_atomically(folder / BLOCKS) as file:
+        file.write((hashes ^ masks(content.hexdigest(), 0, len(hashes))).astype("<u4").data)
+    manifest = {
         "version": VERSION,
         "content": content.hexdigest(),
         "documents": len(total.lengths),
@@ -193,10 +199,13 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": conversations.identity} if conversations else {}),
-        "sizes": {**dict(zip(shard_names(len(sizes)), sizes, strict=True)), OFFSETS: len(data)},
+        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True))
+        | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,
     }
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: with lists for tuples
+    return manifest | {"checksum": manifest_checksum(manifest)}
 
 
 def _workers(build: Build) -> int:
