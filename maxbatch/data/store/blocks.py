@@ -192,7 +192,8 @@ class MappedFile:
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         self.array = np.frombuffer(self._map, dtype)
         self._shift = (CHUNK_BYTES // dtype.itemsize).bit_length() - 1
-        self._is_checked = np.full(-(-size // CHUNK_BYTES), blocks is None)
+        self._is_checked = np.zeros(-(-size // CHUNK_BYTES), bool)
+        self._is_whole = blocks is None  # nothing is left to check
 
     def read(self, places: np.ndarray | slice) -> np.ndarray:
         """Returns the values at some places, each at least 0.
@@ -201,23 +202,28 @@ class MappedFile:
           ConfigError: a block that covers one differs from its hash, or the file has shrunk.
         """
         self._refuse_shrunk(self._map.size())
-        if isinstance(places, slice):
-            begin, end, _ = places.indices(len(self.array))
-            chunks = np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1 if end > begin else 0)
-        else:
-            chunks = places >> self._shift
-        is_checked = self._is_checked[chunks]
-        if not is_checked.all():
-            self._check(np.unique(chunks[~is_checked]))
+        if not self._is_whole:
+            self._check(self._chunks(places))
         return self.array[places]
 
+    def _chunks(self, places: np.ndarray | slice) -> np.ndarray:
+        if isinstance(places, slice):
+            begin, end, _ = places.indices(len(self.array))
+            return np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1 if end > begin else 0)
+        return places >> self._shift
+
     def _check(self, chunks: np.ndarray) -> None:
+        """Checks those chunks that were not checked before."""
         assert self._blocks is not None, "without hashes, nothing is left to check"
+        is_checked = self._is_checked[chunks]
+        if is_checked.all():
+            return
         data = self.array.view(np.uint8)
-        for chunk in chunks.tolist():
+        for chunk in np.unique(chunks[~is_checked]).tolist():
             begin = chunk * CHUNK_BYTES
             self._blocks.check(self._path.name, begin, data[begin : begin + CHUNK_BYTES])
             self._is_checked[chunk] = True
+        self._is_whole = bool(self._is_checked.all())
 
     def _refuse_shrunk(self, size: int) -> None:
         """Raises ConfigError if the file is shorter than it was: to read behind its end would end the process."""

@@ -102,7 +102,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
         store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
-        if store is not None and store.manifest["signature"] == name:
+        if store is not None and store.manifest["signature"] == name and store.blocks is not None:
             return store
         remove_leftovers(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
@@ -199,8 +199,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": conversations.identity} if conversations else {}),
-        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True))
-        | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
+        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True)) | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,
     }

@@ -78,7 +78,7 @@ class RangedTable:
     """
 
     def __init__(self, path: RemotePath, num_documents: int, num_tokens: int, blocks: Blocks | None = None) -> None:
-        self._path, self._num_documents, self._num_tokens, self._blocks = path, num_documents, num_tokens, blocks
+        self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
         self._header = self._checked_header()
         self._open()
         last = np.frombuffer(self._read_range(*self._bytes(num_documents, num_documents)), "<i8")
@@ -94,8 +94,8 @@ class RangedTable:
         return file.getvalue()[: file.tell()]
 
     def _read_range(self, begin: int, end: int) -> bytes:
-        if self._blocks:
-            return self._blocks.read_range(self._path.name, begin, end)
+        if self._hashes:
+            return self._hashes.read_range(self._path.name, begin, end)
         return self._path.read_range(begin, end)
 
     def _open(self) -> None:
@@ -104,7 +104,7 @@ class RangedTable:
         self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_blocks", "_header")}
+        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_hashes", "_header")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

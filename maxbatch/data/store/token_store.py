@@ -236,7 +236,7 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
         raise
     except (OSError, ValueError, RecursionError):
         manifest = None
-    if not _is_manifest(manifest):
+    if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
         if name not in sizes:
