@@ -144,7 +144,8 @@ class BestFitPlan:
     """A `RowPlan` in a file of the cache; each process maps its arrays at the first use.
 
     The file is a JSON header padded to 4096 bytes (`version`, `name` of the file, `rows`, `pieces`, `tokens`,
-    `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of `Packing`, little-endian, one after the other.
+    `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of `Packing`, little-endian, one
+    after the other.
     """
 
     def __init__(self, path: Path):
@@ -166,7 +167,7 @@ class BestFitPlan:
                 arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._path}: the packing was damaged or removed while it was in use; start again, which makes it anew"
+                f"{self._path}: the packing was damaged or removed while in use; start again, which makes it anew"
             ) from error
         return Packing(*arrays)
 
