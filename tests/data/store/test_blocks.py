@@ -96,8 +96,13 @@ def test_tokens_cut_short_after_they_were_read_do_not_end_the_process(folder: Pa
 
 
 def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "PIECE_BYTES", 1)  # a job for each line
-    keys = ["dataset_type=jsonl", f"dataset_path={tmp_path}/a.jsonl", "--shard-tokens", "4000"]
+    monkeypatch.setattr(documents, "PIECE_BYTES", 1)  # a job for each file
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    halves = {"a0.jsonl": lines[:200], "a1.jsonl": lines[200:]}
+    for name, some in halves.items():
+        (tmp_path / name).write_text("".join(some))
+    path = ";".join(str(tmp_path / name) for name in halves)
+    keys = ["dataset_type=jsonl", f"dataset_path={path}", "--shard-tokens", "4000"]
     main(["prepare", *keys, "--output", str(tmp_path / "many")])
     shard = tmp_path / "many" / "tokens-00000.bin"
     assert open_stream(config_of(tmp_path / "many")).identity == open_stream(config_of(folder)).identity
