@@ -14,11 +14,11 @@ from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
+from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import AnyPath, as_path
 
 _MOST_WORKERS = 1024
@@ -96,7 +96,8 @@ def _unchanged(folder: AnyPath, wanted: str) -> TokenStore | None:
     if not folder.is_dir():
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
-        return store if store.manifest["signature"] == wanted else None
+        # A store that was made without hashes is made again, which adds them.
+        return store if store.manifest["signature"] == wanted and store.blocks is not None else None
     if any(folder.iterdir()) and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "
@@ -107,9 +108,12 @@ def _unchanged(folder: AnyPath, wanted: str) -> TokenStore | None:
 
 def _verify(text: str) -> None:
     folder = as_path(text)
-    store = open_folder(folder)
-    if store is None:
-        raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one")
+    try:
+        store = load_folder(folder)
+    except StoreRefused:  # an object store that refuses, or does not answer
+        raise
+    except ConfigError as error:
+        raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one: {error}") from error
     store.verify()
     print(f"intact: {_figures(store)} in {text}")
 

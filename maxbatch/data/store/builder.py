@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.data.store.blocks import BLOCKS, block_hashes, masks
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
@@ -30,6 +31,7 @@ from maxbatch.data.store.token_store import (
     VERSION,
     TokenLayout,
     TokenStore,
+    manifest_checksum,
     new_content_hash,
     open_folder,
     shard_names,
@@ -100,7 +102,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
         store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
-        if store is not None and store.manifest["signature"] == name:
+        if store is not None and store.manifest["signature"] == name and store.blocks is not None:
             return store
         remove_leftovers(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
@@ -175,13 +177,17 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
     itemsize = np.dtype(layout.dtype).itemsize
-    sizes = [shard.tokens * itemsize for shard in (*finished, *writer.shards)]
+    shards = (*finished, *writer.shards)
+    sizes = [shard.tokens * itemsize for shard in shards]
     offsets = np.zeros(len(total.lengths) + 1, np.int64)
     np.cumsum(np.frombuffer(total.lengths, np.int64), out=offsets[1:])
     with writing_atomically(folder / OFFSETS) as file:
         np.save(file, offsets)
     data = (folder / OFFSETS).read_bytes()
-    return {
+    hashes = np.concatenate([*(shard.hashes for shard in shards), block_hashes(data)])
+    with writing_atomically(folder / BLOCKS) as file:
+        file.write((hashes ^ masks(content.hexdigest(), 0, len(hashes))).astype("<u4").data)
+    manifest = {
         "version": VERSION,
         "content": content.hexdigest(),
         "documents": len(total.lengths),
@@ -193,10 +199,12 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": conversations.identity} if conversations else {}),
-        "sizes": {**dict(zip(shard_names(len(sizes)), sizes, strict=True)), OFFSETS: len(data)},
+        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True)) | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,
     }
+    manifest = json.loads(json.dumps(manifest))  # as it will be read: with lists for tuples
+    return manifest | {"checksum": manifest_checksum(manifest)}
 
 
 def _workers(build: Build) -> int:

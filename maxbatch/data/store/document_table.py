@@ -4,8 +4,8 @@ The table of a large store is too large for a host: fifty million documents take
 when a row needs them. A block is found by interpolation between those read before, as documents of a store are about
 alike, and a number of blocks is kept, so that a row costs one request more at most.
 
-A block is checked for its order and its ends; the checksum is that of the whole file, and is compared where a pass over
-all blocks is made.
+What is read is compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`), and checked for its order
+and its ends. The checksum is that of the whole file, and is compared where a pass over all blocks is made.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from maxbatch.data.store.blocks import Blocks
 from maxbatch.data.store.ranged_tokens import readers
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.remote_path import RemotePath
@@ -70,26 +71,32 @@ class RangedTable:
       path: the file.
       num_documents: that the store has.
       num_tokens: of all of them.
+      blocks: the hashes with which it is compared; None for a store that was made without.
 
     Raises:
       ConfigError: the file is no such table.
     """
 
-    def __init__(self, path: RemotePath, num_documents: int, num_tokens: int) -> None:
-        self._path, self._num_documents, self._num_tokens = path, num_documents, num_tokens
+    def __init__(self, path: RemotePath, num_documents: int, num_tokens: int, blocks: Blocks | None = None) -> None:
+        self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
         self._header = self._checked_header()
         self._open()
-        last = np.frombuffer(path.read_range(*self._bytes(num_documents, num_documents)), "<i8")
+        last = np.frombuffer(self._read_range(*self._bytes(num_documents, num_documents)), "<i8")
         if last[0] != num_tokens:
             raise self._damaged(f"it ends at token {last[0]}, and the store has {num_tokens}")
 
     def _checked_header(self) -> bytes:
-        file = io.BytesIO(self._path.read_range(0, _HEADER_BYTES))
+        file = io.BytesIO(self._read_range(0, _HEADER_BYTES))
         np.lib.format.read_magic(file)
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         if shape != (self._num_documents + 1,) or dtype != np.int64:
             raise self._damaged(f"it has shape {shape} of {dtype}")
         return file.getvalue()[: file.tell()]
+
+    def _read_range(self, begin: int, end: int) -> bytes:
+        if self._hashes:
+            return self._hashes.read_range(self._path.name, begin, end)
+        return self._path.read_range(begin, end)
 
     def _open(self) -> None:
         self._lock = threading.Lock()
@@ -97,7 +104,7 @@ class RangedTable:
         self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_header")}
+        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_hashes", "_header")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -199,7 +206,7 @@ class RangedTable:
 
     def _starts(self, first: int, last: int) -> np.ndarray:
         """Reads the starts of documents `first` to `last`, by one request."""
-        starts = np.frombuffer(self._path.read_range(*self._bytes(first, last)), "<i8")
+        starts = np.frombuffer(self._read_range(*self._bytes(first, last)), "<i8")
         if starts[0] < 0 or starts[-1] > self._num_tokens or (np.diff(starts) < 0).any():
             raise self._damaged(f"documents {first} to {last} are not in order")
         return starts

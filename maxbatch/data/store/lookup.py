@@ -7,15 +7,18 @@ the same (path, size, time of change). If several processes need a new store, on
 
 from __future__ import annotations
 
+import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.data.store.token_store import TokenStore, open_folder, signature, was_prepared
+from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
 
 
@@ -26,7 +29,7 @@ def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
-    return open_folder(cache_folder(config) / signature(source, tokenizer, config))
+    return _cached_store(cache_folder(config) / signature(source, tokenizer, config))
 
 
 def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
@@ -45,7 +48,8 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
 
     source = DocumentSource.from_config(config, key)
     folder = cache_folder(config) / signature(source, tokenizer, config)
-    if (store := open_folder(folder)) is not None:
+    if (store := _cached_store(folder)) is not None:
+        _warn_without_hashes(store)
         return store
     try:
         with bytes_bar(source.size, f"tokenising {key}") as progress:
@@ -57,6 +61,25 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         ) from error
 
 
+def _cached_store(folder: Path) -> TokenStore | None:
+    """Returns the store in a folder of the cache, unless it is damaged, or another dataset's that was put there."""
+    store = open_folder(folder)
+    return store if store is not None and store.manifest["signature"] == folder.name else None
+
+
+def _warn_without_hashes(store: TokenStore) -> None:
+    if store.blocks is None:
+        _warn_once(
+            f"{store.folder}: the tokenised data were made without hashes of their blocks, so that damage to them is "
+            "not noticed; remove the folder and prepare them again, and it is"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    print(f"maxbatch: warning: {message}", file=sys.stderr, flush=True)
+
+
 def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> TokenStore:
     value = config[key]
     folder = as_path(value)
@@ -64,10 +87,15 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
     needs = f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote"
     if not value or not folder.is_dir():
         raise ConfigError(needs)
-    if (store := open_folder(folder)) is None:
-        damaged = was_prepared(folder)
-        problem = "is damaged or of another version; prepare it again" if damaged else "is not one"
-        raise ConfigError(f"{needs}, and this {problem}")
+    try:
+        store = load_folder(folder)
+    except StoreRefused:  # an object store that refuses, or does not answer
+        raise
+    except ConfigError as error:
+        if not was_prepared(folder):
+            raise ConfigError(f"{needs}, and this is not one") from error
+        raise ConfigError(f"{needs}, and this is damaged or of another version: {error}") from error
+    _warn_without_hashes(store)
     manifest = store.manifest
     if manifest["tokenizer"] != tokenizer.identity:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from maxbatch.data.store.blocks import Blocks, MappedFile
 from maxbatch.system.object_stores import MAX_REQUESTS
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -28,13 +29,16 @@ class RangedTokens:
       files: their paths, in order.
       dtype: of a token.
       sizes: tokens of each file.
+      blocks: the hashes with which they are compared; None for a store that was made without.
     """
 
-    def __init__(self, files: Sequence[AnyPath], dtype: str, sizes: Sequence[int]) -> None:
-        self._files, self.dtype = files, np.dtype(dtype)
+    def __init__(
+        self, files: Sequence[AnyPath], dtype: str, sizes: Sequence[int], blocks: Blocks | None = None
+    ) -> None:
+        self._files, self.dtype, self._blocks = files, np.dtype(dtype), blocks
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._size = int(self._starts[-1])
-        self._maps: dict[int, np.ndarray] = {}
+        self._maps: dict[int, MappedFile] = {}
 
     def __len__(self) -> int:
         return self._size
@@ -80,13 +84,30 @@ class RangedTokens:
         number, begin, end = part
         file, itemsize = self._files[number], self.dtype.itemsize
         if isinstance(file, RemotePath):
-            return np.frombuffer(file.read_range(begin * itemsize, end * itemsize), self.dtype)
-        return self._mapped(number, file)[begin:end]
+            first, last = begin * itemsize, end * itemsize
+            blocks = self._blocks
+            data = blocks.read_range(file.name, first, last) if blocks else file.read_range(first, last)
+            return np.frombuffer(data, self.dtype)
+        return self._mapped(number, file).read(slice(begin, end))
 
-    def _mapped(self, number: int, file: Path) -> np.ndarray:
+    def _mapped(self, number: int, file: Path) -> MappedFile:
         if number not in self._maps:
-            self._maps[number] = np.memmap(file, dtype=self.dtype, mode="r")
+            size = int(self._starts[number + 1] - self._starts[number]) * self.dtype.itemsize
+            self._maps[number] = MappedFile(file, self.dtype, size, self._blocks)
         return self._maps[number]
+
+
+class MappedTokens:
+    """An array of tokens in one file of this machine, of which slices and lists of places are read."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self._file, self.dtype = file, file.array.dtype
+
+    def __len__(self) -> int:
+        return len(self._file.array)
+
+    def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
+        return self._file.read(places)
 
 
 def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:

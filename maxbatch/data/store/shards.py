@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from maxbatch.data.store.blocks import BlockHasher
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.remote_path import RemotePath
@@ -35,6 +36,7 @@ class Shard:
 
     jobs: int = 0
     facts: Tokenised = field(default_factory=lambda: Tokenised(0))  # with the digests of its documents
+    hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))  # of its blocks, once it is finished
 
     @property
     def tokens(self) -> int:
@@ -61,6 +63,7 @@ class Shard:
             lengths=np.frombuffer(facts.lengths, np.int64),
             digests=np.frombuffer(facts.digests, np.uint8),
             held_out=np.array(facts.held_out, np.int64),
+            hashes=self.hashes,
         )
         return file.getvalue()
 
@@ -70,7 +73,8 @@ class Shard:
         try:
             with np.load(io.BytesIO(content)) as saved:
                 counts: dict[str, Any] = json.loads(saved["counts"].tobytes())
-                lengths, digests, held_out = (saved[name] for name in ("lengths", "digests", "held_out"))
+                names = ("lengths", "digests", "held_out", "hashes")
+                lengths, digests, held_out, hashes = (saved[name] for name in names)
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
             return None
         if counts["signature"] != signature:
@@ -79,7 +83,7 @@ class Shard:
             counts["source_bytes"], array.array("q", lengths.tobytes()), digests.tobytes(), held_out.tolist(),
             counts["skipped"], counts["text_bytes"],
         )  # fmt: skip
-        return cls(counts["jobs"], facts)
+        return cls(counts["jobs"], facts, hashes)
 
 
 class ShardWriter:
@@ -97,7 +101,7 @@ class ShardWriter:
     ) -> None:
         self.shards: list[Shard] = []  # those that are finished
         self._folder, self._shard_tokens, self._number, self._keep = folder, shard_tokens, first, keep
-        self._shard, self._is_full = Shard(), False
+        self._shard, self._is_full, self._hasher = Shard(), False, BlockHasher()
         self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
 
     @property
@@ -111,8 +115,9 @@ class ShardWriter:
             self._keep(self._number, self._path, self._shard)
             self.shards.append(self._shard)
             self._number += 1
-            self._shard, self._is_full = Shard(), False
+            self._shard, self._is_full, self._hasher = Shard(), False, BlockHasher()
             self._file = open(self._path, "wb")  # noqa: SIM115
+        self._hasher.update(data)
         return self._file.write(data)
 
     def end_job(self, done: Tokenised) -> None:
@@ -134,6 +139,7 @@ class ShardWriter:
         self.shards.append(self._shard)
 
     def _close(self) -> None:
+        self._shard.hashes = self._hasher.hashes()
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())

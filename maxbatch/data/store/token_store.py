@@ -1,14 +1,17 @@
 """A dataset tokenised once: a memory-mapped array of tokens, cut into documents.
 
-A store is a folder of three files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
-tokens[offsets[d] : offsets[d + 1]], its bos and eos included) and `manifest.json`. It appears whole, by one rename. The
-tokens of a large store are cut between documents into several files (`maxbatch.data.store.shards`).
+A store is a folder of four files: `tokens.bin` (uint16 or uint32), `offsets.npy` (int64[documents + 1], document d is
+tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin` (`maxbatch.data.store.blocks`) and
+`manifest.json`. It appears whole, by one rename. The tokens of a large store are cut between documents into several
+files (`maxbatch.data.store.shards`).
 
 In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
 
-The manifest, the sizes of the files and the offsets are checked whenever a store is opened or mapped; of the offsets of
-a large store in a bucket, which are read by range, the order and the ends (`maxbatch.data.store.document_table`). The
-tokens are checked by `maxbatch prepare --verify` only, since that reads all of them.
+The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
+of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
+compared with the hashes of their blocks where they are read: of a local store each block once per process, in a bucket
+every time. `maxbatch prepare --verify` reads all of them, and computes the hash of the content anew, which is in the
+identity of the stream. A store that was made without hashes is read with a warning.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +32,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.data.store import document_table
+from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
@@ -37,12 +42,13 @@ from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
-    from maxbatch.data.store.ranged_tokens import RangedTokens
+    from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 
 VERSION = 2
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
 MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
+_BESIDE = (OFFSETS, BLOCKS)  # the files beside those of tokens
 BUILDING_FOLDER = ".building"  # lies in an object store while a store is built there
 # The settings that shape the documents of given files.
 _SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
@@ -91,47 +97,59 @@ class TokenStore:
     Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
-    `sizes` (bytes per file, those of tokens in order) and `offsets_crc32`. A store of conversations also has
-    `conversations`, which says how they were made.
+    `sizes` (bytes per file, those of tokens in order), `offsets_crc32` and `checksum` (hash of the manifest without it;
+    new stores only). A store of conversations also has `conversations`, which says how they were made.
     """
 
     folder: AnyPath
     manifest: dict[str, Any]
 
     @cached_property
-    def tokens(self) -> np.ndarray | RangedTokens:
+    def tokens(self) -> np.ndarray | MappedTokens | RangedTokens:
         """uint16 or uint32 [tokens]: memory-mapped, or read by range if they lie in an object store or in shards.
 
-        Raises ConfigError if the store was replaced since it was opened.
+        Raises ConfigError if the store was replaced since it was opened; reading them does if they are damaged.
         """
         self._refuse_replaced()
         dtype = np.dtype(self.manifest["dtype"])
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
             return np.zeros(0, dtype)
-        files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name != OFFSETS}
-        if len(files) > 1 or isinstance(self.folder, RemotePath):
-            from maxbatch.data.store.ranged_tokens import RangedTokens
+        from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 
-            return RangedTokens(list(files), dtype.name, [size // dtype.itemsize for size in files.values()])
-        return np.memmap(str(next(iter(files))), dtype=dtype, mode="r")
+        files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name not in _BESIDE}
+        (path, size), *others = files.items()
+        if others or isinstance(path, RemotePath):
+            sizes = [size // dtype.itemsize for size in files.values()]
+            return RangedTokens(list(files), dtype.name, sizes, self.blocks)
+        return MappedTokens(MappedFile(path, dtype, size, self.blocks))
+
+    @cached_property
+    def blocks(self) -> Blocks | None:
+        """The hashes of the blocks of tokens and offsets; None if the store was made without."""
+        sizes: dict[str, int] = self.manifest["sizes"]
+        if BLOCKS not in sizes:
+            return None
+        return Blocks(self.folder, self.manifest["content"], _hashed(sizes))
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1], mapped from a disk; ConfigError if the store was damaged or replaced meanwhile."""
+        """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced meanwhile."""
         self._refuse_replaced()
         path = self.folder / OFFSETS
-        is_remote = isinstance(path, RemotePath)
-        data = np.frombuffer(path.read_bytes(), np.uint8) if is_remote else np.memmap(str(path), np.uint8, mode="r")
+        is_mapped = isinstance(path, Path) and self.manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES
+        data = np.memmap(str(path), np.uint8, mode="r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
-            raise self._damaged("offsets.npy differs from its checksum")
-        return np.asarray(np.load(io.BytesIO(data.data)) if is_remote else np.load(str(path), mmap_mode="r"))
+            if self.blocks:
+                self.blocks.check(OFFSETS, 0, data.data)  # names the block
+            raise damaged_file(path, "it differs from its checksum")
+        return np.asarray(np.load(str(path), mmap_mode="r") if is_mapped else np.load(io.BytesIO(data.data)))
 
     @cached_property
     def table(self) -> DocumentTable:
         """The starts of documents: of a large store in a bucket read by range, else `offsets`."""
         folder, manifest = self.folder, self.manifest
         if isinstance(folder, RemotePath) and manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES:
-            return RangedTable(folder / OFFSETS, manifest["documents"], manifest["tokens"])
+            return RangedTable(folder / OFFSETS, manifest["documents"], manifest["tokens"], self.blocks)
         return WholeTable(self.offsets)
 
     @property
@@ -154,14 +172,14 @@ class TokenStore:
             ids = ids & all_bits if self.trained_bit else ids
             if ids.max(initial=0) >= end_of_ids:
                 problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
-                raise self._damaged(f"tokens.bin: {problem}")
+                raise damaged_file(self.folder / ONE_SHARD, problem)
         whole = (
             content.hexdigest() == manifest["content"]
             and all((self.tokens[begins - 1] == token).all() for token in bos)
             and all((self.tokens[ends] == token).all() for token in eos)
         )
         if not whole:
-            raise self._damaged("tokens.bin differs from the hash of its content")
+            raise damaged_file(self.folder / ONE_SHARD, "it differs from the hash of its content")
 
     def _documents(self, begins: list[int], ends: list[int]) -> Iterator[np.ndarray]:
         """Yields the tokens of documents in order; many are read at a time, since a request has its price."""
@@ -177,10 +195,7 @@ class TokenStore:
 
     def _refuse_replaced(self) -> None:
         if _read_manifest(self.folder) != self.manifest:
-            raise self._damaged("it was damaged or replaced since it was opened")
-
-    def _damaged(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self.folder}: the tokenised data cannot be used: {problem}; prepare them again")
+            raise damaged_file(self.folder, "it was replaced since it was opened")
 
 
 def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) -> str:
@@ -202,16 +217,34 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) 
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
-def _read_manifest(folder: AnyPath) -> dict[str, Any] | None:
-    """Returns the manifest of a store, or None if it is damaged or the files have other sizes than it states."""
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    """Returns the checksum of a manifest, which lies in it beside the other values."""
+    others = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def _read_manifest(folder: AnyPath) -> dict[str, Any]:
+    """Returns the manifest of a store.
+
+    Raises:
+      ConfigError: it is missing, damaged or of another version, or a file has another size than it states.
+    """
     try:
         sizes = _file_sizes(folder)
         manifest = json.loads((folder / MANIFEST).read_bytes()) if MANIFEST in sizes else None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except (OSError, ValueError, RecursionError):
-        return None
-    return manifest if _is_manifest(manifest, sizes) else None
+        manifest = None
+    if manifest is None or not _is_manifest(manifest):
+        raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
+    for name, size in manifest["sizes"].items():
+        if name not in sizes:
+            raise damaged_file(folder / name, "it is missing")
+        if sizes[name] != size:
+            block = min(size, sizes[name]) // BLOCK_BYTES
+            raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")
+    return dict(manifest)
 
 
 def _file_sizes(folder: AnyPath) -> dict[str, int]:
@@ -222,7 +255,7 @@ def _file_sizes(folder: AnyPath) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
-def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
+def _is_manifest(value: Any) -> bool:
     if not isinstance(value, dict) or value.get("version") != VERSION:
         return False
     counts = ("documents", "tokens", "text_bytes", "skipped_records", "offsets_crc32")
@@ -236,17 +269,27 @@ def _is_manifest(value: Any, sizes: dict[str, int]) -> bool:
         and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
         and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
-        and _are_sizes(value.get("sizes"), sizes, value["tokens"] * np.dtype(dtype).itemsize)
+        and _are_sizes(value.get("sizes"), value["tokens"] * np.dtype(dtype).itemsize)
+        and value.get("checksum") == (manifest_checksum(value) if BLOCKS in value["sizes"] else None)
     )
 
 
-def _are_sizes(stated: Any, found: dict[str, int], token_bytes: int) -> bool:
-    """Returns whether the files that a manifest states are there, and are a store's."""
+def _are_sizes(stated: Any, token_bytes: int) -> bool:
+    """Returns whether the files that a manifest states are a store's."""
     if not isinstance(stated, dict) or OFFSETS not in stated:
         return False
-    shards = [name for name in stated if name != OFFSETS]
-    is_found = all(_is_count(size, 1 << 62) and found.get(name) == size for name, size in stated.items())
-    return is_found and shards == shard_names(len(shards)) and sum(stated[name] for name in shards) == token_bytes
+    shards = [name for name in stated if name not in _BESIDE]
+    return (
+        all(_is_count(size, 1 << 62) for size in stated.values())
+        and shards == shard_names(len(shards))
+        and sum(stated[name] for name in shards) == token_bytes
+        and stated.get(BLOCKS) in (None, Blocks(Path(), "", _hashed(stated)).num_bytes)
+    )
+
+
+def _hashed(sizes: dict[str, int]) -> dict[str, int]:
+    """Returns the sizes of the files whose blocks have hashes, in the order of the hashes."""
+    return {name: size for name, size in sizes.items() if name != BLOCKS}
 
 
 def _is_count(value: Any, end: int) -> bool:
@@ -271,17 +314,31 @@ def was_prepared(folder: AnyPath) -> bool:
 
 def open_folder(folder: AnyPath) -> TokenStore | None:
     """Returns the store in a folder, or None if it is missing, damaged or of another version."""
-    manifest = _read_manifest(folder)
-    if manifest is None:
+    try:
+        return load_folder(folder)
+    except StoreRefused:  # an object store that refuses, or does not answer
+        raise
+    except ConfigError:
         return None
+
+
+def load_folder(folder: AnyPath) -> TokenStore:
+    """Returns the store in a folder.
+
+    Raises:
+      ConfigError: it is missing, damaged or of another version; names the file.
+    """
+    manifest = _read_manifest(folder)
     store = TokenStore(folder, manifest)
     try:
         if isinstance(store.table, RangedTable):
             return store
         offsets = store.offsets
-    except (StoreRefused, TrainingError):  # an object store that refuses, or does not answer
+    except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
-    except (ConfigError, OSError, ValueError, EOFError):
-        return None
+    except (OSError, ValueError, EOFError):
+        offsets = np.zeros(0)
     has_type = offsets.dtype == np.int64 and offsets.shape == (manifest["documents"] + 1,)
-    return store if has_type and offsets[-1] == manifest["tokens"] else None
+    if not has_type or offsets[-1] != manifest["tokens"]:
+        raise damaged_file(folder / OFFSETS, "it is no table of the store's documents")
+    return store

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError
 
-_VERSION = 1
+_VERSION = 2
 _ROWS_AT_ONCE = 1024
 
 
@@ -65,8 +66,10 @@ def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> 
 def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTokens | None:
     """Returns the cached figures of rows that `key` fixes, or None."""
     try:
-        found = json.loads(_path(config, key).read_bytes())
-        return TrainedTokens(*(int(found[name]) for name in TrainedTokens._fields))
+        path = _path(config, key)
+        found = json.loads(path.read_bytes())
+        figures = TrainedTokens(*(int(found[name]) for name in TrainedTokens._fields))
+        return figures if found["crc32"] == _checksum(path, figures) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -87,13 +90,17 @@ def count_trained_tokens(config: ConfigDict, key: Mapping[str, Any], rows: RowSo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing_atomically(path) as file:
-            file.write(json.dumps(counted._asdict()).encode())
+            file.write(json.dumps(counted._asdict() | {"crc32": _checksum(path, counted)}).encode())
     except OSError as error:
         raise ConfigError(
             f"data_cache_dir: cannot write {path}: {error.strerror or error}; data_cache_dir=/a/writable/folder puts "
             "it elsewhere"
         ) from error
     return counted
+
+
+def _checksum(path: Path, figures: TrainedTokens) -> int:
+    return zlib.crc32(json.dumps([path.name, *figures]).encode())
 
 
 def _path(config: ConfigDict, key: Mapping[str, Any]) -> Path:

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import zlib
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -20,7 +21,7 @@ from maxbatch.data.store.storage import is_remote
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 
-_VERSION = 1  # of how documents become rows
+_VERSION = 2  # of how documents become rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
 
@@ -28,7 +29,9 @@ def remembered_length(config: ConfigDict) -> int | None:
     """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
     with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
         if _is_made_here(config):
-            return int(_path(config).read_text())
+            path = _path(config)
+            number, checksum = path.read_text().split()
+            return int(number) if checksum == _checksum(path, number) else None
     return None
 
 
@@ -38,7 +41,11 @@ def remember_length(config: ConfigDict, num_samples: int) -> None:
         if _is_made_here(config):
             path = _path(config)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, str(num_samples))
+            write_atomically(path, f"{num_samples} {_checksum(path, str(num_samples))}")
+
+
+def _checksum(path: Path, number: str) -> str:
+    return f"{zlib.crc32(f'{path.name} {number}'.encode()):08x}"
 
 
 def _is_made_here(config: ConfigDict) -> bool:

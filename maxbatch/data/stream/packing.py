@@ -37,7 +37,7 @@ from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
 
-_VERSION = 1
+_VERSION = 2
 _HEADER_BYTES = 4096
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: its multiples spread evenly
 
@@ -143,33 +143,37 @@ def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
 class BestFitPlan:
     """A `RowPlan` in a file of the cache; each process maps its arrays at the first use.
 
-    The file is a JSON header padded to 4096 bytes (`version`, `rows`, `pieces`, `tokens`, `row_length`, and the CRC-32
-    of these and of the rest of the file), then the arrays of `Packing`, little-endian, one after the other.
+    The file is a JSON header padded to 4096 bytes (`version`, `name` of the file, `rows`, `pieces`, `tokens`,
+    `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of `Packing`, little-endian, one
+    after the other.
     """
 
     def __init__(self, path: Path):
-        with open(path, "rb") as file:
-            header = dict(json.loads(file.read(_HEADER_BYTES)))
-            checksum = header.pop("crc32")
-            found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
-            if header["version"] != _VERSION or checksum != found:
-                raise ValueError(f"{path} is damaged, or of another version")
+        header = _checked_header(path)
         self.row_length: int = header["row_length"]
         self.num_rows: int = header["rows"]
         self.num_tokens: int = header["tokens"]
-        self._path = path
+        self._path, self._is_checked = path, True
         self._num_pieces: int = header["pieces"]
 
     @cached_property
     def _packing(self) -> Packing:
-        arrays: list[np.ndarray] = []
-        for dtype, size in zip(_DTYPES, (self.num_rows + 1, self._num_pieces, self._num_pieces), strict=True):
-            begin = _HEADER_BYTES + sum(array.nbytes for array in arrays)
-            arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
+        try:
+            if not self._is_checked:
+                _checked_header(self._path)
+            arrays: list[np.ndarray] = []
+            for dtype, size in zip(_DTYPES, (self.num_rows + 1, self._num_pieces, self._num_pieces), strict=True):
+                begin = _HEADER_BYTES + sum(array.nbytes for array in arrays)
+                arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{self._path}: the packing was damaged or removed while in use; start again, which makes it anew"
+            ) from error
         return Packing(*arrays)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_packing"}
+        # A worker process checks and maps the file itself.
+        return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {"_is_checked": False}
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         first_piece, start, length = self._packing
@@ -179,6 +183,17 @@ class BestFitPlan:
         before_n = np.cumsum(count_n) - count_n
         piece_P = np.repeat(first_n - before_n, count_n) + np.arange(len(row_P))
         return Pieces(row_P, np.asarray(start[piece_P]), length[piece_P].astype(np.int64))
+
+
+def _checked_header(path: Path) -> dict[str, Any]:
+    """Returns the header of a file of a packing; ValueError if the file is damaged, or was written as another one."""
+    with open(path, "rb") as file:
+        header = dict(json.loads(file.read(_HEADER_BYTES)))
+        checksum = header.pop("crc32")
+        found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
+    if header["version"] != _VERSION or header["name"] != path.name or checksum != found:
+        raise ValueError(f"{path} is damaged, or of another version")
+    return header
 
 
 def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | None:
@@ -220,6 +235,7 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
     """Writes a packing to a file; processes that race write the same."""
     header = {
         "version": _VERSION,
+        "name": path.name,
         "rows": len(packing.first_piece) - 1,
         "pieces": len(packing.start_P),
         "tokens": int(packing.length_P.sum(dtype=np.int64)),
@@ -233,7 +249,7 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
             file.write(array)
 
 
-def _checksum(header: dict[str, int], chunks: Iterable[bytes | memoryview]) -> int:
+def _checksum(header: dict[str, Any], chunks: Iterable[bytes | memoryview]) -> int:
     checksum = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)

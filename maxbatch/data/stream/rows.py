@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from maxbatch.data.store.document_table import DocumentTable, WholeTable
-from maxbatch.data.store.ranged_tokens import RangedTokens
+from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
@@ -160,7 +160,7 @@ class DocumentPlan:
 
 
 def assemble(
-    tokens: np.ndarray | RangedTokens,
+    tokens: np.ndarray | MappedTokens | RangedTokens,
     pieces: Pieces,
     num_rows: int,
     row_length: int,

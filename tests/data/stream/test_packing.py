@@ -174,7 +174,7 @@ def damaged(file: Path, how: str) -> None:
             "cut short": whole[:-3],
             "empty": b"",
             "another file": b"x" * len(whole),
-            "of another version": whole.replace(b'"version": 1', b'"version": 0'),
+            "of another version": whole.replace(b'"version": 2', b'"version": 0'),
             "a list": b"[]".ljust(len(whole)),
             "a text": b'"crc32"'.ljust(len(whole)),
             "a flipped bit": whole[:-1] + bytes([whole[-1] ^ 1]),
