@@ -46,7 +46,7 @@ def translate(t: Translation) -> None:
 
 def _from_nemo(t: Translation) -> None:
     for word in list(t.left()):
-        if "." not in word:
+        if "." not in word or t.is_merged(word):
             continue
         path, _, last = word.rpartition(".")
         name = _NEMO.get(last, last)
