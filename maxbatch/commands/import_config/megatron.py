@@ -52,7 +52,7 @@ def _from_nemo(t: Translation) -> None:
         name = _NEMO.get(last, last)
         if last == "name" and not path.endswith("optim"):
             name = "lr_decay_style" if path.endswith("sched") else ""
-        if name and not t.is_stated(name) and normal(name) == name:
+        if name and normal(name) == name:
             t.rename(word, name)
 
 

@@ -91,14 +91,11 @@ class Translation:
         """Returns whether a word is not taken yet."""
         return word in self._left
 
-    def is_stated(self, word: str) -> bool:
-        """Returns whether the file states the word, also as nothing."""
-        return word in self._stated
-
     def rename(self, word: str, name: str) -> None:
         """Takes a word as another one of the same framework; where that one has another value, neither is supported."""
         if name in self and self._stated[name] != self._stated[word]:
-            self.refuse(word, f"{name} has another value: {shown(self.text(name), 40)}", changes_data=True)
+            other = self._written.get(name, name)
+            self.refuse(word, f"{other} is {shown(self.text(name), 40)}", changes_data=_may_state_data(name))
             return
         self._stated[name] = self._stated.pop(word)
         self._written[name] = word
