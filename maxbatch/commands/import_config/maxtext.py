@@ -5,6 +5,7 @@ Facts from MaxText's documentation and `configs/base.yml` (https://github.com/AI
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def _near(folder: Path, name: str) -> Path | None:
     """Returns a file of MaxText's configs in a folder or in one above it, or None."""
     for above in [folder, *folder.resolve().parents][:5]:
         for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
-            if tried.is_file():
+            if os.path.isfile(tried):  # False for a name that no file can have
                 return tried
     return None
 

@@ -67,6 +67,15 @@ def test_a_mapping_of_positions_on_the_command_line_is_bounded(capsys: pytest.Ca
     assert "nested more than 100 deep" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("word", ["base_config", "model_name"])
+def test_a_name_longer_than_any_file_has_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str
+) -> None:
+    (tmp_path / "m.yml").write_text(f"{word}: {'a' * 5_000}\n")
+    assert main(["import", "maxtext", str(tmp_path / "m.yml")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_chain_of_bases_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(12):
         (tmp_path / f"c{i}.yml").write_text(f"base_config: c{i + 1}.yml\n")
