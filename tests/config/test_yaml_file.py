@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.yaml_file import compose
+from maxbatch.data.stream.mixture import read_mixture
 from tests.helpers.configs import error_of, write
 
 
@@ -27,6 +29,10 @@ from tests.helpers.configs import error_of, write
         ("steps: {a: 1}\n", ":1: steps takes one value"),
         ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
         ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
+        ("run_dir: !!binary aGk=\n", ":1: run_dir takes no tag"),
+        ("<<: {steps: 1}\n<<: {steps: 2}\n", ":2: << is stated twice (first in line 1)"),
+        ("<<: 3\n", ":1: << takes a mapping"),
+        ("dataset_path: [{path: a, path: b, weight: 1}]\n", "path is stated twice"),
         ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
         ("1: 2\n", ":1: unknown key 1"),
         ("steps: many\n", ":1: steps=many: must be a whole number"),
@@ -104,3 +110,25 @@ def test_a_message_repeats_little_of_a_long_path_or_value(tmp_path: Path) -> Non
         for key in ("steps", "run_dirs", "dtype", "learning_rate", "train_tokens", "batch_size_schedule", "x" * 999):
             text = f"enable_rampup_batch_size: true\n{key}: {value}\n"
             assert len(error_of(write(tmp_path / "run.yml", text))) < 400
+
+
+def test_merge_keys_are_resolved_in_configs_mixtures_and_sweeps(tmp_path: Path) -> None:
+    stated = write(tmp_path / "c.yml", "<<: [{steps: 3, log_period: 4}, {steps: 5}]\nlog_period: 6\n")
+    config = load_config(stated)
+    assert (config.steps, config.log_period) == (3, 6)
+    sources = "a: &a {path: a.jsonl, weight: 2}\nb: {<<: *a, path: b.jsonl}\n"
+    mixture = write(tmp_path / "mixture.yml", sources)
+    config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={mixture}"])
+    assert [(source.name, source.weight) for source in read_mixture(config) or ()] == [("a", 0.5), ("b", 0.5)]
+    swept = "base: {<<: {steps: 3}, log_period: 4}\nparameters: {<<: {learning_rate: [1e-3, 3e-3]}}\n"
+    sweep = SweepFile.read(str(write(tmp_path / "sweep.yml", swept)))
+    assert [parameter.key.name for parameter in sweep.parameters] == ["learning_rate"]
+    assert load_config(write(tmp_path / "base.yml", sweep.base)).steps == 3
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b""])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(tmp_path: Path, mark: bytes, end: bytes) -> None:
+    (tmp_path / "c.yml").write_bytes(mark + end.join((b"steps: 3", b"run_dir: a", b"")))
+    config = load_config(tmp_path / "c.yml")
+    assert (config.steps, config.run_dir) == (3, "a")

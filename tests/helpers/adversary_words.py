@@ -100,8 +100,8 @@ def _with(rng: random.Random, content: bytes, piece: bytes) -> bytes:
 
 
 _PIECES = (
-    b"\0", b"\xff", b"\r", b"\t", b"[" * 300, b"{" * 300, b"- " * 300, b'"', b"'", b"\n---\n", b"\\", b"$(", 
-    b"<<: *a\n",     b"\xef\xbb\xbf", b"#", b"%YAML 9.9\n", b"? ", b"!!python/object:os.system ", b": ", b"\x1b]0;x\x07", b"&a *a",
+    b"\0", b"\xff", b"\r", b"\t", b"[" * 300, b"{" * 300, b"- " * 300, b'"', b"'", b"\n---\n", b"\\", b"$(", b"? ",
+    b"<<: *a\n", b"\xef\xbb\xbf", b"%YAML 9.9\n", b"!!python/object:os.system ", b": ", b"\x1b]0;x\x07", b"&a *a",
 )  # fmt: skip
 _DAMAGES: tuple[Callable[[random.Random, bytes], bytes], ...] = (
     lambda rng, content: _with(rng, content, rng.choice(_PIECES)),
