@@ -159,7 +159,7 @@ def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
 
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name in _LISTS and isinstance(node, yaml.SequenceNode):
-        return Entry(name, ";".join(_path_item(item, name, where) for item in node.value), False, where)
+        return Entry(name, ";".join(_path_item(item, name) for item in node.value), False, where)
     if name in _WORD_LISTS and isinstance(node, yaml.SequenceNode):
         return Entry(name, ",".join(str(item.value) for item in node.value), False, where)
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
@@ -182,25 +182,21 @@ def _in_braces(node: yaml.Node, where: str) -> str:
     def texts(value: yaml.Node) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, yaml.MappingNode):
             raise ConfigError(f"{where}: a mixture by positions must be mappings of texts")
-        return ((name, plain(below)) for name, below, _ in pairs(_file(where), value))
+        return ((name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value))
 
     return json.dumps(dict(texts(node)), ensure_ascii=False)
 
 
-def _file(where: str) -> Path:
-    return Path(where.rpartition(":")[0])
-
-
-def _path_item(node: yaml.Node, name: str, stated: str) -> str:
+def _path_item(node: yaml.Node, name: str) -> str:
     """Returns an item of a list of paths as it is written in one line: `PATH`, or `PATH,WEIGHT` of a mixture."""
     where = f"{name}, line {node.start_mark.line + 1}"
     if isinstance(node, yaml.ScalarNode):
         item: dict[str, str] = {"path": node.value}
     else:
-        parts = {key: part for key, part, _ in pairs(_file(stated), node)} if isinstance(node, yaml.MappingNode) else {}
-        plain = all(isinstance(part, yaml.ScalarNode) for part in parts.values())
-        item = {key: part.value for key, part in parts.items()} if plain else {}
-        if set(item) != {"path", "weight"}:
+        parts = node.value if isinstance(node, yaml.MappingNode) else []
+        plain = all(isinstance(part, yaml.ScalarNode) for pair in parts for part in pair)
+        item = {key.value: value.value for key, value in parts} if plain else {}
+        if set(item) != {"path", "weight"} or len(parts) > len(item):
             raise ConfigError(f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
                               "works: {path: a.jsonl, weight: 0.7}")  # fmt: skip
     path, weight = item["path"], item.get("weight")
