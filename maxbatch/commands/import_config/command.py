@@ -15,11 +15,13 @@ from maxbatch.commands.arguments import count, local_path, note
 from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
 from maxbatch.commands.import_config.translation import UNSUPPORTED, Fate, Stated, Translation
 from maxbatch.config.loading import keys, load_config
+from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
 from maxbatch.config.unknown import IMPORTED
 from maxbatch.config.values import TEXTS, shown, shown_path
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
+from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
@@ -166,6 +168,8 @@ def written(translation: Translation, source: str) -> str:
     config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
     check_dataset(config)  # as plan does
     stated_batches(config)
+    if not is_mixture_file(config.dataset_path):  # which may be on another machine
+        read_mixture(config)
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in keys().items():
         if name in translation.settings:

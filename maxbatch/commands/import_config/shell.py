@@ -30,7 +30,7 @@ _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
 _PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py")
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
 _MOST_EXPANDED = 2**20  # characters that all variables of a file become
-_MOST_LINES = 50_000  # commands, empty ones included
+_MOST_LINES = 20_000  # commands, empty ones included
 _MOST_OF_LINE = 2**16  # characters of a command, its variables put in
 
 
