@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
     "import": Command(
         "maxbatch.commands.import_config.command",
         "Turn a config of MaxText, Hugging Face, DeepSpeed, Axolotl or Megatron into one of ours.",
-        "FORMAT FILE [--output FILE] [--skip-unsupported]",
+        "FORMAT FILE [--output FILE] [--command N] [--skip-unsupported]",
         ("maxbatch import maxtext llama2_7b.yml --output run.yml",
          "maxbatch import auto pretrain.sh --skip-unsupported")),
     "train": Command(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxbatch.config.values import Bounds, Scalar, shown
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import folded
+from maxbatch.system.folding import folded, printable
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -118,4 +118,4 @@ def local_path(text: str) -> str:
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    print(folded(f"maxbatch: {text}", 0, width), file=sys.stderr)
+    print(folded(f"maxbatch: {printable(text, keep='')}", 0, width), file=sys.stderr)

@@ -15,6 +15,7 @@ from maxbatch.commands.arguments import local_path, note, place
 from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
+from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import Target, device_facts
 
@@ -176,7 +177,7 @@ def _show(done: Mapping[str, _Compiled], target: Target, folder: AnyPath, size: 
         table.add_row(name, *map(gigabytes, cells), f"{verdict.seconds:.1f} s")
     plan_console().print(table)
     if target.devices[0].platform == "cpu":
-        print(f"available: {target.memory_source}")
+        print(printable(f"available: {target.memory_source}"))
     show_time({name: one.modelled for name, one in done.items()})
-    print(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}")
-    print(f"next: maxbatch train ... compiled_dir={folder}")
+    print(printable(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}"))
+    print(printable(f"next: maxbatch train ... compiled_dir={folder}"))

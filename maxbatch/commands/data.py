@@ -15,6 +15,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import printable
 from maxbatch.system.terminal import PipeConsole
 
 _DEFAULT_COUNT = 3
@@ -126,7 +127,7 @@ def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
     text = Text()
     begin = 0
     for place in (*special, len(ids)):
-        text.append(_escaped(tokenizer.decode(ids[begin:place])))
+        text.append(printable(tokenizer.decode(ids[begin:place])))
         if place < len(ids):
             text.append(names[int(ids[place])], style="bold magenta")
         begin = place + 1
@@ -138,10 +139,5 @@ def _conversation(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) ->
     text = Text()
     changes = np.flatnonzero(np.diff(weights)) + 1
     for part, weight in zip(np.split(ids, changes), weights[[0, *changes]], strict=True):
-        text.append(_escaped(tokenizer.decode_markup(part)), style="green" if weight else "dim")
+        text.append(printable(tokenizer.decode_markup(part)), style="green" if weight else "dim")
     return text
-
-
-def _escaped(text: str) -> str:
-    """Returns a text with escapes for control characters, which could move the cursor, except newline and tab."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

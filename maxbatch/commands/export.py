@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from maxbatch.system.errors import EXIT_DONE
+from maxbatch.system.folding import printable
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.peft import export_adapters
 
     export = export_adapters if args.adapter else export_model
-    print(export(args.model, args.output, args.dtype))
+    print(printable(str(export(args.model, args.output, args.dtype))))
     return EXIT_DONE

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from maxbatch.commands.arguments import count, place, real, whole
 from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
 from maxbatch.config.values import Bounds
 from maxbatch.system.errors import EXIT_DONE
+from maxbatch.system.folding import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,5 +50,6 @@ def run(args: argparse.Namespace) -> int:
     use_persistent_cache(config)
     ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
-    print(generate_text(params, tokenizer, args.prompt, config, rules))
+    text = generate_text(params, tokenizer, args.prompt, config, rules)
+    print(printable(text) if sys.stdout.isatty() else text)
     return EXIT_DONE

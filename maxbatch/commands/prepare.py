@@ -19,6 +19,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError, StoreRefused
+from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 
 _MOST_WORKERS = 1024
@@ -60,7 +61,7 @@ def run(args: Namespace) -> int:
     folder = as_path(args.output)
     store = _unchanged(folder, signature(source, tokenizer, config))
     if store is not None:
-        print(f"unchanged: {_figures(store)} in {args.output}")
+        print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
         begin = time.perf_counter()
         try:
@@ -72,7 +73,7 @@ def run(args: Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
-        print(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}")
+        print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))
     _print_next(config, args, tokenizer)
     return 0
 
@@ -115,7 +116,7 @@ def _verify(text: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one: {error}") from error
     store.verify()
-    print(f"intact: {_figures(store)} in {text}")
+    print(printable(f"intact: {_figures(store)} in {text}"))
 
 
 def _figures(store: TokenStore) -> str:
@@ -135,11 +136,12 @@ def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> No
         settings["eval_dataset_path"] = f"{args.output}-eval"
         of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})
         print("prepare the held-out data with a command of their own:")
-        print("  " + shlex.join(["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]))
+        command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
+        print(printable("  " + shlex.join(command)))
     # A prepared folder has settled how records are read: the command that trains on it need not say it.
     settled = names_fixing(Fixes.RECORDS)
     typed = [text for text in args.config if text.split("=", 1)[0] not in settled]
-    print("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)]))
+    print(printable("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)])))
 
 
 def _restated(typed: list[str], settings: dict[str, str]) -> list[str]:

@@ -14,17 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import ROWS, Fixes, Key, names_fixing
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
-from maxbatch.config.yaml_file import Entry, entries
+from maxbatch.config.yaml_file import Entry, entries, quoted
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 
 _ENVIRONMENT = "MAXBATCH_"
+_MOST_FILES = 8  # of a chain of base_config
 AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
 _MODEL = frozenset(names_fixing(Fixes.MODEL))
 
@@ -123,8 +123,7 @@ def dump_config(config: ConfigDict) -> str:
     written = {name: key.write(config[name]) for name, key in keys().items() if name not in left_out}
     for name, text in written.items():
         if keys()[name].kind in TEXTS and config[name] is not None:
-            quoted = yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True)
-            written[name] = quoted.strip()
+            written[name] = quoted(text)
     return "".join(f"{name}: {text}\n" for name, text in written.items())
 
 
@@ -162,6 +161,8 @@ def _chain(path: AnyPath) -> list[_Stated]:
             loop = shown(" -> ".join(p.name for p in [*seen, path]))
             rule = f"must not lead back to a file of its own chain ({loop})"
             raise ConfigError(f"base_config={shown_path(path)}: {rule}")
+        if len(seen) == _MOST_FILES:
+            raise ConfigError(f"base_config={shown_path(path)}: a chain has at most {_MOST_FILES} files")
         seen.append(real)
         base = next((entry for entry in stated if entry.name == "base_config"), None)
         kind = "base_config" if layers else "config file"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +11,20 @@ import yaml
 
 from maxbatch.config.keys import ROWS
 from maxbatch.config.values import shown, shown_path
+from maxbatch.system.bounded import compose_yaml, read_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
-_MOST_BYTES = 2**20
+MOST_BYTES = 2**20  # of a file that states a config
+_MOST_NODES = 20_000  # keys and values: one or two seconds of reading
 _PROBLEMS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
     IsADirectoryError: "is a folder, not a YAML file",
-    RecursionError: "cannot be read (nested too deeply)",
-    UnicodeDecodeError: "cannot be read (not UTF-8 text)",
 }
+_MERGE = "tag:yaml.org,2002:merge"
+MERGED = "tag:maxbatch,2026:merged"  # of a mapping whose keys `<<` has put into another one
+_TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
+    "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
@@ -50,43 +53,85 @@ def entries(path: AnyPath) -> Iterator[Entry]:
             yield _entry(name, value_node, where)
 
 
+def quoted(text: str) -> str:
+    """Returns a text as YAML in double quotes, in one line, that reads back as it is."""
+    return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
+
+
 def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
     """Returns a YAML or JSON file as a tree of nodes, None for an empty one; `what` names it in messages.
 
     Raises:
       ConfigError: the file cannot be read, or is no YAML.
     """
+    where = f"{what} {shown_path(path)}"
     try:
-        return yaml.compose(_text(path), Loader=yaml.SafeLoader)
+        text = read_text(path, where, MOST_BYTES).removeprefix("\ufeff")
+        # Apart from tabs, YAML allows everything that JSON does.
+        text = text.replace("\t", " ") if path.suffix.lower() == ".json" else text
+        return compose_text(text, where, path)
     except yaml.MarkedYAMLError as error:
+        said = ", ".join(filter(None, (error.context, error.problem)))
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({error.problem})") from None
+        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({said})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{shown_path(path)}: is no valid YAML ({getattr(error, 'reason', '')})") from None
     except ConfigError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         problem = _PROBLEMS.get(type(error), f"cannot be read ({reason})")
-        raise ConfigError(f"{what} {shown_path(path)}: {problem}") from None
+        raise ConfigError(f"{where}: {problem}") from None
 
 
-def _text(path: AnyPath) -> str:
-    if isinstance(path, Path):
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a pipe or a device may never end
-            raise OSError(0, "not a regular file")
-    with path.open("rb") as file:
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"more than {_MOST_BYTES // 2**20} MB")
-    text = content.decode("utf-8")
-    # Apart from tabs, YAML allows everything that JSON does.
-    return text.replace("\t", " ") if path.suffix.lower() == ".json" else text
+def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:
+    """Returns a YAML text as a tree of nodes, its merge keys (`<<`) resolved; `path` is its file in messages.
+
+    Raises:
+      ConfigError: it is beyond a bound, or a merge key holds anything but mappings.
+      yaml.YAMLError: it is no YAML.
+    """
+    root = compose_yaml(text, what, most_nodes=_MOST_NODES)
+    if root is not None:
+        _merge(path, root, set())
+    return root
+
+
+def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
+    """Puts in the place of every merge key below a node the keys that it adds: those not stated beside it."""
+    if id(node) in done or isinstance(node, yaml.ScalarNode):
+        return
+    done.add(id(node))
+    for child in node.value:
+        for part in child if isinstance(node, yaml.MappingNode) else (child,):
+            _merge(path, part, done)
+    merges = [(name, value) for name, value in node.value if name.tag == _MERGE] if _is_mapping(node) else []
+    if not merges:
+        return
+    lines = [name.start_mark.line + 1 for name, _ in merges]
+    if len(merges) > 1:
+        rule = f"<< is stated twice (first in line {lines[0]}); works: <<: [*a, *b]"
+        raise ConfigError(f"{shown_path(path)}:{lines[1]}: {rule}")
+    ((_, value),) = merges
+    sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    if not all(map(_is_mapping, sources)):
+        raise ConfigError(f"{shown_path(path)}:{lines[0]}: << takes a mapping or a list of them; works: <<: *anchor")
+    own = [pair for pair in node.value if pair[0].tag != _MERGE]
+    seen = {name.value for name, _ in own if isinstance(name, yaml.ScalarNode)}
+    for source in sources:
+        source.tag = MERGED
+        added = [pair for pair in source.value if not isinstance(pair[0], yaml.ScalarNode) or pair[0].value not in seen]
+        own += added
+        seen |= {name.value for name, _ in added if isinstance(name, yaml.ScalarNode)}
+    node.value = own
+
+
+def _is_mapping(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.MappingNode)
 
 
 def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yields the keys of a mapping, their values, and where they stand: file and line.
+    """Yields the keys of a mapping, their values, and where they are: file and line.
 
     Raises:
       ConfigError: the node is not a mapping of texts, or states a key twice.
@@ -106,6 +151,12 @@ def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]
         yield name, value_node, where
 
 
+def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
+    """Raises ConfigError for a value with a tag that stands for anything but its text."""
+    if node.tag not in _TAGS:
+        raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
+
+
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name in _LISTS and isinstance(node, yaml.SequenceNode):
         return Entry(name, ";".join(_path_item(item, name) for item in node.value), False, where)
@@ -118,8 +169,7 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")
-    if not node.tag.startswith("tag:yaml.org,2002:"):
-        raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
+    refuse_tag(node, name, where)
     return Entry(name, node.value, node.style is None, where)
 
 
@@ -132,7 +182,7 @@ def _in_braces(node: yaml.Node, where: str) -> str:
     def texts(value: yaml.Node) -> Iterator[tuple[str, Any]]:
         if not isinstance(value, yaml.MappingNode):
             raise ConfigError(f"{where}: a mixture by positions must be mappings of texts")
-        return ((name, plain(below)) for name, below, _ in pairs(Path(where), value))
+        return ((name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value))
 
     return json.dumps(dict(texts(node)), ensure_ascii=False)
 
@@ -143,10 +193,10 @@ def _path_item(node: yaml.Node, name: str) -> str:
     if isinstance(node, yaml.ScalarNode):
         item: dict[str, str] = {"path": node.value}
     else:
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        plain = all(isinstance(part, yaml.ScalarNode) for pair in pairs for part in pair)
-        item = {key.value: value.value for key, value in pairs} if plain else {}
-        if set(item) != {"path", "weight"}:
+        parts = node.value if isinstance(node, yaml.MappingNode) else []
+        plain = all(isinstance(part, yaml.ScalarNode) for pair in parts for part in pair)
+        item = {key.value: value.value for key, value in parts} if plain else {}
+        if set(item) != {"path", "weight"} or len(parts) > len(item):
             raise ConfigError(f"{where}: an item must be a path or {{path: ..., weight: ...}}; "
                               "works: {path: a.jsonl, weight: 0.7}")  # fmt: skip
     path, weight = item["path"], item.get("weight")

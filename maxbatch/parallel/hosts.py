@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import printable
 
 T = TypeVar("T")
 
@@ -172,6 +173,6 @@ def _watch(closed: threading.Event) -> None:
         except jax.errors.JaxRuntimeError:  # no host failed
             continue
         if failure["host"] != jax.process_index():
-            print(f"maxbatch: error: host {failure['host']}: {failure['message']}", file=sys.stderr)
+            print(f"maxbatch: error: host {failure['host']}: {printable(failure['message'])}", file=sys.stderr)
             _leave(failure["code"])
         return

@@ -6,6 +6,8 @@ import errno
 import sys
 import traceback
 
+from maxbatch.system.folding import printable
+
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_CODES = {
     EXIT_DONE: "done",
@@ -59,11 +61,13 @@ def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
 
 
 def cannot_write(path: object, error: OSError) -> ConfigError | TrainingError:
-    """Returns what to raise where a file could not be written. A full disk is not the fault of the user's input."""
+    """Returns what to raise where a file could not be written. A full or failing disk is no fault of the input."""
     if isinstance(error, ConfigError | TrainingError):
         return error
     if is_disk_full(error):
         return TrainingError(f"{path}: {_DISK_FULL}")
+    if error.errno == errno.EIO:
+        return TrainingError(f"{path}: the disk fails ({error.strerror})")
     return ConfigError(f"{path}: cannot be written ({error.strerror}); give another place")
 
 
@@ -75,8 +79,7 @@ def report(error: BaseException) -> int:
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
         said = " ".join(str(error).split())
-        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in said)
-        print(f"maxbatch: error: {printable}", file=sys.stderr)
+        print(f"maxbatch: error: {printable(said, keep='')}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     return EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""Lines folded to the width of a terminal, between words; to a pipe or a file they go as they are. Imports no rich."""
+"""Lines for a terminal: folded to its width, between words, and printable. Imports no rich."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ _WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
 def terminal_width() -> int | None:
     """Returns the columns of the terminal that standard output goes to; None if it goes elsewhere."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Returns a text with escapes for the control characters not in `keep`, which could move a terminal's cursor."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def folded(line: str, hanging: int, width: int | None) -> str:

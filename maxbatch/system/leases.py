@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
+from maxbatch.system.folding import printable
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -93,7 +94,7 @@ class Lease:
 
 
 def _tell(text: str) -> None:
-    print(f"maxbatch: {text}", file=sys.stderr)
+    print(f"maxbatch: {printable(text)}", file=sys.stderr)
 
 
 def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | str:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
+from maxbatch.system.folding import printable
 
 T = TypeVar("T")
 
@@ -145,7 +146,8 @@ def _persist(url: str, request: Callable[[], T]) -> T:
                 raise _given_up(failure, started) from error
             waited = time.monotonic() - started
             if attempt and waited > _LONGEST_PAUSE_S:
-                print(f"maxbatch: warning: {failure}; trying again, for {left:.0f} s more", file=sys.stderr, flush=True)
+                told = f"maxbatch: warning: {printable(str(failure))}; trying again, for {left:.0f} s more"
+                print(told, file=sys.stderr, flush=True)
         pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
         PATIENCE.sleep(min(pause, max(0.0, left)))
         attempt += 1

@@ -8,12 +8,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from maxbatch.system.folding import printable
 
 PIPE_WIDTH = 400  # wider than any table here: nothing is cut off
 
@@ -25,6 +29,16 @@ class PlainConsole(Console):
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **settings})
         if not self.is_terminal and "width" not in settings:
             self.width = PIPE_WIDTH
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yields the segments of what is printed; a text of a file cannot move the cursor of a terminal."""
+        for segment in super().render(renderable, options):
+            is_plain = segment.control or segment.text.isprintable()
+            yield segment if is_plain else Segment(printable(segment.text), segment.style)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Returns a text to print, of its final width, so that the columns of a table stay in line."""
+        return super().render_str(printable(text), **settings)
 
 
 class PipeConsole(PlainConsole):
@@ -59,6 +73,10 @@ class PlainTable(Table):
         super().__init__(box=None, header_style="bold underline", padding=(0, 2, 0, 0))
         for head in heads:
             self.add_column(head, justify=justify, no_wrap=True)
+
+    def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
+        """Adds a row; a text of a file stays in its cell, whatever it holds."""
+        super().add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **settings)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = [self._measure_column(console, options.update(max_width=10_000), c).maximum for c in self.columns]

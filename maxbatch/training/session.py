@@ -29,6 +29,7 @@ from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import StoreFailed, StoreFull, StoreRefused, TrainingError
+from maxbatch.system.folding import printable
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
 from maxbatch.training.checkpoints import Checkpoints
@@ -310,4 +311,4 @@ def is_due(period: int, last_end: int, step: int) -> bool:
 def warn(message: str) -> None:
     """Prints one line on standard error; the run goes on."""
     if is_first():
-        print(f"maxbatch: warning: {message}", file=sys.stderr, flush=True)
+        print(f"maxbatch: warning: {printable(message)}", file=sys.stderr, flush=True)

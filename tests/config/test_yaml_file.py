@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.yaml_file import compose
+from maxbatch.data.stream.mixture import read_mixture
 from tests.helpers.configs import error_of, write
 
 
@@ -27,13 +29,16 @@ from tests.helpers.configs import error_of, write
         ("steps: {a: 1}\n", ":1: steps takes one value"),
         ("run_dir: !!python/object/apply:os.getcwd []\n", ":1: run_dir takes one value"),
         ("run_dir: !secret x\n", ":1: run_dir takes no tag"),
+        ("run_dir: !!binary aGk=\n", ":1: run_dir takes no tag"),
+        ("<<: {steps: 1}\n<<: {steps: 2}\n", ":2: << is stated twice (first in line 1)"),
+        ("<<: 3\n", ":1: << takes a mapping"),
         ("\nlearning_rates: 1\n", ":2: unknown key learning_rates; nearest: learning_rate"),
         ("1: 2\n", ":1: unknown key 1"),
         ("steps: many\n", ":1: steps=many: must be a whole number"),
         ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
-        ("a: &x [*x]\n", "unknown key a"),
+        ("a: &x [*x]\n", "never ends"),
         ("a: *nothing\n", "is no valid YAML"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 5000, "nested more than 100 deep"),
     ],
 )
 def test_a_bad_file_is_one_line_with_file_and_line(tmp_path: Path, text: str, said: str) -> None:
@@ -62,6 +67,7 @@ def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp
         "[a]",
         "{path: a}",
         "{path: a, weight: 1, more: 2}",
+        "{path: a, path: b, weight: 1}",
         "'a;b'",
         "''",
         "{path: a, weight: 1, [x]: 3}",
@@ -77,14 +83,14 @@ def test_a_bad_item_of_a_list_of_paths_is_named_by_its_line(tmp_path: Path, item
 def test_a_pipe_or_a_device_is_refused_and_not_read(tmp_path: Path, device: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     message = error_of(tmp_path / device)
-    assert message.startswith("config file ") and "not a regular file" in message
-    assert "not a regular file" in error_of(write(tmp_path / "run.yml", f"base_config: {device}\n"))
-    with pytest.raises(ConfigError, match="not a regular file"):  # as sweep files and mixture files are read
+    assert message.startswith("config file ") and "must be a regular file" in message
+    assert "must be a regular file" in error_of(write(tmp_path / "run.yml", f"base_config: {device}\n"))
+    with pytest.raises(ConfigError, match="must be a regular file"):  # as sweep files and mixture files are read
         compose(tmp_path / device, "sweep file")
 
 
 def test_a_file_of_more_than_a_megabyte_is_refused_and_not_parsed(tmp_path: Path) -> None:
-    assert "more than 1 MB" in error_of(write(tmp_path / "run.yml", "#" * (2**20 + 1)))
+    assert "larger than 1 MB" in error_of(write(tmp_path / "run.yml", "#" * (2**20 + 1)))
     assert load_config(write(tmp_path / "run.yml", "#" * 2**20)) == load_config()
 
 
@@ -104,3 +110,25 @@ def test_a_message_repeats_little_of_a_long_path_or_value(tmp_path: Path) -> Non
         for key in ("steps", "run_dirs", "dtype", "learning_rate", "train_tokens", "batch_size_schedule", "x" * 999):
             text = f"enable_rampup_batch_size: true\n{key}: {value}\n"
             assert len(error_of(write(tmp_path / "run.yml", text))) < 400
+
+
+def test_merge_keys_are_resolved_in_configs_mixtures_and_sweeps(tmp_path: Path) -> None:
+    stated = write(tmp_path / "c.yml", "<<: [{steps: 3, log_period: 4}, {steps: 5}]\nlog_period: 6\n")
+    config = load_config(stated)
+    assert (config.steps, config.log_period) == (3, 6)
+    sources = "a: &a {path: a.jsonl, weight: 2}\nb: {<<: *a, path: b.jsonl}\n"
+    mixture = write(tmp_path / "mixture.yml", sources)
+    config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={mixture}"])
+    assert [(source.name, source.weight) for source in read_mixture(config) or ()] == [("a", 0.5), ("b", 0.5)]
+    swept = "base: {<<: {steps: 3}, log_period: 4}\nparameters: {<<: {learning_rate: [1e-3, 3e-3]}}\n"
+    sweep = SweepFile.read(str(write(tmp_path / "sweep.yml", swept)))
+    assert [parameter.key.name for parameter in sweep.parameters] == ["learning_rate"]
+    assert load_config(write(tmp_path / "base.yml", sweep.base)).steps == 3
+
+
+@pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b""])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_a_byte_order_mark_and_other_line_ends_change_nothing(tmp_path: Path, mark: bytes, end: bytes) -> None:
+    (tmp_path / "c.yml").write_bytes(mark + end.join((b"steps: 3", b"run_dir: a", b"")))
+    config = load_config(tmp_path / "c.yml")
+    assert (config.steps, config.run_dir) == (3, "a")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from maxbatch.system.bars import progress_bar
 from maxbatch.system.terminal import PlainConsole, PlainTable
@@ -78,3 +79,17 @@ def test_plan_keeps_to_the_terminal(columns: int) -> None:
         "two empty lines: a line that was one column too long"
     )
     assert "gradient_accumulation_steps" in " ".join(lines) and "--rampup-batch-size 4 2 500" in " ".join(lines)
+
+
+def test_a_text_of_a_file_cannot_move_the_cursor_nor_forge_a_row() -> None:
+    stream = io.StringIO()
+    console = PlainConsole(file=stream, force_terminal=True, width=60)
+    console.print("a\x1b[2Jb\r\x07")
+    console.print(Text("c\x9b2Jd\u202e"))
+    table = PlainTable("one", "two")
+    table.add_row("e\nforged", "f\x1b[1A")
+    console.print(table)
+    shown = stream.getvalue()
+    assert "a\\x1b[2Jb\\r\\x07" in shown and "c\\x9b2Jd\\u202e" in shown and "e\\nforged" in shown
+    assert not any(line.startswith("forged") for line in shown.splitlines())
+    assert "\x1b[2J" not in shown and "\x1b[1A" not in shown and "\r" not in shown

@@ -20,6 +20,7 @@ from maxbatch.config.loading import dump_config, keys, resolve
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import compose
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
+from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
     from maxbatch.commands.fit.choices import Wanted
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(choices, wanted, skipped)
         if args.write:
-            print(f"written to {args.write}")
+            print(printable(f"written to {args.write}"))
     return EXIT_DONE
 
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.commands.arguments import local_path, note
+from maxbatch.commands.arguments import count, local_path, note
 from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
 from maxbatch.commands.import_config.translation import UNSUPPORTED, Fate, Stated, Translation
 from maxbatch.config.loading import keys, load_config
+from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.rules import check_dataset
 from maxbatch.config.unknown import IMPORTED
 from maxbatch.config.values import TEXTS, shown, shown_path
 from maxbatch.config.words import FRAMEWORKS, look_up
+from maxbatch.config.yaml_file import quoted
+from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.plan.stages import stated_batches
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import printable
 
 _WIDEST = 44  # columns of a word or a value
 
@@ -49,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
     skip = "write it although some words are not supported; never without one that says the batch or the data"
+    one = "which command of a shell file is read, from 1 on, where several train"
+    parser.add_argument("--command", metavar="N", type=count, help=one)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
 
@@ -58,28 +68,28 @@ def run(args: argparse.Namespace) -> int:
     if args.format not in (*FORMATS, "nemo", "auto"):
         works = f"works: maxbatch import auto {shown_path(path)}"
         raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(FORMATS)}, nemo, auto; {works}")
-    if os.path.lexists(output):
-        raise ConfigError(f"--output {shown_path(output)}: is there already; works: --output another.yml")
+    _refuse_existing(output)
     reading.text_of(path)
-    name = _recognised(path) if args.format == "auto" else "megatron" if args.format == "nemo" else args.format
-    translation, notes = translated(name, path)
+    if args.command is not None and reading.is_yaml(path):
+        raise ConfigError(f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON")
+    known = {"auto": None, "nemo": "megatron"}.get(args.format, args.format)
+    name = known or _recognised(path, args.command)
+    translation, notes = translated(name, path, args.command)
     _print(translation, name)
     for line in notes:
         note(line)
     _refuse_unsupported(translation.fates, args.skip_unsupported)
     text = written(translation, f"{FRAMEWORKS[name]}'s {path.name}")
-    _write(output, text)
-    note(f"written to {output}; next: maxbatch plan {output} --devices N")
+    _refuse_existing(output)
+    write_atomically(output, text)
+    note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0
 
 
-def translated(name: str, path: Path) -> tuple[Translation, list[str]]:
-    """Returns a file in our words, and notes on how it was read."""
+def translated(name: str, path: Path, command: int | None = None) -> tuple[Translation, list[str]]:
+    """Returns a file in our words, and notes on how it was read; `command` chooses one of a shell file, from 1 on."""
     form = FORMATS[name]
-    if name == "maxtext":
-        words, notes = maxtext.read(path)
-    else:
-        words, notes = _read(path, name)
+    words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if not words:
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     translation = Translation(words, form.defaults, name)
@@ -88,27 +98,24 @@ def translated(name: str, path: Path) -> tuple[Translation, list[str]]:
     return translation, notes
 
 
-def _read(path: Path, name: str) -> tuple[dict[str, Stated], list[str]]:
+def _read(path: Path, command: int | None) -> dict[str, Stated]:
     if reading.is_yaml(path):
-        words = reading.read_yaml(path)
-        return {word.replace("-", "_"): value for word, value in words.items()}, []
-    line, count = shell.read_line(path)
-    notes = [f"{count} commands train in {shown_path(path)}; this is the first"] if count > 1 else []
-    return shell.settings_of(line), notes
+        return reading.renamed(reading.read_yaml(path), shown_path(path))
+    return shell.settings_of(shell.read_line(path, command), shown_path(path))
 
 
-def _recognised(path: Path) -> str:
+def _recognised(path: Path, command: int | None = None) -> str:
     """Returns the format most of whose words a file has."""
-    words, _ = _read(path, "")
-    count: Counter[str] = Counter()
+    words = _read(path, command)
+    found: Counter[str] = Counter()
     for word in words:
-        count.update(name for name in IMPORTED if look_up(word, name) or _is_ours(word, name))
-    count["maxtext"] += 3 if "base_config" in words else 0
+        found.update(name for name in IMPORTED if look_up(word, name) or _is_ours(word, name))
+    found["maxtext"] += 3 if "base_config" in words else 0
     for name, signs in _SIGNS.items():
-        count[name] += 3 * sum(sign in words for sign in signs)
-    if not count or not max(count.values()):
+        found[name] += 3 * sum(sign in words for sign in signs)
+    if not found or not max(found.values()):
         raise ConfigError(f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format")
-    name = max(IMPORTED, key=lambda name: count[name])
+    name = max(IMPORTED, key=lambda name: found[name])
     return "megatron" if name == "nemo" else name
 
 
@@ -127,7 +134,10 @@ def _is_ours(word: str, name: str) -> bool:
 
 def _print(translation: Translation, name: str) -> None:
     """Prints the table: a line for each word, and the batch as an equation in both languages."""
-    rows = [(fate.fate, fate.word, shown(fate.value, _WIDEST), fate.says) for fate in translation.fates]
+    rows = [
+        (fate.fate, shown(fate.word, _WIDEST), shown(fate.value, _WIDEST), printable(fate.says, keep=""))
+        for fate in translation.fates
+    ]
     rows.sort(key=lambda row: ("mapped", "not supported", "ignored").index(row[0]))
     heads = ("became", FRAMEWORKS[name], "value", "here")
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(3)]
@@ -137,7 +147,7 @@ def _print(translation: Translation, name: str) -> None:
         there, here = FORMATS[name].equation(translation)
     except KeyError:
         return  # the batch is not stated
-    print(f"\n{FRAMEWORKS[name]}: {there}\nmaxbatch: {here}")
+    print(f"\n{FRAMEWORKS[name]}: {printable(there, keep='')}\nmaxbatch: {printable(here, keep='')}")
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
@@ -155,19 +165,19 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
 
 def written(translation: Translation, source: str) -> str:
     """Returns the config as YAML; raises ConfigError where its values do not go together."""
-    lines = [f"# from {source} by maxbatch import"]
+    config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
+    check_dataset(config)  # as plan does
+    stated_batches(config)
+    if not is_mixture_file(config.dataset_path):  # which may be on another machine
+        read_mixture(config)
+    lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in keys().items():
         if name in translation.settings:
-            text = translation.settings[name]
-            quoted = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' if key.kind in TEXTS and text else text
-            lines.append(f"{name}: {quoted}")
-    load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
+            is_text = key.kind in TEXTS and config[name] is not None
+            lines.append(f"{name}: {quoted(key.write(config[name])) if is_text else translation.settings[name]}")
     return "\n".join(lines) + "\n"
 
 
-def _write(output: Path, text: str) -> None:
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"--output {shown_path(output)}: cannot be written ({error.strerror})") from None
+def _refuse_existing(output: Path) -> None:
+    if os.path.lexists(output):
+        raise ConfigError(f"--output {shown_path(output)}: is there already; works: --output another.yml")

@@ -5,6 +5,7 @@ Facts from MaxText's documentation and `configs/base.yml` (https://github.com/AI
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -40,7 +41,7 @@ MODEL_DEFAULTS = {
     "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
-_MOST_BASES = 20
+_MOST_BASES = 8
 # Its policies by name that are lists of tensors, with where each is kept.
 _QKV = ("query_proj", "key_proj", "value_proj")
 _AS_CUSTOM = {
@@ -52,14 +53,19 @@ _AS_CUSTOM = {
 }
 
 
-def read(path: Path) -> tuple[dict[str, Stated], list[str]]:
-    """Returns the words of a config with its `base_config` chain and its model, or of a recipe; and notes on them."""
+def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
+    """Returns the words of a config with its `base_config` chain and its model, or of a recipe; and notes on them.
+
+    Args:
+      path: the file.
+      command: which of a recipe's commands, from 1 on; None: the only one.
+    """
     notes: list[str] = []
     if is_yaml(path):
         words = _chain(path)
     else:
-        line, count = read_line(path)
-        words = settings_of([word.lstrip("-") if "=" in word else word for word in line])
+        line = read_line(path, command)
+        words = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
         words = {name: value for name, value in words.items() if name not in ("m", "c")}
         named = config_file_of(line)
         if named and Path(named).name != "base.yml":  # which holds MaxText's defaults
@@ -69,8 +75,6 @@ def read(path: Path) -> tuple[dict[str, Stated], list[str]]:
                 notes.append(
                     f"{shown_path(named)} is not beside {shown_path(path)}: only the command's own words are read"
                 )
-        if count > 1:
-            notes.append(f"{count} commands train in {shown_path(path)}; this is the first")
     name = words.get("model_name", "default")
     if isinstance(name, str) and name not in ("", "default") and name not in _presets():
         model = _near(path.parent, f"models/{name}.yml")
@@ -89,7 +93,7 @@ def _near(folder: Path, name: str) -> Path | None:
     """Returns a file of MaxText's configs in a folder or in one above it, or None."""
     for above in [folder, *folder.resolve().parents][:5]:
         for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
-            if tried.is_file():
+            if os.path.isfile(tried):  # False for a name that no file can have
                 return tried
     return None
 
@@ -100,7 +104,9 @@ def _chain(path: Path) -> dict[str, Stated]:
     seen: list[Path] = []
     at: Path | None = path
     while at is not None:
-        if at.resolve() in seen or len(seen) > _MOST_BASES:
+        if len(seen) == _MOST_BASES:
+            raise ConfigError(f"base_config={shown_path(at)}: a chain has at most {_MOST_BASES} files")
+        if at.resolve() in seen:
             raise ConfigError(f"base_config={shown_path(at)}: must not lead back to a file of its own chain")
         seen.append(at.resolve())
         stated = read_yaml(at)

@@ -46,13 +46,13 @@ def translate(t: Translation) -> None:
 
 def _from_nemo(t: Translation) -> None:
     for word in list(t.left()):
-        if "." not in word:
+        if "." not in word or t.is_merged(word):
             continue
         path, _, last = word.rpartition(".")
         name = _NEMO.get(last, last)
         if last == "name" and not path.endswith("optim"):
             name = "lr_decay_style" if path.endswith("sched") else ""
-        if name and not t.is_stated(name) and normal(name) == name:
+        if name and normal(name) == name:
             t.rename(word, name)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
-from maxbatch.commands.import_config.translation import Stated
-from maxbatch.config.values import shown_path
-from maxbatch.config.yaml_file import compose
-from maxbatch.system.errors import ConfigError
+from maxbatch.commands.import_config.translation import Merged, Stated
+from maxbatch.config.values import shown, shown_path
+from maxbatch.config.yaml_file import MERGED, MOST_BYTES, compose, refuse_tag
+from maxbatch.system.bounded import read_text
+from maxbatch.system.errors import ConfigError, cannot_read
+
+_MOST_WORDS = 2_000
 
 
 def is_yaml(path: Path) -> bool:
@@ -20,44 +24,92 @@ def is_yaml(path: Path) -> bool:
         return True
     if path.suffix.lower() in (".sh", ".bash"):
         return False
-    return not re.search(r"^\s*(--|python|export |torchrun)|^[\w.\-]+=", text_of(path), re.M)
+    return not re.search(r"^[ \t]*(--|python|export |torchrun)|^[\w.\-]+=", text_of(path), re.M)
 
 
 def text_of(path: Path) -> str:
-    """Returns the text of a file; raises ConfigError for one that cannot be read."""
+    """Returns the text of a file; raises ConfigError for one that cannot be read or is larger than MOST_BYTES."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{shown_path(path)}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+        return read_text(path, shown_path(path), MOST_BYTES).removeprefix("\ufeff").replace("\r\n", "\n")
+    except OSError as error:
+        raise cannot_read(shown_path(path), error) from None
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:
-    """Returns the words of a YAML or JSON file; those of a nested mapping are joined by dots."""
+    """Returns the words of a YAML or JSON file; those of a nested mapping are joined by dots.
+
+    Raises:
+      ConfigError: it cannot be read, is beyond a bound, or states a word twice with two values.
+    """
     node = compose(path)
     if node is None:
         return {}
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{shown_path(path)}: must be lines of `key: value`")
-    try:
-        return dict(_flat(_plain(node)))
-    except RecursionError:
-        raise ConfigError(f"{shown_path(path)}: cannot be read (nested too deeply)") from None
+    found: dict[str, Stated] = {}
+    for word, value in _flat(node, shown_path(path)):
+        state(found, word, value, shown_path(path))
+    return found
 
 
-def _plain(node: yaml.Node) -> object:
+def state(found: dict[str, Stated], word: str, value: Stated, where: str) -> None:
+    """Adds a word to those found; raises ConfigError, which `where` begins, if that is one too many or one twice."""
+    if word in found and found[word] != value:
+        raise _two_values(where, word, found[word], value)
+    found[word] = value
+    if len(found) > _MOST_WORDS:
+        raise ConfigError(f"{where}: states more than {_MOST_WORDS:,} words, the most that are read")
+
+
+def _two_values(where: str, word: str, *values: object) -> ConfigError:
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
+    both = " and ".join(shown(text, 40) or '""' for text in texts)
+    return ConfigError(f"{where}: {shown(word)} is stated twice, as {both}; works: one of the two")
+
+
+def renamed(words: Mapping[str, Stated], where: str) -> dict[str, Stated]:
+    """Returns the words with `_` for `-`; raises ConfigError if two of them become one with two values."""
+    found: dict[str, Stated] = {}
+    for word, value in words.items():
+        state(found, word.replace("-", "_"), value, where)
+    return found
+
+
+def _flat(node: yaml.MappingNode, where: str, prefix: str = "", merged: bool = False) -> Iterator[tuple[str, Stated]]:
+    text = Merged if merged else str
+    for name, value in _pairs(node, where):
+        word = f"{prefix}{name}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            refuse_tag(value, word, _line(where, value))
+            yield from _flat(value, where, f"{word}.", merged or value.tag == MERGED)
+        else:
+            plain = _plain(value, where)
+            yield word, plain if isinstance(plain, list) else text("" if plain == {} else plain)
+
+
+def _plain(node: yaml.Node, where: str) -> object:
     """Returns a tree of nodes as dicts, lists and texts; no type is guessed."""
+    refuse_tag(node, "a value", _line(where, node))
     if isinstance(node, yaml.MappingNode):
-        return {str(getattr(name, "value", name)): _plain(value) for name, value in node.value}
+        return {name: _plain(value, where) for name, value in _pairs(node, where)}
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
+        return [_plain(item, where) for item in node.value]
     return str(node.value)
 
 
-def _flat(value: object, path: str = "") -> Iterator[tuple[str, Stated]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{path}.{name}" if path else name)
-    elif isinstance(value, list):
-        yield path, value
-    else:
-        yield path, "" if isinstance(value, dict) else str(value)
+def _pairs(node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node]]:
+    """Yields the keys and values of a mapping; raises ConfigError for a key that has two values."""
+    seen: dict[str, yaml.Node] = {}
+    for name_node, value in node.value:
+        if not isinstance(name_node, yaml.ScalarNode):
+            raise ConfigError(f"{_line(where, name_node)}: must be lines of `key: value`")
+        name = name_node.value
+        if name not in seen:
+            seen[name] = value
+            yield name, value
+        elif (values := (_plain(seen[name], where), _plain(value, where))) and values[0] != values[1]:
+            raise _two_values(_line(where, name_node), name, *values)
+
+
+def _line(where: str, node: yaml.Node) -> str:
+    return f"{where}:{node.start_mark.line + 1}"

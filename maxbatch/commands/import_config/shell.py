@@ -2,100 +2,188 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from maxbatch.commands.import_config.reading import text_of
+from maxbatch.commands.import_config.reading import state, text_of
 from maxbatch.commands.import_config.translation import Stated
+from maxbatch.config.values import shown, shown_path
+from maxbatch.system.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_QUOTE_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.|(?:^|(?<=\s))#[^\n]*', re.M | re.S)
+_PRODUCT = re.compile(r"\$\(\(\s*(\d{1,18}(?:\s*\*\s*\d{1,18}){0,7})\s*\)\)")  # integers alone; others stay as they are
+_QUOTED = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.'
+_QUOTE_OR_COMMENT = re.compile(rf"{_QUOTED}|(?:^|(?<=\s))#[^\n]*", re.M | re.S)
+# What parts a line: the end of a command, or a redirection with its target; not in quotes nor in a substitution.
+_WHOLE = rf"{_QUOTED}|\$?\(\((?:[^()]|\([^()]*\))*\)\)|\$\([^()]*\)|\$\{{[^{{}}]*\}}|`[^`]*`"
+_PARTS = re.compile(
+    rf"(?P<whole>{_WHOLE})|(?P<to>(?:(?<!\S)\d+)?&?[<>]+[&|]?[ \t]*(?:{_WHOLE}|[^\s;&|<>])*)|(?P<end>[;&|]+)", re.S
+)
 _NAME = r"^[ \t]*(?:export\s+|declare -a\s+)?([A-Za-z_]\w*)(\+?)="
 _ARRAY = re.compile(_NAME + r"\(((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*)\)", re.M)
 _ASSIGNED = re.compile(_NAME + r"(.*)$")
-_END = re.compile(r"[;&|]{1,2}|[\d&]?[<>].*")  # of a command: another one, or its redirection
-_SETTING = re.compile(r"^-{0,2}[A-Za-z_][\w.\-]*=")
+_SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
+_PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py")
+_LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
+_MOST_EXPANDED = 2**20  # characters that all variables of a file become
+_MOST_LINES = 20_000  # commands, empty ones included
+_MOST_OF_LINE = 2**16  # characters of a command, its variables put in
 
 
-def read_line(path: Path) -> tuple[list[str], int]:
-    """Returns the words of the training command in a shell file or of its loose settings, and how many commands it has.
+def read_line(path: Path, number: int | None = None) -> list[str]:
+    """Returns the words of the training command in a shell file, or of its loose settings.
 
-    Variables and arrays that the file sets, or that have a default, are put in. The first command that trains is read.
-    Without a command, lines of flags or of `key=value` are the settings.
+    Variables and arrays that the file sets, or that have a default, are put in. Without a command, lines of flags or of
+    `key=value` are the settings.
+
+    Args:
+      path: the file.
+      number: which of its commands that train, from 1 on; None: the only one.
+
+    Raises:
+      ConfigError: several commands train with other settings and `number` is None, there is no such command, or the
+        file is larger than a bound.
     """
-    variables: dict[str, str] = {}
-    commands: list[list[str]] = []
-    loose: list[str] = []
-    for line in _lines(text_of(path)):
+    script = _Script(path)
+    commands = [words for words in script.commands if any("train" in word for word in words)] or script.commands
+    found = [_arguments_of(words) for words in commands] or [script.loose]
+    if number is not None and number > len(found):
+        raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
+    if number is None and any(words != found[0] for words in found):
+        named = "; ".join(f"{i}: {shown(' '.join(words))}" for i, words in enumerate(commands[:8], 1))
+        rest = f"; and {len(commands) - 8} more" if len(commands) > 8 else ""
+        rule = f"{len(commands)} commands train, and one config comes out"
+        raise ConfigError(f"{shown_path(path)}: {rule} ({named}{rest}); works: --command 1")
+    return found[(number or 1) - 1]
+
+
+class _Script:
+    """The commands and the loose settings of a shell file, its variables put in."""
+
+    def __init__(self, path: Path) -> None:
+        self.commands: list[list[str]] = []  # those with settings
+        self.loose: list[str] = []
+        self._path = path
+        self._variables: dict[str, str] = {}
+        self._expanded = 0  # characters so far
+        for number, line in enumerate(_lines(text_of(path))):
+            if number == _MOST_LINES:
+                raise ConfigError(f"{shown_path(path)}: has more than {_MOST_LINES:,} commands, the most that are read")
+            self._take(line)
+
+    def _take(self, line: str) -> None:
         assigned = _ARRAY.match(line) or _ASSIGNED.match(line)
-        expanded = _expanded(line, variables)
-        words = _words(expanded)
-        flags, settings = words[:1] and words[0].startswith("--"), [word for word in words if _SETTING.match(word)]
-        has_settings = settings or any(word.startswith("--") for word in words)
-        is_command = len(words) > 1 and re.search(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py", expanded)
+        expanded = self._expand(line)
+        words = self._words(expanded)
+        program = next((word for word in words if not _SETTING.match(word)), "-")
+        is_command = len(words) > 1 and program[0] not in "-+" and _PROGRAM.search(expanded) is not None
         if assigned and (_ARRAY.match(line) or (len(words) <= 2 and not assigned[1].islower())):
-            _assign(variables, assigned)
-        elif is_command and has_settings and re.search(r"train|\.yml|\.py", expanded) and "install" not in words[:5]:
-            commands.append(words)
-        elif not is_command:
-            loose += words if flags else settings
+            self._assign(assigned)
+        elif is_command:
+            self._take_command(words, expanded)
+        else:
+            is_flags = words[:1] and words[0].startswith("--")
+            self.loose += words if is_flags else [word for word in words if _SETTING.match(word)]
+            if re.match(r"\s*[\w.\-]+\s+=\s", line):
+                raise ConfigError(
+                    f"{shown_path(self._path)}: {shown(line.strip())}: has blanks around =; works: key=value"
+                )
             if assigned:
-                _assign(variables, assigned)
-    training = [words for words in commands if any("train" in word for word in words)] or commands
-    return (_arguments_of(training[0]) if training else loose), max(1, len(training))
+                self._assign(assigned)
+
+    def _take_command(self, words: list[str], text: str) -> None:
+        """Keeps a command that may train, or those that it holds as a text: of `eval`, `bash -c` and `--command`."""
+        nested = _nested(words, text)
+        if nested is not None:
+            for line in _lines(nested):
+                if len(inner := self._words(line)) > 1:
+                    self._take_command(inner, "")
+            return
+        has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
+        trains = any(re.search(r"train|\.yml|\.py", word) for word in words)
+        if has_settings and trains and "install" not in words[:5]:
+            self.commands.append(words)
+
+    def _words(self, line: str) -> list[str]:
+        if len(line) > _MOST_OF_LINE:
+            raise ConfigError(
+                f"{shown_path(self._path)}: a command has more than {_MOST_OF_LINE:,} characters: {shown(line)}"
+            )
+        try:
+            return shlex.split(line)
+        except ValueError:
+            if _PROGRAM.search(line) or re.match(r"\s*(--|[\w.\-]+=)", line):
+                raise ConfigError(f"{shown_path(self._path)}: a quote has no end: {shown(line.strip())}") from None
+            return []  # no setting of a training command
+
+    def _assign(self, assigned: re.Match[str]) -> None:
+        name, plus, text = assigned.groups()
+        value = _unquoted(self._expand(text))
+        self._variables[name] = f"{self._variables.get(name, '')} {value}" if plus else value
+
+    def _expand(self, text: str) -> str:
+        """Returns a line with the values of variables; one without a value stays as it is."""
+
+        def counted(value: str) -> str:
+            self._expanded += len(value)
+            if self._expanded > _MOST_EXPANDED:
+                raise ConfigError(
+                    f"{shown_path(self._path)}: its variables become more than {_MOST_EXPANDED:,} characters"
+                )
+            return value
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1] or found[2]
+            return counted(self._variables.get(name, found[3] if found[3] is not None else found[0]))
+
+        for _ in range(4):  # defaults may hold variables
+            whole = _ARRAY_VARIABLE.sub(lambda found: counted(self._variables.get(found[1], found[0])), text)
+            text, before = _VARIABLE.sub(value, whole), text
+            if text == before:
+                break
+        return _PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), text)
 
 
-def _lines(text: str) -> list[str]:
-    """Returns the lines of a script without comments; what a backslash, a quote or an array continues is one line."""
+def _lines(text: str) -> Iterator[str]:
+    """Yields the commands of a script, without comments and redirections.
+
+    What a backslash, a quote or an array continues is one line. A line is as many commands as `;`, `&&`, `||`, `|` and
+    `&` part it into.
+    """
 
     def joined(found: re.Match[str]) -> str:
         return "" if found[0].startswith("#") else found[0].replace("\n", " ")
 
-    text = re.sub(r"\\\s*\n", " ", text)
+    def parted(found: re.Match[str]) -> str:
+        return found[0] if found["whole"] else " " if found["to"] else "\n"
+
+    text = re.sub(r"\\[ \t\r]*\n", " ", text)
     text = _QUOTE_OR_COMMENT.sub(joined, text)
-    return _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).splitlines()
+    for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
+        yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
 
 
-def _words(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError:
-        return []  # a quote without its end: no setting of a training command
-
-
-def _assign(variables: dict[str, str], assigned: re.Match[str]) -> None:
-    name, plus, text = assigned.groups()
-    value = _unquoted(_expanded(text, variables))
-    variables[name] = f"{variables.get(name, '')} {value}" if plus else value
+def _nested(words: list[str], text: str) -> str | None:
+    """Returns the text that a command runs as a script, or None."""
+    if words[0] == "eval":
+        return text.strip().removeprefix("eval") or " ".join(words[1:])
+    for i, word in enumerate(words[:-1]):
+        if word == "--command" or (word == "-c" and re.search(r"\b(ba|z|da)?sh$", words[i - 1])):
+            return words[i + 1]
+    return next((word.partition("=")[2] for word in words if word.startswith("--command=")), None)
 
 
 def _arguments_of(words: list[str]) -> list[str]:
     """Returns the words after the program: without its environment and its launcher's flags."""
-    nested = next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "--command"), None)
-    if nested is not None:
-        words = re.findall(r"""[^\s"';]+(?:"[^"]*"|'[^']*')?|;""", nested)  # its quotes may be escaped
-    programs = [i for i, word in enumerate(words) if word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module")]
-    words = words[programs[-1] + 1 :] if programs else words
-    end = next((i for i, word in enumerate(words) if _END.fullmatch(word)), len(words))
-    return words[:end]
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Returns a line with the values of variables; one without a value stays as it is."""
-
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        return variables.get(name, found[3] if found[3] is not None else found[0])
-
-    for _ in range(4):  # defaults may hold variables
-        whole = _ARRAY_VARIABLE.sub(lambda found: variables.get(found[1], found[0]), text)
-        text, before = _VARIABLE.sub(value, whole), text
-        if text == before:
-            break
-    return text
+    programs = [
+        i for i, word in enumerate(words)
+        if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module"))
+    ]  # fmt: skip
+    return words[programs[0] + 1 :] if programs else words
 
 
 def _unquoted(text: str) -> str:
@@ -103,21 +191,29 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
 
 
-def settings_of(words: list[str]) -> dict[str, Stated]:
-    """Returns `key=value` words and flags with their values; a flag without one is true."""
+def settings_of(words: list[str], where: str) -> dict[str, Stated]:
+    """Returns `key=value` words and flags with their values; a flag without one is true.
+
+    Raises:
+      ConfigError: one of them has two values; `where` begins the message.
+    """
     found: dict[str, Stated] = {}
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
         if _SETTING.match(word):
             name, _, value = word.partition("=")
-            found[name.lstrip("-+").replace("-", "_")] = value
+            state(found, name.lstrip("-+").replace("-", "_"), value, where)
         elif re.match(r"--?[A-Za-z]", word):
-            values: list[str] = []
+            values: list[object] = []
             while at < len(words) and not re.match(r"-{1,2}[A-Za-z]", words[at]) and not _SETTING.match(words[at]):
-                values, at = [*values, words[at]], at + 1
-            name = word.lstrip("-").replace("-", "_")
-            found[name] = list(values) if len(values) > 1 else values[0] if values else "true"
+                values.append(words[at])
+                at += 1
+            stated = values if len(values) > 1 else str(values[0]) if values else "true"
+            state(found, word.lstrip("-").replace("-", "_"), stated, where)
+        elif "=" in word:
+            name, _, value = word.partition("=")
+            state(found, name, value, where)
     return found
 
 

@@ -7,6 +7,7 @@ A format (`maxtext`, `hf`, ...) takes the words whose values need more than anot
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -21,6 +22,10 @@ MAPPED, IGNORED, UNSUPPORTED = "mapped", "ignored", "not supported"
 # At these values a word that is not supported says nothing.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
+
+
+class Merged(str):
+    """A value that YAML's `<<` has put into another mapping as well."""
 
 
 class Fate(NamedTuple):
@@ -46,7 +51,7 @@ class Translation:
         self.settings: dict[str, str] = {}
         self.fates: list[Fate] = []
         self._stated, self._defaults = dict(words), dict(defaults)
-        self._left = [*words, *(word for word in defaults if word not in words)]
+        self._left = dict.fromkeys([*words, *defaults])
         self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
         self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
 
@@ -67,9 +72,10 @@ class Translation:
     def number(self, word: str) -> float | None:
         """Returns the value of a word as a number, or None."""
         try:
-            return float(self.text(word).replace("_", ""))
+            number = float(self.text(word).replace("_", ""))
         except ValueError:
             return None
+        return number if math.isfinite(number) else None
 
     def mappings(self, word: str) -> list[dict[str, str]]:
         """Returns the items of a list of mappings; none if it holds anything else."""
@@ -85,20 +91,26 @@ class Translation:
         """Returns whether a word is not taken yet."""
         return word in self._left
 
-    def is_stated(self, word: str) -> bool:
-        """Returns whether the file states the word, also as nothing."""
-        return word in self._stated
-
     def rename(self, word: str, name: str) -> None:
-        """Takes a word as another one of the same framework."""
+        """Takes a word as another one of the same framework; where that one has another value, neither is supported."""
+        if name in self and self._stated[name] != self._stated[word]:
+            other = self._written.get(name, name)
+            self.refuse(word, f"{other} is {shown(self.text(name), 40)}", changes_data=_may_state_data(name))
+            return
         self._stated[name] = self._stated.pop(word)
         self._written[name] = word
-        self._left = [name if left == word else left for left in self._left if left != name]
+        self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
+
+    def is_merged(self, word: str) -> bool:
+        """Returns whether the file only defines a word there, for `<<`, and states it elsewhere."""
+        last = word.rpartition(".")[2]
+        others = (other for other in self._stated if other != word and other.rpartition(".")[2] == last)
+        return "." in word and isinstance(self._stated.get(word), Merged) and any(others)
 
     def drop(self, word: str) -> None:
         """Takes a default that does not apply."""
         if word in self._left and word not in self._stated:
-            self._left.remove(word)
+            del self._left[word]
 
     def is_true(self, word: str) -> bool:
         """Returns whether a switch is on."""
@@ -146,16 +158,20 @@ class Translation:
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
         if row is not None and row.is_same and word not in self._stated and row.keys[0] in self.settings:
-            self._left.remove(word)  # a default, of what another word states
+            del self._left[word]  # a default, of what another word states
+            return
+        if self.is_merged(word):
+            self.ignore(word, "<< states it elsewhere")
             return
         name = word.rpartition(".")[2]
         is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
             self.map(word, **{word: value})
         elif row is None:
-            self.refuse(word, "not in the table of words; maxbatch config lists what there is")
+            why = "not in the table of words; maxbatch config lists what there is"
+            self.refuse(word, why, changes_data=_may_state_data(name))
         elif row.is_same:
-            self.map(word, **{row.keys[0]: value})
+            self._map_same(word, row.keys[0], value)
         elif row.is_ignored:
             self.ignore(word, row.why)
         elif _says_nothing(name, value):
@@ -163,13 +179,22 @@ class Translation:
         else:
             self.refuse(word, row.why, row.changes_data or any(_states_data(key) for key in row.keys))
 
+    def _map_same(self, word: str, key: str, value: str) -> None:
+        """Takes a word as one key of ours, unless another word that the file states gave it another value."""
+        other = self._words.get(key, word)
+        if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
+            why = f"{self._written.get(other, other)} says {key}={shown(self.settings[key], 40)}"
+            self.refuse(word, why, changes_data=_states_data(key))
+        else:
+            self.map(word, **{key: value})
+
     def _row(self, word: str) -> Word | None:
         row = look_up(word, self.framework)
         return look_up(word, "nemo") if row is None and self.framework == "megatron" else row
 
     def _tell(self, word: str, fate: str, says: str, changes_data: bool = False) -> None:
         if word in self._left:
-            self._left.remove(word)
+            del self._left[word]
         given = word in self._stated
         items = self._stated.get(word)
         is_plain = isinstance(items, list) and all(isinstance(item, str) for item in items)
@@ -191,6 +216,20 @@ def _fault(settings: Mapping[str, str]) -> str:
 
 def _says_nothing(name: str, value: str) -> bool:
     return value.lower() in _NOTHING or (value in ("1", "1.0") and name.endswith(_ONE_IS_NOTHING))
+
+
+def _is_equal(key: str, left: str, right: str) -> bool:
+    try:
+        return left == right or keys()[key].read(left) == keys()[key].read(right)
+    except ConfigError:
+        return False
+
+
+def _may_state_data(name: str) -> bool:
+    """Returns whether a name, below one that nobody knows, states the batch or the data here or anywhere."""
+    row = look_up(name)
+    names = [name, *(row.keys if row else ())]
+    return (row is not None and row.changes_data) or any(key in keys() and _states_data(key) for key in names)
 
 
 def _states_data(name: str) -> bool:

@@ -16,6 +16,7 @@ from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.json_file import read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
+from maxbatch.system.folding import printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
     make_page(paths, args.watch or 0).write(output)
-    print(output, flush=True)
+    print(printable(str(output)), flush=True)
     if args.watch:
         _watch(paths, output, args.watch)
     return 0

@@ -31,7 +31,7 @@ from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
-from maxbatch.config.yaml_file import compose, pairs
+from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_stages import MixtureStage
 from maxbatch.system.errors import ConfigError
 
@@ -171,7 +171,7 @@ def _staged_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
     where = f"dataset_path={shown(text)}"
     works = "works: dataset_path='{0: {web.jsonl: 0.9, code.jsonl: 0.1}, 1Bt: {web.jsonl: 0.5, code.jsonl: 0.5}}'"
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = compose_text(text, where, Path("dataset_path"))
     except yaml.YAMLError:
         raise ConfigError(f"{where}: is no mapping of positions to mixtures; {works}") from None
     assert root is not None, "begins with a brace"

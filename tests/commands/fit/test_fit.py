@@ -198,7 +198,7 @@ def test_its_answer_fits_by_kind_and_is_kept(
     [
         ("nowhere/fitted.yml", "--write nowhere/fitted.yml: nowhere is no folder; works: --write fitted.yml"),
         (".", "config file .: is a folder, not a YAML file"),
-        ("latin.yml", "config file latin.yml: cannot be read (not UTF-8 text)"),
+        ("latin.yml", "config file latin.yml: is not UTF-8 text (byte 12)"),
     ],
 )
 def test_a_file_that_cannot_take_the_choice_is_refused_before_compiling(

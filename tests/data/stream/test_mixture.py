@@ -186,7 +186,7 @@ def test_a_mixture_file_that_is_not_there_is_named() -> None:
 def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
     os.mkfifo("fifo.yml")
     os.symlink("/dev/zero", "zero.yml")
-    with pytest.raises(ConfigError, match=rf"dataset_path='{path}': .*cannot be read \(not a regular file"):
+    with pytest.raises(ConfigError, match=rf"dataset_path='{path}': .*must be a regular file"):
         read_mixture(config_of(path))
 
 
