@@ -26,6 +26,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
 _NEEDED = "messages, or prompt and completion"
@@ -179,9 +180,9 @@ def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
     tools, more = record.get("tools"), record.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ConversationError(f"field tools is a text that is not JSON ({error})") from error
+            tools = read_json(tools, "field tools, a text,")
+        except RefusedContent as error:
+            raise ConversationError(str(error)) from error
     if tools is not None and not isinstance(tools, list):
         raise ConversationError(f"field tools is {_kind(tools)}, not a list")
     if more is not None and not isinstance(more, dict):

@@ -20,6 +20,7 @@ from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError
 
 _VERSION = 1
@@ -65,9 +66,9 @@ def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> 
 def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTokens | None:
     """Returns the cached figures of rows that `key` fixes, or None."""
     try:
-        found = json.loads(_path(config, key).read_bytes())
+        found = read_json(_path(config, key), "figures of rows")
         return TrainedTokens(*(int(found[name]) for name in TrainedTokens._fields))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -26,12 +26,14 @@ from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+_MOST_ROWS = 2**24  # of a micro-batch, and micro-batches of a step
 
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
@@ -111,6 +113,14 @@ def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Ma
     return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": program_keys(config)}
 
 
+def _shape(stated: Any) -> BatchShape:
+    """Returns the shape that a manifest states; TypeError or ValueError if it is none, or no batch is as large."""
+    shape = BatchShape(*stated)
+    if not all(type(size) is int and 0 < size <= _MOST_ROWS for size in shape):
+        raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers from 1 to {_MOST_ROWS}")
+    return shape
+
+
 class SavedPrograms:
     """The compiled programs in a folder, for this run on these devices.
 
@@ -125,15 +135,16 @@ class SavedPrograms:
         self._folder, self._mesh = as_path(folder), mesh
         here = _identity(config, list(mesh.devices.flat))
         try:
-            manifest = json.loads((self._folder / MANIFEST).read_text())
+            manifest = read_json(self._folder / MANIFEST, MANIFEST)
             found = manifest["format"]
             if found == FORMAT:
-                self.shapes = [BatchShape(*map(int, shape)) for shape in manifest["shapes"]]
+                self.shapes = [_shape(stated) for stated in manifest["shapes"]]
                 self._sums: dict[str, str] = dict(manifest["programs"])
                 there = {part: dict(manifest[part]) for part in here}
         except (OSError, ValueError, TypeError, KeyError) as error:
+            why = error if isinstance(error, RefusedContent) else f"{MANIFEST}: {type(error).__name__}"
             raise ConfigError(
-                f"compiled_dir={folder}: holds no compiled programs ({MANIFEST}: {type(error).__name__}); "
+                f"compiled_dir={folder}: holds no compiled programs ({why}); "
                 f'works: compiled_dir="", or maxbatch compile --output {folder}'
             ) from error
         if found != FORMAT:
