@@ -25,6 +25,7 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
@@ -33,7 +34,6 @@ from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_MOST_ROWS = 2**24  # of a micro-batch, and micro-batches of a step
 
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
@@ -114,10 +114,10 @@ def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Ma
 
 
 def _shape(stated: Any) -> BatchShape:
-    """Returns the shape that a manifest states; TypeError or ValueError if it is none, or no batch is as large."""
+    """Returns the shape that a manifest states; TypeError or RefusedContent if it is none."""
     shape = BatchShape(*stated)
-    if not all(type(size) is int and 0 < size <= _MOST_ROWS for size in shape):
-        raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers from 1 to {_MOST_ROWS}")
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers above 0")
     return shape
 
 
@@ -164,6 +164,19 @@ class SavedPrograms:
                 f"compiled_dir={folder}: was compiled for another run ({'; '.join(differing[:6])}{more}); "
                 f'compile again, or works: compiled_dir=""'
             )
+
+    def shapes_for(self, stages: Sequence[Stage]) -> list[BatchShape]:
+        """Returns the shapes of the steps of a run.
+
+        Raises:
+          ConfigError: a shape has room for more rows than any batch of the stages can need.
+        """
+        most = 2 * max(stage.global_batch_size + stage.micro_batch_size_to_train_on for stage in stages)
+        if too_large := [shape for shape in self.shapes if shape.micro_batch * shape.max_micro_batches > most]:
+            rows = shown(str(too_large[0].micro_batch * too_large[0].max_micro_batches))
+            raise ConfigError(f"compiled_dir={self._folder}: {MANIFEST} states a step of {rows} rows, and no batch of "
+                              f"this run needs more than {most}; compile again")  # fmt: skip
+        return self.shapes
 
     def __contains__(self, name: str) -> bool:
         return name in self._sums
