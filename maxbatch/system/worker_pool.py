@@ -212,20 +212,22 @@ class _Worker:
             process.communicate()
 
     def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
-        """Returns the answer to the item of this number; others are not waited for."""
-        assert self._process is not None and self._connection is not None
-        end = time.monotonic() + limit_s
+        """Returns the answer to the item of this number; answers with other numbers are dropped."""
+        end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():
-            while True:
-                while not self._connection.poll(max(0.0, min(end - time.monotonic(), _POLL_S))):
-                    if time.monotonic() >= end:
-                        self.end()
-                        raise TimedOut(f"took more than {limit_s:g} s")
-                    if self._process.poll() is not None and not self._connection.poll():
-                        raise EOFError
-                answered, value, error = pickle.loads(self._connection.recv_bytes(_MOST_ANSWER_BYTES))
-                if answered == number:
-                    return value, error
+            while answered != number:
+                answered, value, error = pickle.loads(self._next_message(end, limit_s))
+        return value, error
+
+    def _next_message(self, end: float, limit_s: float) -> bytes:
+        assert self._process is not None and self._connection is not None
+        while not self._connection.poll(max(0.0, min(end - time.monotonic(), _POLL_S))):
+            if time.monotonic() >= end:
+                self.end()
+                raise TimedOut(f"took more than {limit_s:g} s")
+            if self._process.poll() is not None and not self._connection.poll():
+                raise EOFError
+        return self._connection.recv_bytes(_MOST_ANSWER_BYTES)
 
     @contextlib.contextmanager
     def _telling_the_end(self) -> Iterator[None]:
@@ -262,6 +264,15 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception
         return None, error
 
 
+def _answer(connection: Connection, function: Callable[[Any], Any], numbered: Sequence[tuple[int, Any]]) -> None:
+    process = os.getpid()
+    for number, item in numbered:
+        answer = (number, *_call(function, item))
+        if os.getpid() != process:
+            os._exit(0)  # a process that the function forked, and that came back from it
+        connection.send(answer)
+
+
 def _main() -> None:
     """Serves the connection whose file descriptor is the first argument, until it closes.
 
@@ -276,13 +287,8 @@ def _main() -> None:
     with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
         function, error = _call(pickle.loads(connection.recv_bytes()))
         connection.send((_SETUP, None, error))
-        process = os.getpid()
         while error is None:
-            for number, item in connection.recv():
-                answer = (number, *_call(function, item))
-                if os.getpid() != process:
-                    os._exit(0)  # a process that the function forked, and that came back from it
-                connection.send(answer)
+            _answer(connection, function, connection.recv())
 
 
 if __name__ == "__main__":
