@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from maxbatch.config.blocks import GLOBAL, LOCAL
 from maxbatch.config.families import FAMILIES, Family, Json
+from maxbatch.config.huggingface_fields import check_fields
 from maxbatch.config.values import shown, shown_path
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import as_path
 
@@ -50,11 +51,9 @@ def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> J
     """Returns the `config.json` of a folder; raises ConfigError if it cannot be read or is no object."""
     file = as_path(path) / name
     try:
-        found = json.loads(file.read_bytes())
+        found = read_json(file, shown_path(file))
     except OSError as error:
         raise cannot_read(file, error) from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"{shown_path(file)}: is not JSON") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{shown_path(file)}: must be a JSON object")
     return found
@@ -69,8 +68,13 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     if not path or not is_huggingface_folder(path):
         return ()
     has_own = (as_path(path) / GENERATION_FILE).is_file()
-    stated = read_config_json(path, GENERATION_FILE if has_own else CONFIG_FILE).get("eos_token_id")
-    return tuple(token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int))
+    name = GENERATION_FILE if has_own else CONFIG_FILE
+    stated = read_config_json(path, name).get("eos_token_id")
+    tokens = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
+        where = f"{shown_path(as_path(path))}/{name}"
+        raise ConfigError(f"{where}: eos_token_id={shown(repr(stated))}: must be the id of a token, or a list of ids")
+    return tuple(tokens)
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -99,17 +103,19 @@ def model_keys(stated: Json, where: str) -> dict[str, str]:
         return _Fields(family, stated, where).keys()
     except KeyError as error:
         raise ConfigError(f"{where}: lacks {error.args[0]}") from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError):
+    except (TypeError, ValueError, AttributeError, ArithmeticError):
         raise ConfigError(f"{where}: a field of the model has a value of the wrong type") from None
 
 
 def _family(stated: Json, where: str) -> Family:
-    name = stated.get("model_type")
+    name = str(stated.get("model_type"))
     if experts := [field for field, value in stated.items() if "expert" in field and value]:
-        raise ConfigError(f"{where}: {experts[0]}={stated[experts[0]]}: models with experts are not supported yet")
+        raise ConfigError(
+            f"{where}: {shown(experts[0])}={shown(str(stated[experts[0]]))}: models with experts are not supported yet"
+        )
     if name not in FAMILIES:
         works = ", ".join(FAMILIES)
-        raise ConfigError(f"{where}: model_type={shown(str(name))} is not supported; works: one of {works}")
+        raise ConfigError(f"{where}: model_type={shown(name)} is not supported; works: one of {works}")
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
@@ -127,6 +133,7 @@ class _Fields:
         own_names = {own: name for name, own in family.fields.items()}
         own = {own_names[name]: value for name, value in stated.items() if name in own_names}
         self._stated = family.defaults | stated | own
+        check_fields(self._stated, family.fields, where)
 
     def keys(self) -> dict[str, str]:
         stated, family = self._stated, self._family
@@ -162,7 +169,7 @@ class _Fields:
         return 4 * width if stated is None and not self._family.has_rope else self._stated["intermediate_size"]
 
     def _positions(self) -> int:
-        positions: int = self._stated.get("max_position_embeddings", 1024)
+        positions: int = self._stated.get("max_position_embeddings") or 1024
         return positions
 
     def _activations(self) -> str:

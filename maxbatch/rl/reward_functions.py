@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import resource
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -50,6 +51,9 @@ def _score(function: RewardFunction, question: Question) -> float:
         if hasattr(value, "__float__"):
             return float(value)
         problem = f"{name} returned {value!r:.80}, which is no number"
+    except MemoryError:
+        most = resource.getrlimit(resource.RLIMIT_DATA)[0] / 1e9
+        problem = f"{name} raised MemoryError: a reward worker may use {most:.3g} GB of memory"
     except BaseException as error:
         problem = f"{name} raised {type(error).__name__}: {error}"
     raise RewardError(_in_one_line(problem))

@@ -4,6 +4,9 @@ A function takes (prompt, response, record), the texts without special tokens an
 and returns a number. If it raises, crashes, takes more than `reward_timeout_s` or returns no finite number, this one
 response scores `reward_on_failure` and is counted. Every response is scored once.
 
+Each worker may use an equal share of the machine's memory, one share being left to the trainer; an allocation beyond it
+raises MemoryError in the function.
+
 Limits: a function that is interrupted by the time limit may leave behind processes that it has started itself.
 """
 
@@ -23,6 +26,7 @@ from maxbatch.config.values import shown
 from maxbatch.rl.reward_functions import Question, scorer
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
+from maxbatch.training.compile.target import host_memory
 
 
 class Scores(NamedTuple):
@@ -139,7 +143,9 @@ class Rewards:
         self._terms = parse_rewards(config.reward)
         self._on_failure = float(config.reward_on_failure)
         setup = functools.partial(scorer, [term.spec for term in self._terms])
-        self._pool = WorkerPool(setup, config.reward_worker_count, limit_s=float(config.reward_timeout_s))
+        workers = config.reward_worker_count
+        share = host_memory() // (workers + 1)
+        self._pool = WorkerPool(setup, workers, limit_s=float(config.reward_timeout_s), memory_bytes=share)
         try:
             self._pool.wait_for_setup()
         except BaseException as error:

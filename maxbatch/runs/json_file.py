@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from maxbatch.system import bounded
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import RefusedContent
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
@@ -18,13 +20,15 @@ def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], Any] = lambda v
       ConfigError: the file cannot be read, or `parse` refuses what it holds; the message ends with the remedy.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = bounded.read_json(path, f"{path}: cannot be read", finite=False)
         return None if value is None else parse(value)
     except FileNotFoundError:
         return None
+    except RefusedContent as error:
+        raise ConfigError(f"{error}; {remedy}") from None
     except ConfigError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); {remedy}") from None
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error!r}); {remedy}") from None

@@ -93,7 +93,8 @@ def read_json(
       finite: refuses NaN, Infinity and numbers that overflow to it.
 
     Raises:
-      RefusedContent: it is beyond a bound, is not JSON, or holds a value that `unique` or `finite` refuses.
+      RefusedContent: it is beyond a bound, is not JSON, holds half of a surrogate pair, or a value that `unique` or
+        `finite` refuses.
       OSError: the system does not read the file.
     """
     content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
@@ -114,6 +115,8 @@ def read_json(
         raise RefusedContent(f"{what}: is not JSON ({error})") from None
     if not _is_within(value, most_depth):
         raise RefusedContent(_too_deep(what, most_depth))
+    if _counter(content)("\\u") and not _is_text(value):
+        raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is no character")
     return value
 
 
@@ -149,6 +152,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key {twice[:80]!r} is stated twice")
     return found
+
+
+def _is_text(value: Any) -> bool:
+    """Returns whether every text in a value can be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_within(value: Any, most_depth: int) -> bool:

@@ -10,11 +10,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
 
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -29,6 +30,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _RANGE = 32 << 20  # bytes of an object that one request reads
 _REQUESTS = 8  # for one tensor at a time
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+_MOST_INDEX_BYTES = 64 << 20
+# Bits of a value of each type that the format has.
+_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -91,12 +99,7 @@ def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
 def _files(folder: AnyPath) -> Iterable[AnyPath]:
     index = folder / INDEX
     if index.is_file():
-        try:
-            return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-        except OSError as error:
-            raise cannot_read(index, error) from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(f"{index}: is not an index of safetensors files") from None
+        return [folder / name for name in _indexed(index)]
     whole = folder / "model.safetensors"
     files: list[AnyPath] = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"), key=str)
     if not files:
@@ -104,19 +107,94 @@ def _files(folder: AnyPath) -> Iterable[AnyPath]:
     return files
 
 
+def _indexed(index: AnyPath) -> list[str]:
+    """Returns the files that an index names, all of them in its folder."""
+    try:
+        found = read_json(index, str(index), most_bytes=_MOST_INDEX_BYTES)
+    except OSError as error:
+        raise cannot_read(index, error) from None
+    files = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ConfigError(f"{index}: is not an index of safetensors files")
+    names = sorted(set(files.values()))
+    if outside := [name for name in names if not name or "\0" in name or {"", ".", ".."} & set(name.split("/"))]:
+        raise ConfigError(f"{index}: names the file {outside[0][:200]!r}; files must be in the folder of their index")
+    return names
+
+
 def _header(file: AnyPath) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file, held to the rules of the format's own library, and to unique keys."""
     try:
         size = file.stat().st_size
-        length = int.from_bytes(_bytes_of(file, 0, 8), "little") if size >= 8 else size
-        if length > min(size - 8, _MOST_HEADER_BYTES):
-            raise ValueError("too short")
-        header = json.loads(_bytes_of(file, 8, 8 + length))
-        header.pop("__metadata__", None)
-        return {name: _tensor(file, entry, 8 + length, size) for name, entry in header.items()}
+        length = int.from_bytes(_bytes_of(file, 0, 8), "little") if size >= 8 else 0
+        if size < 8 or length > size - 8:
+            raise ValueError("its header is cut off")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header is larger than {_MOST_HEADER_BYTES:,} bytes")
+        text = _bytes_of(file, 8, 8 + length).decode("utf-8")
+        header = read_json(text, "its header", most_bytes=_MOST_HEADER_BYTES, unique=True)
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        _check_metadata(header.pop("__metadata__", None))
+        return _tensors(file, {name: _Entry.of(name, entry) for name, entry in header.items()}, 8 + length, size)
     except OSError as error:
         raise cannot_read(file, error) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{file}: is not a whole safetensors file") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
+
+
+def _check_metadata(found: Any) -> None:
+    if found is not None and not (isinstance(found, dict) and all(isinstance(text, str) for text in found.values())):
+        raise ValueError("its __metadata__ must be an object of texts")
+
+
+class _Entry(NamedTuple):
+    """A tensor as a header states it; offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, entry: Any) -> _Entry:
+        """Returns the entry of a tensor; raises ValueError if it is none, or its range is not that of its shape."""
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
+        if not (isinstance(dtype, str) and _are_whole(shape) and _are_whole(offsets) and len(offsets) == 2):
+            raise ValueError(f"{name[:200]!r} has no type, or its shape or offsets are no whole numbers")
+        if dtype not in _BITS:
+            raise ValueError(f"{name[:200]!r} has the type {dtype[:40]!r}, which the format does not have")
+        first, end = offsets
+        if 8 * (end - first) != _num_values(shape) * _BITS[dtype]:
+            raise ValueError(f"{name[:200]!r} has {end - first} bytes, which are not those of its type and shape")
+        return cls(dtype, tuple(shape), first, end)
+
+
+def _num_values(shape: list[int]) -> int:
+    """Returns the product of a shape; beyond 64 bits, which no file holds, any number beyond."""
+    num_values = 1
+    for size in shape:
+        num_values *= size
+        if num_values >= 2**64:
+            break
+    return num_values
+
+
+def _are_whole(found: Any) -> TypeGuard[list[int]]:
+    return isinstance(found, list) and all(type(number) is int and 0 <= number < 2**64 for number in found)
+
+
+def _tensors(file: AnyPath, entries: dict[str, _Entry], start: int, size: int) -> dict[str, StoredTensor]:
+    """Returns the place of each tensor; together they must cover the bytes from `start` to `size`, each once."""
+    reached = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].first, item[1].end)):
+        if entry.first != reached:
+            raise ValueError(f"{name[:200]!r} begins at byte {entry.first} of the tensors, and must at byte {reached}")
+        reached = entry.end
+    if start + reached != size:
+        raise ValueError(f"its tensors have {reached} bytes, and {size - start} follow its header")
+    return {name: StoredTensor(file, dtype, shape, start + first) for name, (dtype, shape, first, _) in entries.items()}
 
 
 def _bytes_of(file: AnyPath, begin: int, end: int) -> bytes:
@@ -125,14 +203,6 @@ def _bytes_of(file: AnyPath, begin: int, end: int) -> bytes:
     with file.open("rb") as opened:
         opened.seek(begin)
         return opened.read(end - begin)
-
-
-def _tensor(file: AnyPath, entry: dict[str, Any], start: int, size: int) -> StoredTensor:
-    shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
-    dtype = DTYPES.get(entry["dtype"])
-    if start + end > size or first < 0 or (dtype and end - first != math.prod(shape) * dtype.itemsize):
-        raise ValueError("its tensors do not lie in it")
-    return StoredTensor(file, entry["dtype"], shape, start + first)
 
 
 def write_tensors(

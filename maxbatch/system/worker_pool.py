@@ -1,17 +1,20 @@
 """A pool of worker processes in which a call that crashes its worker, or takes too long, fails alone.
 
 A worker is an interpreter of its own, `python -m maxbatch.system.worker_pool`. It does not import the caller's main
-module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard error.
+module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard error. Items carry numbers, and an
+answer counts only with the number of its item; a process that the function forks answers nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import os
 import pickle
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +34,8 @@ _SETUP_LIMIT_S = 300.0
 _POLL_S = 0.5
 # Within which a worker that closed its connection has ended; writing a core dump takes a while.
 _END_S = 30.0
+_SETUP = 0  # the number of the answer that the worker is set up
+_MOST_ANSWER_BYTES = 1 << 30
 
 
 class WorkerEnded(Exception):
@@ -53,6 +58,7 @@ class WorkerPool:
         workers: int,
         *,
         limit_s: float = math.inf,
+        memory_bytes: int | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the workers and does not wait for them.
@@ -62,12 +68,15 @@ class WorkerPool:
             It is pickled, and so are items and answers.
           workers: how many.
           limit_s: seconds that a call may take.
+          memory_bytes: bound on the private memory of each worker and of what it starts, where the system has such a
+            bound (Linux); an allocation beyond it raises MemoryError in the function.
           variables: environment variables of the workers, besides the caller's.
         """
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._is_closed = False
         pickled, environment = pickle.dumps(setup), {**os.environ, **(variables or {})}
-        self._workers = [_Worker(pickled, limit_s, environment) for _ in range(workers)]
+        start = functools.partial(_spawn, environment, memory_bytes or 0)
+        self._workers = [_Worker(pickled, limit_s, start) for _ in range(workers)]
         self._started: list[Future[None]] = [Future() for _ in range(workers)]
         self._threads = [
             threading.Thread(target=self._serve, args=pair, name="maxbatch-worker", daemon=True)
@@ -149,8 +158,9 @@ class WorkerPool:
 class _Worker:
     """One worker process, to be used by one thread."""
 
-    def __init__(self, setup: bytes, limit_s: float, environment: Mapping[str, str]) -> None:
-        self._setup, self._limit_s, self._environment = setup, limit_s, environment
+    def __init__(self, setup: bytes, limit_s: float, spawn: Callable[[int], subprocess.Popen[bytes]]) -> None:
+        self._setup, self._limit_s, self._spawn = setup, limit_s, spawn
+        self._next = 0  # number of the next item
         self._lock = threading.Lock()
         self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,10 +176,11 @@ class _Worker:
                 raise WorkerEnded("the worker pool is closed")
             self._connection, theirs = multiprocessing.Pipe()
             with theirs:
-                self._process = _spawn(theirs.fileno(), self._environment)
+                self._process = self._spawn(theirs.fileno())
         with self._telling_the_end():
             self._connection.send_bytes(self._setup)
-        _, error = self._receive(_SETUP_LIMIT_S)
+        self._next = _SETUP + 1
+        _, error = self._receive(_SETUP, _SETUP_LIMIT_S)
         if error is not None:
             self.end()
             raise error
@@ -177,10 +188,12 @@ class _Worker:
     def answers(self, items: Sequence[Any]) -> Iterator[tuple[Any, Exception | None]]:
         """Yields what the function returned or raised for each item; WorkerEnded: the process ended over the next."""
         assert self._connection is not None
+        numbered = list(enumerate(items, self._next))
         with self._telling_the_end():
-            self._connection.send(items)
-        for _ in items:
-            yield self._receive(self._limit_s)
+            self._connection.send(numbered)
+        for number, _ in numbered:
+            self._next = number + 1
+            yield self._receive(number, self._limit_s)
 
     def kill_for_good(self) -> None:
         """Kills the process, from any thread, and lets no other be started."""
@@ -198,18 +211,23 @@ class _Worker:
             self._connection.close()
             process.communicate()
 
-    def _receive(self, limit_s: float) -> tuple[Any, Exception | None]:
-        assert self._process is not None and self._connection is not None
-        end = time.monotonic() + limit_s
+    def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
+        """Returns the answer to the item of this number; answers with other numbers are dropped."""
+        end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():
-            while not self._connection.poll(max(0.0, min(end - time.monotonic(), _POLL_S))):
-                if time.monotonic() >= end:
-                    self.end()
-                    raise TimedOut(f"took more than {limit_s:g} s")
-                if self._process.poll() is not None and not self._connection.poll():
-                    raise EOFError
-            answer: tuple[Any, Exception | None] = self._connection.recv()
-            return answer
+            while answered != number:
+                answered, value, error = pickle.loads(self._next_message(end, limit_s))
+        return value, error
+
+    def _next_message(self, end: float, limit_s: float) -> bytes:
+        assert self._process is not None and self._connection is not None
+        while not self._connection.poll(max(0.0, min(end - time.monotonic(), _POLL_S))):
+            if time.monotonic() >= end:
+                self.end()
+                raise TimedOut(f"took more than {limit_s:g} s")
+            if self._process.poll() is not None and not self._connection.poll():
+                raise EOFError
+        return self._connection.recv_bytes(_MOST_ANSWER_BYTES)
 
     @contextlib.contextmanager
     def _telling_the_end(self) -> Iterator[None]:
@@ -223,13 +241,16 @@ class _Worker:
                 how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
             self.end()
             raise WorkerEnded(f"the process {how}") from None
+        except (OSError, pickle.UnpicklingError) as error:
+            self.end()
+            raise WorkerEnded(f"the process sent an answer that cannot be read ({error})") from None
 
 
-def _spawn(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             # Unbuffered: what a function prints must not be lost if its process is killed.
-            [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor)],
+            [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
             stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
         )  # fmt: skip
     except OSError as error:
@@ -243,18 +264,31 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception
         return None, error
 
 
+def _answer(connection: Connection, function: Callable[[Any], Any], numbered: Sequence[tuple[int, Any]]) -> None:
+    process = os.getpid()
+    for number, item in numbered:
+        answer = (number, *_call(function, item))
+        if os.getpid() != process:
+            os._exit(0)  # a process that the function forked, and that came back from it
+        connection.send(answer)
+
+
 def _main() -> None:
-    """Serves the connection whose file descriptor is the argument, until it closes."""
+    """Serves the connection whose file descriptor is the first argument, until it closes.
+
+    The second argument is the bound on memory in bytes, 0 for none.
+    """
     leave_signals_to_parent()
     end_with_parent()
-    descriptor = int(sys.argv[1])
+    descriptor, memory_bytes = map(int, sys.argv[1:])
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     os.set_inheritable(descriptor, False)
     with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
         function, error = _call(pickle.loads(connection.recv_bytes()))
-        connection.send((None, error))
+        connection.send((_SETUP, None, error))
         while error is None:
-            for item in connection.recv():
-                connection.send(_call(function, item))
+            _answer(connection, function, connection.recv())
 
 
 if __name__ == "__main__":

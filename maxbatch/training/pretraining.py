@@ -146,7 +146,7 @@ class Pretraining:
             compile_step,
             [stage for stage in ahead if stage.num_steps],
             all_first=jax.process_count() > 1 or self._saved is not None,
-            shapes=self._saved.shapes if self._saved else None,
+            shapes=self._saved.shapes_for(manager.stages) if self._saved else None,
         )
         return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
 

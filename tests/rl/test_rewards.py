@@ -41,6 +41,10 @@ FUNCTIONS = """
         if response == "prints":
             print("to standard output")
             os.write(1, b"by its number" * 1000)
+        if response == "forks":
+            os.fork()
+        if response == "eats":
+            bytearray(1 << 46)
         return {"nan": float("nan"), "huge": 1e300, "text": "1.0", "none": None}.get(response, len(response))
 
     def prompt_length(prompt, response, record):
@@ -143,6 +147,17 @@ def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_pa
             assert scores.problem == "obeys raised ValueError: two lines"
     # Nothing is lost and nothing is asked twice.
     assert sorted(log.read_text().split()) == sorted(responses * 2)
+
+
+def test_a_function_whose_forked_child_returns_shifts_no_scores(functions: Path) -> None:
+    scores = score("functions.py:obeys", ["forks", "a", "forks", "bb", "ccc"], "reward_worker_count=1")
+    assert scores.rewards.tolist() == [5, 1, 5, 2, 3] and not scores.num_failed
+
+
+def test_a_function_that_eats_memory_fails_alone_and_says_so(functions: Path) -> None:
+    scores = score("functions.py:obeys", ["eats", "a"], "reward_worker_count=1")
+    assert scores.rewards.tolist() == [-1, 1]
+    assert "raised MemoryError: a reward worker may use" in scores.problem
 
 
 def test_a_response_that_takes_too_long_says_so(functions: Path) -> None:

@@ -48,6 +48,7 @@ def test_text_must_be_utf8(tmp_path: Path) -> None:
         ("9" * 5000, "has 5000 digits"),
         ('{"a": 1, "a": 2}', "'a' is stated twice"),
         (b"\xff\xff", "is not JSON"),
+        (b'{"a": ["\\uD800"]}', "half of a surrogate pair"),
         ("[],", "is not JSON"),
         ("[" + "[]," * 3_000_000 + "[]]", "more than 5,000,000 values"),
         (b" " * (17 << 20), "larger than 16 MB"),
@@ -62,6 +63,7 @@ def test_json_within_the_bounds_is_what_it_states() -> None:
     assert read_json('{"a": [1, 2.5, 1000000000000000019884624838656, "x"]}', "file") == {
         "a": [1, 2.5, 1000000000000000019884624838656, "x"]
     }
+    assert read_json(b'"\\ud83d\\ude00"', "file") == "\U0001f600"
     assert read_json("[" * 100 + "]" * 100, "file")
     assert read_json('[[1], {"a": 2}]', "file", most_depth=2) == [[1], {"a": 2}]
     assert read_json('{"a": 1, "a": 2}', "file") == {"a": 2}

@@ -21,7 +21,7 @@ from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from tests.helpers.processes import alive, pids_of, wait_for
 
 FUNCTIONS = """
-    import functools, os, re, sys, time
+    import ctypes, functools, gc, os, re, sys, time
 
     def obey(word):
         if word == "raises":
@@ -39,6 +39,22 @@ FUNCTIONS = """
         if word == "prints":
             print("to standard output")
             os.write(1, b"by its number\\n")
+        if word == "comes back twice":
+            os.fork()
+        if word == "comes back twice in C":
+            ctypes.CDLL(None).fork()
+        if word == "answers for others":
+            for one in gc.get_objects():
+                if type(one).__name__ == "Connection":
+                    one.send((99, "forged", None))
+        if word == "talks nonsense":
+            os.write(int(sys.argv[1]), b"\\0\\0\\0\\1x")
+        if word == "talks of much":
+            os.write(int(sys.argv[1]), b"\\xff" * 12)
+        if word == "closes its pipes":
+            os.closerange(0, 256)
+        if word == "eats":
+            bytearray(1 << 36)
         if word == "starts another":
             if not os.fork():
                 time.sleep(3)
@@ -111,6 +127,27 @@ def test_what_cannot_be_pickled_fails_alone(setup: Callable[..., Any]) -> None:
         assert "cannot pickle" in str(not_picklable.exception()) and good.result() == 1
         answer, big = pool.submit(["lambda", "big"])
         assert isinstance(answer.exception(), WorkerEnded) and len(big.result()) == 1 << 24
+
+
+@pytest.mark.parametrize("how", ["comes back twice", "comes back twice in C", "answers for others"])
+def test_answers_belong_to_their_questions_whoever_else_answers(setup: Callable[..., Any], how: str) -> None:
+    with WorkerPool(setup, 1) as pool:
+        answers = outcomes(pool.submit([how, "a", how, "bb", "ccc"]))
+    assert answers == [len(how), 1, len(how), 2, 3]
+
+
+def test_a_worker_that_breaks_its_connection_fails_one_call(setup: Callable[..., Any]) -> None:
+    for how in ("talks nonsense", "talks of much", "closes its pipes"):
+        with WorkerPool(setup, 1, limit_s=20) as pool:
+            broken, good = outcomes(pool.submit([how, "a"]))
+        assert isinstance(broken, WorkerEnded) and good == 1, how
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such bound")
+def test_a_call_that_eats_memory_fails_alone(setup: Callable[..., Any]) -> None:
+    with WorkerPool(setup, 1, memory_bytes=1 << 30) as pool:
+        eaten, good = outcomes(pool.submit(["eats", "a"]))
+    assert isinstance(eaten, MemoryError) and good == 1
 
 
 def test_prints_go_to_standard_error(setup: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:

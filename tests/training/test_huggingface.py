@@ -13,6 +13,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.config.huggingface import end_tokens
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import stored_tensors
 from maxbatch.training import huggingface_reading
@@ -205,6 +206,24 @@ def test_tensors_of_another_model_are_refused(
         ),
         ({"hidden_act": "relu"}, "hidden_act=relu is not supported"),
         ({"hidden_size": None}, "a field of the model has a value of the wrong type"),
+        ({"model_type": ["llama"]}, "model_type=['llama'] is not supported"),
+        ({"num_hidden_layers": 10**10}, "num_hidden_layers=10000000000: must be a whole number from 0 to 10000"),
+        ({"hidden_size": 64.0}, "hidden_size=64.0: must be a whole number"),
+        ({"vocab_size": True}, "vocab_size=True: must be a whole number"),
+        ({"vocab_size": 10**200}, "must be a whole number from 0 to 2147483647"),
+        ({"num_key_value_heads": -1}, "num_key_value_heads=-1: must be a whole number"),
+        ({"num_attention_heads": 0}, "a field of the model has a value of the wrong type"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps='x': must be a number"),
+        ({"rope_theta": 10**200}, "must be a number up to 1e+30"),
+        ({"rope_theta": float("nan")}, "NaN is no number"),
+        ({"layer_types": [["full_attention"]]}, "must be a list of at most 10000 texts"),
+        ({"rope_scaling": [1]}, "rope_scaling=[1]: must be an object"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "a field of the model has a value of the wrong"),
+        ({"hidden_act": ["silu"]}, "hidden_act=['silu']: must be a text"),
+        (
+            {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 8.5},
+            "n_positions=8.5: must be",
+        ),
     ],
 )
 def test_a_model_that_is_not_supported_is_named(
@@ -220,6 +239,9 @@ def test_a_damaged_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     folder = write_folder(tmp_path / "model")
     (folder / "generation_config.json").write_text("{")
     assert "generation_config.json: is not JSON" in refusal(capsys, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1.5]}')
+    with pytest.raises(ConfigError, match="must be the id of a token"):
+        end_tokens(folder)
     (folder / "generation_config.json").unlink()
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])

@@ -23,6 +23,7 @@ from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.remat import INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
@@ -146,7 +147,7 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
 
 def _read(path: Path) -> Asked | None:
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path, str(path), finite=False)
         verdict, modelled = record["verdict"], Modelled(**record["modelled"])
         memory = verdict.pop("memory")
         return Asked(Verdict(**verdict, memory=Memory(**memory) if memory else None), True, modelled)

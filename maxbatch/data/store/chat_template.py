@@ -1,46 +1,36 @@
 """Chat templates: conversations as text, by the Jinja template that a tokenizer brings along, and who wrote which part.
 
-The template is that of `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer, rendered in Jinja's
-sandbox with the settings and functions that Hugging Face transformers gives it. `strftime_now` answers one fixed date,
-since a stream of samples must not change from day to day.
+The template is that of `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is a program of others
+and runs in a process of its own, with a bound on the time and the memory of each conversation.
 
 A template may mark what the assistant says itself, by `{% generation %} ... {% endgeneration %}`. Else the assistant's
 part of a turn begins where the prompt for it ends (the conversation so far, with the generation prompt), and ends with
-the turn, without the white space that follows its end-of-turn token.
+the turn, without the white space that follows its end-of-turn token. Special tokens that a message spells out are those
+tokens, as in transformers; they move the loss weight of no other message.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, shown_path
+from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered, Renderer, check_syntax
+from maxbatch.system.bounded import RefusedContent, read_json, read_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
+from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 
-# Noncharacters of Unicode, which no text holds: around what a template marks as the assistant's.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-# The date that Llama's templates take where no other is given.
-_TODAY = datetime(2024, 7, 26)
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-Message = Mapping[str, Any]
-Span = tuple[int, int]
-
-
-class ConversationError(ValueError):
-    """A conversation that cannot be used; the message is the reason."""
-
-
-class Rendered(NamedTuple):
-    """A conversation as text, and the parts of it that the assistant says, as begin and end in characters."""
-
-    text: str
-    spans: list[Span]
+_LIMIT_S = 5.0  # of one conversation, which takes milliseconds
+_MEMORY_BYTES = 512 << 20  # of the process that renders
+_MOST_SOURCE_BYTES = 1 << 20  # of a template
 
 
 @dataclass(frozen=True)
@@ -62,78 +52,40 @@ class ChatTemplate:
         """What fixes the text of every conversation."""
         return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
 
-    def render(self, messages: Sequence[Message], extras: Mapping[str, Any], first: int = 0) -> Rendered:
-        """Returns the text of a conversation, and the spans of the assistant's messages from message `first` on.
-
-        Args:
-          messages: each has a `role`; the rest is up to the template.
-          extras: further variables of the template, such as `tools`.
-          first: messages before this one belong to the prompt, whoever wrote them.
+    def render(self, questions: Sequence[Question]) -> list[Rendered | ConversationError]:
+        """Returns the text of each conversation, and the spans of its assistant's messages; or why it has none.
 
         Raises:
-          ConversationError: the template refuses the conversation, or does not tell the assistant's parts from others.
+          ConfigError: the template takes more time or memory than one conversation may.
         """
-        source = self.sources.get("tool_use") if extras.get("tools") else None
-        source = source or self.sources.get("default", "")
-        text = self._text(source, messages, extras)
-        if _OPEN in text:
-            text, spans = _marked(text)
-            begin = len(_marked(self._text(source, messages[:first], extras))[0]) if first else 0
-            return Rendered(text, [span for span in spans if span[0] >= begin])
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-        return Rendered(text, [self._turn(source, text, messages, extras, turn) for turn in turns])
-
-    def _turn(self, source: str, text: str, messages: Sequence[Message], extras: Mapping[str, Any], turn: int) -> Span:
-        """Returns the span of the assistant's message number `turn`."""
-        prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True)
-        so_far = self._text(source, messages[: turn + 1], extras)
-        end_token = next((token for token in self.ends if token and so_far.rstrip().endswith(token)), None)
-        if not text.startswith(prompt):
-            raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise than after the prompt for it, so that its "
-                "trained tokens cannot be told from the others; {% generation %} in the template marks them"
-            )
-        begin = len(prompt)
-        if text.startswith(so_far):
-            return begin, max(begin, len(so_far.rstrip()) if end_token else len(so_far))
-        # Templates may shorten earlier turns, as by what the assistant thought; their end is the end of turn.
-        end = text.find(end_token, begin) if end_token else -1
-        if end < 0:
-            raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise once others follow it, and ends it with no "
-                "special token, so that its trained tokens cannot be told from the others; {% generation %} in the "
-                "template marks them"
-            )
-        return begin, end + len(end_token or "")
-
-    def _text(
-        self, source: str, messages: Sequence[Message], extras: Mapping[str, Any], add_generation_prompt: bool = False
-    ) -> str:
-        variables = {
-            "tools": None, "documents": None, **self.variables, **extras,
-            "messages": messages, "add_generation_prompt": add_generation_prompt,
-        }  # fmt: skip
-        try:
-            return self._compiled(source).render(**variables)
-        except ConversationError:
-            raise
-        except Exception as error:  # a template is a program, and its faults are of any kind
-            raise ConversationError(f"the chat template refuses it ({' '.join(str(error).split())})") from error
-
-    def _compiled(self, source: str) -> Any:
-        if source not in self._programs:
-            self._programs[source] = _environment().from_string(source)
-        return self._programs[source]
+        return [_answer(future) for future in self._pool.submit(questions)]
 
     @cached_property
-    def _programs(self) -> dict[str, Any]:
-        return {}
+    def _pool(self) -> WorkerPool:
+        setup = functools.partial(Renderer, dict(self.sources), dict(self.variables), self.ends)
+        pool = WorkerPool(setup, 1, limit_s=_LIMIT_S, memory_bytes=_MEMORY_BYTES)
+        weakref.finalize(self, pool.close)
+        return pool
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("sources", "variables", "ends")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _answer(future: Future[Rendered]) -> Rendered | ConversationError:
+    try:
+        return future.result()
+    except ConversationError as refused:
+        return refused
+    except MemoryError:
+        problem = f"takes more than {_MEMORY_BYTES >> 20} MB of memory for one conversation"
+    except TimedOut:
+        problem = f"takes more than {_LIMIT_S:g} s for one conversation"
+    except (WorkerEnded, CancelledError) as end:
+        problem = f"cannot be run ({end})"
+    raise ConfigError(f"tokenizer_path: the chat template {problem}")
 
 
 def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], ConfigError]) -> ChatTemplate:
@@ -144,18 +96,15 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
       ends: texts of the tokenizer's special tokens.
       error: makes the error that blames the tokenizer for a problem.
     """
-    settings = _read_json(folder / "special_tokens_map.json", error) | _read_json(
-        folder / "tokenizer_config.json", error
-    )
+    settings = read_settings(folder / "special_tokens_map.json", error)
+    settings |= read_settings(folder / "tokenizer_config.json", error)
     file = folder / "chat_template.jinja"
     try:
-        found = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"cannot read {file}: {problem}") from problem
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    sources = {"default": found} if isinstance(found, str) else found
-    if not isinstance(sources, dict) or not all(isinstance(source, str) for source in sources.values()):
+        stated = read_text(file, shown_path(file), _MOST_SOURCE_BYTES) if file.is_file() else None
+    except OSError as problem:
+        raise error(f"cannot read {shown_path(file)}: {problem.strerror}") from problem
+    sources = _sources(settings.get("chat_template") if stated is None else stated)
+    if sources is None:
         raise error(
             "has no chat template, which records with messages need (chat_template.jinja, or tokenizer_config.json, "
             "beside it); records with prompt and completion need none"
@@ -167,79 +116,47 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     if isinstance(more, list):
         variables["additional_special_tokens"] = [text for one in more if (text := _text_of(one)) is not None]
     template = ChatTemplate(sources, variables, tuple(sorted({*ends} - {""}, key=lambda end: (-len(end), end))))
+    if sum(map(len, sources.values())) > _MOST_SOURCE_BYTES:
+        raise error(f"its chat template is larger than {_MOST_SOURCE_BYTES >> 20} MB, the most that is read")
     for source in sources.values():
         try:
-            template._compiled(source)
+            check_syntax(source)
         except ImportError as problem:
             raise ConfigError(
                 "use_sft=true: chat templates need jinja2, which is not installed; pip install 'maxbatch[text]'"
             ) from problem
         except Exception as problem:  # jinja2's errors of syntax
-            raise error(f"its chat template cannot be read ({' '.join(str(problem).split())})") from problem
+            raise error(f"its chat template cannot be read ({' '.join(str(problem).split())[:400]})") from problem
     return template
 
 
-def _read_json(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, Any]:
+def _sources(found: Any) -> dict[str, str] | None:
+    """Returns templates by name, as one text, an object or a list states them; None for anything else."""
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, list):
+        pairs = [(one.get("name"), one.get("template")) for one in found if isinstance(one, dict)]
+    else:
+        pairs = list(found.items()) if isinstance(found, dict) else []
+    texts = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+    return texts if pairs and len(texts) == len(pairs) else None
+
+
+def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, Any]:
+    """Returns the JSON object of a file beside a tokenizer, which may be missing; `error` blames the tokenizer."""
     if not file.is_file():
         return {}
     try:
-        settings = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{file} is not JSON ({problem})") from problem
+        settings = read_json(file, shown_path(file))
+    except OSError as problem:
+        raise error(f"cannot read {shown_path(file)}: {problem.strerror}") from problem
+    except RefusedContent as problem:
+        raise error(str(problem)) from problem
     if not isinstance(settings, dict):
-        raise error(f"{file} must be a JSON object, and it is a {type(settings).__name__}")
+        raise error(f"{shown_path(file)} must be a JSON object, and it is a {type(settings).__name__}")
     return settings
 
 
 def _text_of(token: Any) -> str | None:
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-def _marked(text: str) -> tuple[str, list[Span]]:
-    """Returns a text without its marks, and the spans that were marked."""
-    parts, spans, length, begin = [], [], 0, 0
-    for part in text.replace(_CLOSE, _OPEN + _CLOSE).split(_OPEN):
-        closes = part.startswith(_CLOSE)
-        if closes:
-            spans.append((begin, length))
-        part = part.removeprefix(_CLOSE)
-        if not closes:
-            begin = length
-        parts.append(part)
-        length += len(part)
-    return "".join(parts), spans
-
-
-def _environment() -> Any:
-    """Returns Jinja's sandbox with what transformers gives to chat templates."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}`, whose text comes out between two marks."""
-
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Callable[[], str]) -> str:
-            return f"{_OPEN}{caller()}{_CLOSE}"
-
-    def raise_exception(message: str) -> None:
-        raise ConversationError(f"the chat template refuses it ({message})")
-
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment

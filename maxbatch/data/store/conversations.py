@@ -2,8 +2,8 @@
 
 A record has `messages` (each with `role` and `content`, written by the tokenizer's chat template) or `prompt` and
 `completion`: two texts, after which the end-of-text token follows, or two lists of messages. The special tokens that
-such a text spells out become those tokens; nothing else is added. Of the fields of the record besides, the template
-sees `tools` (a list, or JSON of one) and those of `chat_template_kwargs`.
+such a text spells out become those tokens, as in transformers; nothing else is added. Of the fields of the record
+besides, the template sees `tools` (a list, or JSON of one) and those of `chat_template_kwargs`.
 
 With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn included: those of every
 assistant message, or of the completion. Without, all tokens are.
@@ -17,14 +17,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.chat_template import ChatTemplate, ConversationError, Rendered
+from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered
+from maxbatch.data.store.chat_template import ChatTemplate
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
 _NEEDED = "messages, or prompt and completion"
@@ -71,41 +73,36 @@ class Conversations:
           RecordError: a record without a conversation, or one whose tokens cannot be told apart.
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
+        read = [self._read(record) for record in records]
+        questions = [one for one in read if isinstance(one, Question)]
+        rendered = iter(self.template.render(questions) if questions else [])
         encoded: list[tuple[np.ndarray, np.ndarray] | None] = []
-        for number, record in enumerate(records):
+        for number, one in enumerate(read):
             try:
-                encoded.append(self._encode(json.loads(record)))
+                encoded.append(self._encoded(next(rendered) if isinstance(one, Question) else one))
             except ConversationError as error:
                 if not self.skip_bad_records:
                     raise RecordError(number, str(error)) from error
                 encoded.append(None)
         return encoded
 
-    def _encode(self, record: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        prompt, completion = record.get("prompt"), record.get("completion")
-        if record.get("messages") is not None:
-            return self._rendered(record, _messages(record["messages"], "messages"), 0)
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return self._texts(prompt, completion)
-        if isinstance(prompt, list) and isinstance(completion, list):
-            asked, answered = _messages(prompt, "prompt"), _messages(completion, "completion")
-            return self._rendered(record, [*asked, *answered], len(asked))
-        for name, value in (("prompt", prompt), ("completion", completion)):
-            if value is not None and not isinstance(value, str | list):
-                raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
-        fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
-        raise ConversationError(f"use_sft=true needs {_NEEDED} (both texts, or both lists); its fields: {fields}")
+    def _read(self, utf8: bytes) -> Question | _Texts | ConversationError:
+        """Returns the conversation of a record, or why it has none."""
+        try:
+            return _conversation(json.loads(utf8))
+        except ConversationError as error:
+            return error
 
-    def _rendered(
-        self, record: Mapping[str, Any], messages: list[dict[str, Any]], first: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        extras = _extras(record)
-        rendered = self.template.render(messages, extras, first)
+    def _encoded(self, found: Rendered | _Texts | ConversationError) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(found, ConversationError):
+            raise found
+        if isinstance(found, _Texts):
+            return self._texts(*found)
         if not self.completion_only:
-            rendered = Rendered(rendered.text, [(0, len(rendered.text))])
-        if not any(begin < end for begin, end in rendered.spans):
+            found = Rendered(found.text, [(0, len(found.text))])
+        if not any(begin < end for begin, end in found.spans):
             raise ConversationError("has no message of the assistant, so that nothing would be trained on")
-        return self._split(rendered)
+        return self._split(found)
 
     @property
     def template(self) -> ChatTemplate:
@@ -145,6 +142,29 @@ class Conversations:
         return whole, np.arange(len(whole)) >= (begin if self.completion_only else 0)
 
 
+class _Texts(NamedTuple):
+    """A record of two texts."""
+
+    prompt: str
+    completion: str
+
+
+def _conversation(record: Mapping[str, Any]) -> Question | _Texts:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if record.get("messages") is not None:
+        return Question(_messages(record["messages"], "messages"), _extras(record))
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return _Texts(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        asked, answered = _messages(prompt, "prompt"), _messages(completion, "completion")
+        return Question([*asked, *answered], _extras(record), len(asked))
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if value is not None and not isinstance(value, str | list):
+            raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
+    fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
+    raise ConversationError(f"use_sft=true needs {_NEEDED} (both texts, or both lists); its fields: {fields}")
+
+
 def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
     if not isinstance(value, list) or not value:
@@ -160,9 +180,9 @@ def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
     tools, more = record.get("tools"), record.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ConversationError(f"field tools is a text that is not JSON ({error})") from error
+            tools = read_json(tools, "field tools, a text,")
+        except RefusedContent as error:
+            raise ConversationError(str(error)) from error
     if tools is not None and not isinstance(tools, list):
         raise ConversationError(f"field tools is {_kind(tools)}, not a list")
     if more is not None and not isinstance(more, dict):

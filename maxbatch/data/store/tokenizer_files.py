@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.config.values import shown
-from maxbatch.data.store.chat_template import ChatTemplate, read_template
+from maxbatch.config.values import shown, shown_path
+from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
 from maxbatch.data.store.utf8 import utf8_of
+from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 
@@ -24,6 +25,7 @@ _NAMES = {
     "eos": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>"),
     "pad": ("<pad>", "<|pad|>", "[PAD]", "<|padding|>", "<|finetune_right_pad_id|>"),
 }
+_MOST_BYTES = 256 << 20  # of a tokenizer; those of 256,000 tokens have 35 MB
 
 
 class _FileTokenizer(ABC):
@@ -37,7 +39,7 @@ class _FileTokenizer(ABC):
     def __init__(self, path: str):
         self.file = self._find(path)
         try:
-            content = self.file.read_bytes() + self._settings()
+            content = self._content() + self._settings()
         except OSError as error:
             raise self.error(f"cannot read {self.file}: {error.strerror or error}") from error
         self.identity = f"{self.kind}:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
@@ -45,6 +47,9 @@ class _FileTokenizer(ABC):
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames the file for `problem`."""
         return ConfigError(f"tokenizer_path={shown(repr(str(self.file)))}: {problem}")
+
+    def _content(self) -> bytes:
+        return read_bytes(self.file, shown_path(self.file), _MOST_BYTES)
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -93,7 +98,7 @@ class _FileTokenizer(ABC):
     @cached_property
     def _library(self) -> Any:
         try:
-            return self._load(self.file.read_bytes())
+            return self._load(self._content())
         except ImportError as error:
             raise ConfigError(
                 f"tokenizer_type={self.kind}: needs {self.package}, which is not installed; "
@@ -202,7 +207,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
     @cached_property
     def _markup_library(self) -> Any:
-        library = self._load(self.file.read_bytes())
+        library = self._load(self._content())
         library.encode_special_tokens = False
         return library
 
@@ -219,15 +224,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
 
     def _stated_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that the `tokenizer_config.json` beside the file states."""
-        path = self.file.with_name("tokenizer_config.json")
-        if not path.is_file():
-            return {}
-        try:
-            settings = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise self.error(f"{path} is not JSON ({error})") from error
-        if not isinstance(settings, dict):
-            raise self.error(f"{path} must be a JSON object, and it is a {type(settings).__name__}")
+        settings = read_settings(self.file.with_name("tokenizer_config.json"), self.error)
         stated: dict[str, str | None] = {}
         for name in (f"{name}_token" for name in _NAMES):
             token = settings.get(name)

@@ -21,6 +21,7 @@ from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError
 
 _VERSION = 2
@@ -67,10 +68,10 @@ def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTo
     """Returns the cached figures of rows that `key` fixes, or None."""
     try:
         path = _path(config, key)
-        found = json.loads(path.read_bytes())
+        found = read_json(path, "figures of rows")
         figures = TrainedTokens(*(int(found[name]) for name in TrainedTokens._fields))
         return figures if found["crc32"] == _checksum(path, figures) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -25,7 +25,9 @@ from maxbatch.config.keys import Fixes, names_fixing
 from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
@@ -111,6 +113,14 @@ def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Ma
     return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": program_keys(config)}
 
 
+def _shape(stated: Any) -> BatchShape:
+    """Returns the shape that a manifest states; TypeError or RefusedContent if it is none."""
+    shape = BatchShape(*stated)
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers above 0")
+    return shape
+
+
 class SavedPrograms:
     """The compiled programs in a folder, for this run on these devices.
 
@@ -125,15 +135,16 @@ class SavedPrograms:
         self._folder, self._mesh = as_path(folder), mesh
         here = _identity(config, list(mesh.devices.flat))
         try:
-            manifest = json.loads((self._folder / MANIFEST).read_text())
+            manifest = read_json(self._folder / MANIFEST, MANIFEST)
             found = manifest["format"]
             if found == FORMAT:
-                self.shapes = [BatchShape(*map(int, shape)) for shape in manifest["shapes"]]
+                self.shapes = [_shape(stated) for stated in manifest["shapes"]]
                 self._sums: dict[str, str] = dict(manifest["programs"])
                 there = {part: dict(manifest[part]) for part in here}
         except (OSError, ValueError, TypeError, KeyError) as error:
+            why = error if isinstance(error, RefusedContent) else f"{MANIFEST}: {type(error).__name__}"
             raise ConfigError(
-                f"compiled_dir={folder}: holds no compiled programs ({MANIFEST}: {type(error).__name__}); "
+                f"compiled_dir={folder}: holds no compiled programs ({why}); "
                 f'works: compiled_dir="", or maxbatch compile --output {folder}'
             ) from error
         if found != FORMAT:
@@ -153,6 +164,19 @@ class SavedPrograms:
                 f"compiled_dir={folder}: was compiled for another run ({'; '.join(differing[:6])}{more}); "
                 f'compile again, or works: compiled_dir=""'
             )
+
+    def shapes_for(self, stages: Sequence[Stage]) -> list[BatchShape]:
+        """Returns the shapes of the steps of a run.
+
+        Raises:
+          ConfigError: a shape has room for more rows than any batch of the stages can need.
+        """
+        most = 2 * max(stage.global_batch_size + stage.micro_batch_size_to_train_on for stage in stages)
+        if too_large := [shape for shape in self.shapes if shape.micro_batch * shape.max_micro_batches > most]:
+            rows = shown(str(too_large[0].micro_batch * too_large[0].max_micro_batches))
+            raise ConfigError(f"compiled_dir={self._folder}: {MANIFEST} states a step of {rows} rows, and no batch of "
+                              f"this run needs more than {most}; compile again")  # fmt: skip
+        return self.shapes
 
     def __contains__(self, name: str) -> bool:
         return name in self._sums

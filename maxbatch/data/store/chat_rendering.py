@@ -1,0 +1,231 @@
+"""The process that renders chat templates, which are programs of others: Jinja's sandbox with transformers' settings.
+
+`strftime_now` answers one fixed date, since a stream of samples must not change from day to day.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NamedTuple
+
+# The date that Llama's templates take where no other is given.
+_TODAY = datetime(2024, 7, 26)
+MOST_CHARACTERS = 32 << 20  # of a conversation as text
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+class ConversationError(ValueError):
+    """A conversation that cannot be used; the message is the reason."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and the parts of it that the assistant says, as begin and end in characters."""
+
+    text: str
+    spans: list[Span]
+
+
+class Question(NamedTuple):
+    """A conversation to render.
+
+    Attributes:
+      messages: each has a `role`; the rest is up to the template.
+      extras: further variables of the template, such as `tools`.
+      first: messages before this one belong to the prompt, whoever wrote them.
+    """
+
+    messages: Sequence[Message]
+    extras: Mapping[str, Any]
+    first: int = 0
+
+
+class Renderer:
+    """The templates of a tokenizer, as `ChatTemplate` states them, in the process that runs them."""
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], ends: Sequence[str]) -> None:
+        self._sources, self._variables, self._ends = sources, variables, ends
+        self._programs: dict[str, Any] = {}
+
+    def __call__(self, question: Question) -> Rendered:
+        """Returns the text of a conversation, and the spans of the assistant's messages.
+
+        Raises:
+          ConversationError: the template refuses the conversation, or does not tell the assistant's parts from others.
+        """
+        messages, extras, first = question
+        source = self._sources.get("tool_use") if extras.get("tools") else None
+        source = source or self._sources.get("default", "")
+        text, spans = self._text(source, messages, extras)
+        if spans is not None:
+            begin = len(self._text(source, messages[:first], extras).text) if first else 0
+            return Rendered(text, [span for span in spans if span[0] >= begin])
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+        return Rendered(text, [self._turn(source, text, question, turn) for turn in turns])
+
+    def _turn(self, source: str, text: str, question: Question, turn: int) -> Span:
+        """Returns the span of the assistant's message number `turn`."""
+        messages, extras, _ = question
+        prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True).text
+        so_far = self._text(source, messages[: turn + 1], extras).text
+        end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)
+        if not text.startswith(prompt):
+            raise ConversationError(
+                f"the chat template writes message {turn + 1} otherwise than after the prompt for it, so that its "
+                "trained tokens cannot be told from the others; {% generation %} in the template marks them"
+            )
+        begin = len(prompt)
+        if text.startswith(so_far):
+            return begin, max(begin, len(so_far.rstrip()) if end_token else len(so_far))
+        # Templates may shorten earlier turns, as by what the assistant thought; their end is the end of turn.
+        if end_token and end_token in json.dumps(messages[turn], ensure_ascii=False):
+            raise ConversationError(
+                f"message {turn + 1} writes {end_token} itself, and the chat template shortens it once others follow, "
+                "so that the end of its trained tokens cannot be found; {% generation %} in the template marks them"
+            )
+        end = text.find(end_token, begin) if end_token else -1
+        if end < 0:
+            raise ConversationError(
+                f"the chat template writes message {turn + 1} otherwise once others follow it, and ends it with no "
+                "special token, so that its trained tokens cannot be told from the others; {% generation %} in the "
+                "template marks them"
+            )
+        return begin, end + len(end_token or "")
+
+    def _text(
+        self, source: str, messages: Sequence[Message], extras: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> _Marked:
+        variables = {
+            "tools": None, "documents": None, **self._variables, **extras,
+            "messages": messages, "add_generation_prompt": add_generation_prompt,
+        }  # fmt: skip
+        marks = self._environment.marks = _Marks()
+        try:
+            text = self._compiled(source).render(**variables)
+        except (ConversationError, MemoryError):
+            raise
+        except Exception as error:  # a template is a program, and its faults are of any kind
+            raise ConversationError(f"the chat template refuses it ({' '.join(str(error).split())[:400]})") from None
+        if len(text) > MOST_CHARACTERS:
+            raise ConversationError(f"the chat template makes more than {MOST_CHARACTERS:,} characters of it")
+        return marks.removed_from(text)
+
+    def _compiled(self, source: str) -> Any:
+        if source not in self._programs:
+            self._programs[source] = self._environment.from_string(source)
+        return self._programs[source]
+
+    @cached_property
+    def _environment(self) -> Any:
+        return environment()
+
+
+class _Marked(NamedTuple):
+    """A text without marks, and the spans that were marked; None where the template marks nothing."""
+
+    text: str
+    spans: list[Span] | None
+
+
+class _Marks:
+    """The marks around what a template generates, drawn anew for each rendering, so that no text can hold them."""
+
+    def __init__(self) -> None:
+        self._name = f"maxbatch-{secrets.token_hex(16)}"
+        self._is_used = False
+
+    def around(self, text: str) -> str:
+        """Returns a text between two marks."""
+        self._is_used = True
+        return f"<{self._name}>{text}</{self._name}>"
+
+    def removed_from(self, text: str) -> _Marked:
+        """Returns a rendered text without the marks; raises ConversationError where they are not in pairs."""
+        if not self._is_used:
+            return _Marked(text, None)
+        parts, spans, length, begin = [], [], 0, None
+        for part in re.split(f"(</?{self._name}>)", text):
+            opens, closes = part == f"<{self._name}>", part == f"</{self._name}>"
+            if self._name not in part:
+                parts.append(part)
+                length += len(part)
+            elif opens and begin is None:
+                begin = length
+            elif closes and begin is not None:
+                spans.append((begin, length))
+                begin = None
+            else:
+                raise ConversationError("the chat template nests or changes what stands in its {% generation %}")
+        if begin is not None:
+            raise ConversationError("the chat template cuts off what stands in its {% generation %}")
+        return _Marked("".join(parts), spans)
+
+
+def check_syntax(source: str) -> None:
+    """Parses a template and runs nothing of it.
+
+    Raises:
+      ImportError: jinja2 is not installed.
+      Exception: it is no Jinja template.
+    """
+    environment().parse(source)
+
+
+def environment() -> Any:
+    """Returns Jinja's sandbox with what transformers gives to chat templates."""
+    from jinja2 import nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """`{% generation %} ... {% endgeneration %}`, whose text comes out between two marks."""
+
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return str(self.environment.marks.around(caller()))  # type: ignore[attr-defined]
+
+    class PlainNamespace(Namespace):
+        """A namespace without names that begin with an underscore."""
+
+        def __setitem__(self, name: Any, value: Any) -> None:
+            if str(name).startswith("_"):
+                raise SecurityError(f"a namespace cannot hold {name!r}")
+            super().__setitem__(name, value)
+
+    def namespace(*arguments: Any, **values: Any) -> PlainNamespace:
+        made = PlainNamespace()
+        for name, value in dict(*arguments, **values).items():
+            made[name] = value
+        return made
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals |= {"raise_exception": _refuse, "strftime_now": _TODAY.strftime, "namespace": namespace}
+    made.globals["dict"] = lambda *arguments, **values: dict(*arguments, **values)
+    return made
+
+
+def _refuse(message: str) -> None:
+    raise ConversationError(f"the chat template refuses it ({str(message)[:400]})")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
