@@ -279,9 +279,10 @@ class Checkpoints:
         """Waits for the last save to commit; raises what `save` does."""
         with self._writing():
             self._wait()
-            self._opened = None
-            self._stack.close()
-            self._saved = self._started
+            if self._opened:
+                self._opened = None
+                self._stack.close()
+                self._saved = self._started
 
     @property
     def fate(self) -> str:

@@ -204,7 +204,7 @@ def test_a_probe_leaves_nothing(store: Store) -> None:
 def test_another_scheme_a_missing_bucket_and_a_missing_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, words in (
         ("ftp://x/y", "must be a local path, gs:// or s3:// (ftp:// is not supported)"),
-        ("gs:///y", "must name a bucket; works: gs://my-bucket/y"),
+        ("gs:///y", "must be a local path or a URL with a bucket, such as gs://bucket/y"),
     ):
         with pytest.raises(ConfigError) as caught:
             as_path(text)
