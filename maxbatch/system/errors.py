@@ -58,13 +58,13 @@ def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
     return ConfigError(f"{path}: cannot be read ({error.strerror})")
 
 
-def cannot_write(path: object, error: OSError) -> ConfigError | TrainingError:
+def cannot_write(path: object, error: OSError, remedy: str = "give another place") -> ConfigError | TrainingError:
     """Returns what to raise where a file could not be written. A full disk is not the fault of the user's input."""
     if isinstance(error, ConfigError | TrainingError):
         return error
     if is_disk_full(error):
         return TrainingError(f"{path}: {_DISK_FULL}")
-    return ConfigError(f"{path}: cannot be written ({error.strerror}); give another place")
+    return ConfigError(f"{path}: cannot be written ({error.strerror or error}); {remedy}")
 
 
 def report(error: BaseException) -> int:

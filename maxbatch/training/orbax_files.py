@@ -41,7 +41,7 @@ def let_orbax_wait_for_stores() -> None:
 
 
 def let_failed_arrays_end_quietly() -> None:
-    """Makes Orbax print nothing about the other arrays of a save or a restore that fails: the error it raises is enough.
+    """Makes Orbax print nothing about the other arrays of a save or restore that fails: the error it raises is enough.
 
     Orbax has no public way to run its coroutines elsewhere (0.12.8).
     """

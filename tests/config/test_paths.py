@@ -111,8 +111,8 @@ def test_an_argument_that_names_another_place_is_one_line(
     "arguments",
     [
         ["generate"], ["score"], ["report"], ["critical-batch"], ["prepare", "--verify"],
-        ["prepare", "dataset_type=python_stdlib", "--output"], ["compile", "--output"], ["export", "runs/a", "--output"],
-        ["train"], ["plan"],
+        ["prepare", "dataset_type=python_stdlib", "--output"], ["compile", "--output"],
+        ["export", "runs/a", "--output"], ["train"], ["plan"],
     ],
 )  # fmt: skip
 def test_an_argument_with_an_odd_url_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

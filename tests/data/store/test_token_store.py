@@ -243,7 +243,7 @@ def test_a_dataset_without_documents_is_refused(tmp_path: Path, texts: list[str]
 
 def test_a_cache_that_cannot_be_written_is_named(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"data_cache_dir='file/x': cannot write"):
+    with pytest.raises(ConfigError, match=r"data_cache_dir='file/x': .* cannot be written"):
         opened(changed(config, data_cache_dir="file/x"))
 
 
