@@ -31,7 +31,7 @@ class Plan:
 
     share: float = 0.0  # of the requests that fail
     at_most: int | None = None  # requests that fail, from the first on; None for any number
-    # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting Content-Length), `pause`,
+    # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting length), `pause`,
     # or `lost`: done, and answered by 425.
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
