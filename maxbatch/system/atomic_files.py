@@ -116,9 +116,8 @@ def _adding_objects(folder: RemotePath, last: str) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(Exception):  # the block's error is what counts
-            for path, _ in folder.files():
-                if path not in before:
-                    path.unlink(missing_ok=True)
+            for path in {path for path, _ in folder.files()} - before:
+                path.unlink(missing_ok=True)
         raise
 
 
