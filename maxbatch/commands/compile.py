@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from maxbatch.commands.arguments import local_path, note, place
 from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import EXIT_DONE, TrainingError, cannot_write
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import Target, device_facts
@@ -106,10 +107,7 @@ def _compile(
         return _Compiled(verdict, executable, Modelled())
     text = executable.as_text()
     if hlo:
-        try:
-            (hlo / f"{name}.hlo").write_text(text)
-        except OSError as error:
-            raise ConfigError(f"--hlo {hlo}: cannot be written ({error.strerror})") from error
+        write_atomically(hlo / f"{name}.hlo", text)
     return _Compiled(verdict, executable, model_time(text, target, config, shape))
 
 
@@ -121,7 +119,7 @@ def _made_folder(path: str | None) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--hlo {path}: cannot be written ({error.strerror})") from error
+        raise cannot_write(f"--hlo {path}", error) from error
     return folder
 
 

@@ -18,7 +18,7 @@ from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
-from maxbatch.system.errors import ConfigError, StoreRefused
+from maxbatch.system.errors import ConfigError, StoreRefused, cannot_write
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 
@@ -68,10 +68,8 @@ def run(args: Namespace) -> int:
             with bytes_bar(source.size, "tokenising") as progress:
                 build = Build(source, tokenizer, config, args.workers, progress, args.shard_tokens)
                 store = build_store(folder, build)
-        except ConfigError:
-            raise
         except OSError as error:
-            raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
+            raise cannot_write(f"--output {folder}", error) from error
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))
     _print_next(config, args, tokenizer)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import ROWS, Fixes, Key, names_fixing
+from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries, quoted
@@ -305,6 +306,8 @@ def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
                 f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside {' and '.join(words)}, which "
                 f"say {shown(place)}; works: run_dir={shown(place)}"
             )
+        if rule := place_fault(place):
+            raise ConfigError(f"{' and '.join(words)} say run_dir={shown(place)}: must be {rule}")
         settings["run_dir"] = settings[words[0]]._replace(value=place)
     elif "run_dir" in layer:
         for name in ("base_output_directory", "run_name"):

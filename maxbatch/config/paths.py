@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import re
 
+from maxbatch.system.storage import url_fault
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _STORES = ("gs", "s3")
-_BUCKET = re.compile(r"(gs|s3)://[^/]")
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
@@ -17,13 +18,17 @@ def local_fault(path: str) -> str | None:
     return f"a local path ({scheme[1]}:// is not supported here)" if scheme else None
 
 
-def place_fault(path: str) -> str | None:
-    """Returns the rule that a path breaks which is neither of this machine nor of an object store; None otherwise."""
+def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
+    """Returns the rule that a path breaks which is neither of this machine nor of an object store; None otherwise.
+
+    `may_hold_pattern`: the path may name several files, as in `gs://bucket/*.jsonl`.
+    """
     scheme = _URL.match(path.strip())
-    if scheme is None or _BUCKET.match(path.strip()):
+    if scheme is None:
         return None
     if scheme[1] in _STORES:
-        return f"a local path or a URL with a bucket, such as {scheme[1]}://bucket/folder"
+        url = path if scheme[2] else f"{scheme[1]}://"  # which lacks a bucket
+        return url_fault(url, may_hold_pattern)
     return f"a local path, gs:// or s3:// ({scheme[1]}:// is not supported)"
 
 
@@ -31,7 +36,7 @@ def data_fault(paths: str) -> str | None:
     """Returns the rule that one of several paths of data, joined by ";" or in a mapping, breaks."""
     parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
     urls = [path.strip() for path in parts if (url := _URL.match(path.strip())) and url[2]]
-    return next(filter(None, map(place_fault, urls)), None)
+    return next(filter(None, (place_fault(url, may_hold_pattern=True) for url in urls)), None)
 
 
 def is_staged(paths: str) -> bool:

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, DivergedError
+from maxbatch.system.errors import ConfigError, DivergedError, cannot_write
 from maxbatch.system.leases import Lease, hold_lease
 from maxbatch.system.locks import take_lock
 from maxbatch.system.remote_path import RemotePath
@@ -54,9 +54,7 @@ class RunFolder:
             self._check_kinds(run_dir)
             lock = take_lock(self.path / ".lock")
         except OSError as error:
-            raise ConfigError(
-                f"run_dir={run_dir}: cannot be written ({error.strerror}); give another folder"
-            ) from error
+            raise cannot_write(f"run_dir={run_dir}", error, "give another folder") from error
         if lock is None:
             raise ConfigError(f"run_dir={run_dir}: another process is training in it; {_INSTEAD}")
         return lock

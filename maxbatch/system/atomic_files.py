@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from maxbatch.system.errors import cannot_write
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, storage_errors
+from maxbatch.system.storage import AnyPath, remove_tree, storage_errors
 
 BUILDING = ".building-"  # begins the name of whatever is not finished yet
 _STALE_S = 24 * 3600
@@ -74,6 +74,51 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
             file.write(data)
     except OSError as error:
         raise cannot_write(path, error) from None
+
+
+@contextlib.contextmanager
+def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
+    """Yields a place for new files of a folder, which has them once the block ends; after an exception it has none.
+
+    The file named `last` says that the folder is whole: it comes after the others, and one that is there goes first.
+    In an object store the files are written into the folder itself, `last` by the end of the block.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    if isinstance(folder, RemotePath):
+        with _adding_objects(folder, last):
+            yield folder
+        return
+    is_new = not folder.exists()
+    beside = folder.parent if is_new else folder
+    beside.mkdir(parents=True, exist_ok=True)
+    building = beside / f"{BUILDING}{secrets.token_hex(8)}"
+    building.mkdir()
+    try:
+        yield building
+        if is_new:
+            building.rename(folder)
+            return
+        (folder / last).unlink(missing_ok=True)
+        for file in sorted(building.iterdir(), key=lambda file: file.name == last):
+            file.replace(folder / file.name)
+    finally:
+        remove_tree(building)
+
+
+@contextlib.contextmanager
+def _adding_objects(folder: RemotePath, last: str) -> Iterator[None]:
+    """Removes the objects that the block added if it raises."""
+    (folder / last).unlink(missing_ok=True)
+    before = {path for path, _ in folder.files()}
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # the block's error is what counts
+            for path in {path for path, _ in folder.files()} - before:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def remove_leftovers(folder: Path) -> None:

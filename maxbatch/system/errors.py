@@ -60,7 +60,7 @@ def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
     return ConfigError(f"{path}: cannot be read ({error.strerror})")
 
 
-def cannot_write(path: object, error: OSError) -> ConfigError | TrainingError:
+def cannot_write(path: object, error: OSError, remedy: str = "give another place") -> ConfigError | TrainingError:
     """Returns what to raise where a file could not be written. A full or failing disk is no fault of the input."""
     if isinstance(error, ConfigError | TrainingError):
         return error
@@ -68,7 +68,7 @@ def cannot_write(path: object, error: OSError) -> ConfigError | TrainingError:
         return TrainingError(f"{path}: {_DISK_FULL}")
     if error.errno == errno.EIO:
         return TrainingError(f"{path}: the disk fails ({error.strerror})")
-    return ConfigError(f"{path}: cannot be written ({error.strerror}); give another place")
+    return ConfigError(f"{path}: cannot be written ({error.strerror or error}); {remedy}")
 
 
 def report(error: BaseException) -> int:

@@ -38,6 +38,7 @@ _PASSING_TYPES = (
     "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "HTTPClientError",
     "ProxyError", "ReadTimeout", "ChunkedEncodingError", "ChecksumError", "IncompleteRead", "FSTimeoutError",
     "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
+    "JSONDecodeError", "FlexibleChecksumError",  # of an answer that was cut off
 )  # fmt: skip
 _TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # it raises a text
 _PASSING_TEXT = re.compile(

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 
 from maxbatch.system import preconditions
+from maxbatch.system.contents import read_whole
 from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist, split
 
 _UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
@@ -153,8 +154,7 @@ class RemotePath:
                     yield from RemotePath(url).glob(rest)
 
     def read_bytes(self) -> bytes:
-        data: bytes = persist(self.url, lambda: self.file_system.cat_file(self.url))
-        return data
+        return persist(self.url, lambda: read_whole(self.file_system, self.url))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)

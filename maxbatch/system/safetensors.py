@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 import ml_dtypes
 import numpy as np
 
+from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.remote_path import RemotePath
@@ -224,7 +225,7 @@ def write_tensors(
         first = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with writing_atomically(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _ in shapes:
             file.write(next(arrays).tobytes())

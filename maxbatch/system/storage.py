@@ -22,6 +22,9 @@ from maxbatch.system.object_stores import SCHEMES, file_system, meaning, split
 from maxbatch.system.remote_path import RemotePath
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SPECIAL = "?#*[]\\"  # clients of stores take these for a query, a version, a pattern or a slash, each its own way
+_MOST_BYTES = 800  # of a name; stores end at 1,024, and a run adds names of its own
 
 
 AnyPath = Path | RemotePath
@@ -38,11 +41,40 @@ def is_remote(text: object) -> bool:
     return isinstance(text, RemotePath) or scheme_of(str(text)) in SCHEMES
 
 
+def url_fault(url: str, may_hold_pattern: bool = False) -> str | None:
+    """Returns the rule that a gs:// or s3:// URL breaks, with a URL that keeps it; None if it breaks none.
+
+    `may_hold_pattern`: the URL may name several objects, as in `gs://bucket/*.jsonl`.
+    """
+    scheme, bucket, name = split(url.strip())
+    if not bucket:
+        return f"a local path or a URL with a bucket, such as {scheme}://bucket/{name or 'folder'}"
+    if not _BUCKET.fullmatch(bucket):
+        return f"a URL whose bucket is letters, digits, '.', '_' and '-', such as {scheme}://bucket/folder"
+    parts = name.removesuffix("/").split("/") if name else []
+    special = "" if may_hold_pattern else _SPECIAL
+    if any(part in ("", ".", "..") for part in parts):
+        rule = "a URL without '//', '.' and '..' in its name"
+    elif any(not letter.isprintable() or letter in special for letter in name):
+        rule = f"a URL without {' '.join(special) + ' and ' if special else ''}unprintable characters"
+    elif not may_hold_pattern and len(name.encode(errors="surrogatepass")) > _MOST_BYTES:
+        return f"a URL whose name has at most {_MOST_BYTES} bytes"
+    else:
+        return None
+    kept: list[str] = []
+    for part in parts:
+        if part == "..":
+            kept = kept[:-1]
+        elif part not in ("", "."):
+            kept.append("".join(c if c.isprintable() and c not in special else "_" for c in part))
+    return f"{rule}, such as {'/'.join([f'{scheme}://{bucket}', *kept])}"
+
+
 def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
     """Returns the path that a text names: absolute, `~` expanded, or an object store's.
 
     Raises:
-      ConfigError: another scheme than gs:// and s3://, a URL without a bucket, or a package is missing.
+      ConfigError: another scheme than gs:// and s3://, a URL that breaks a rule, or a package is missing.
     """
     if isinstance(text, RemotePath):
         return text
@@ -52,12 +84,10 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
         return Path(text).expanduser().absolute()
     if scheme not in SCHEMES:
         raise ConfigError(f"{text[:80]}: must be a local path, gs:// or s3:// ({scheme}:// is not supported)")
-    _, bucket, name = split(text.strip())
-    if not bucket:
-        raise ConfigError(f"{text[:80]}: must name a bucket; works: {scheme}://my-bucket/{name or 'folder'}")
+    if rule := url_fault(text):
+        raise ConfigError(f"{text[:80]}: must be {rule}")
     file_system(scheme)  # a missing package is told here
-    parts = [part for part in name.split("/") if part]
-    return RemotePath("/".join([f"{scheme}://{bucket}", *parts]))
+    return RemotePath(text.strip().rstrip("/"))
 
 
 def as_typed(text: str) -> AnyPath:

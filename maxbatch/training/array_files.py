@@ -19,7 +19,7 @@ from etils import epath
 from maxbatch.system.object_stores import refusal, s3_endpoint
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
-from maxbatch.training.orbax_files import let_orbax_wait_for_stores
+from maxbatch.training.orbax_files import let_failed_arrays_end_quietly, let_orbax_wait_for_stores
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
@@ -31,6 +31,7 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
     Slicing a shard over all its replicas, which is Orbax's default, would compile during training.
     """
+    let_failed_arrays_end_quietly()
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
     )

@@ -279,16 +279,17 @@ class Checkpoints:
         """Waits for the last save to commit; raises what `save` does."""
         with self._writing():
             self._wait()
-            self._opened = None
-            self._stack.close()
-            self._saved = self._started
+            if self._opened:
+                self._opened = None
+                self._stack.close()
+                self._saved = self._started
 
     @property
     def fate(self) -> str:
         """What is known to be saved, in words."""
         with contextlib.suppress(Exception):  # of a save that failed, which is told elsewhere
             if self._opened and not self._opened.is_saving_in_progress():
-                self._opened.check_for_errors()
+                self._opened.wait_until_finished()  # raises the error of its thread, which check_for_errors does not
                 self._saved = self._started
         saved = f"step {self._saved}" if self._saved else "nothing"
         return f"{saved} is saved" + ("" if self._started == self._saved else f", and perhaps step {self._started}")
@@ -306,7 +307,7 @@ class Checkpoints:
             probe(self._run_dir)
             looked_at = time.monotonic()
         if isinstance(self._run_dir, RemotePath) and self._opened:
-            self._opened.check_for_errors()
+            self._opened.wait_until_finished()
             self._saved = self._started
 
     def _give_up(self) -> None:

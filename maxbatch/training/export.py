@@ -16,6 +16,7 @@ from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.runs.json_file import write_json
+from maxbatch.system.atomic_files import BUILDING, writing_folder
 from maxbatch.system.errors import ConfigError, cannot_write
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
@@ -31,7 +32,7 @@ _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
 def export_model(model: str, output: str, dtype: str | None) -> str:
-    """Writes a model as a Hugging Face folder, its `config.json` last; returns what was written, for a person.
+    """Writes a model as a Hugging Face folder, whole or not at all; returns what was written, for a person.
 
     Args:
       model: a run folder, one of its checkpoints, or a Hugging Face folder.
@@ -52,11 +53,11 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     fields = config_json(config, written_as, source or _token_ids(config))
     generation = _generation(config, fields)
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        num_files, num_bytes = _write_parameters(opened, target, written_as)
-        copy_tokenizer(config, target)
-        write_json(target / GENERATION_FILE, generation)
-        write_json(target / CONFIG_FILE, fields)
+        with writing_folder(target, last=CONFIG_FILE) as folder:
+            num_files, num_bytes = _write_parameters(opened, folder, written_as)
+            copy_tokenizer(config, folder)
+            write_json(folder / GENERATION_FILE, generation)
+            write_json(folder / CONFIG_FILE, fields)
     except OSError as error:
         raise cannot_write(output, error) from error
     files = "1 file" if num_files == 1 else f"{num_files} files"
@@ -66,7 +67,7 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
 def new_folder(output: str) -> AnyPath:
     """Returns the path of a folder to write; raises ConfigError unless it is new or empty."""
     target = as_path(output)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not (target.is_dir() and all(p.name.startswith(BUILDING) for p in target.iterdir())):
         raise ConfigError(f"--output {shown_path(target)}: must be a new folder or an empty one")
     return target
 

@@ -5,13 +5,15 @@ Orbax reaches them through etils.epath, whose clients give up within a minute; a
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import IO, Any, TypeVar
 
 from etils.epath import backend, gpath
+from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch.system.errors import StoreRefused
@@ -24,6 +26,7 @@ AnyText = str | os.PathLike[str]
 # Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
 BARRIER_S = 2 * int(PATIENCE.seconds)
 COMMIT_S = 2 * BARRIER_S  # for the whole of a save
+_failed_loops: list[asyncio.AbstractEventLoop] = []
 
 
 def let_orbax_wait_for_stores() -> None:
@@ -35,6 +38,33 @@ def let_orbax_wait_for_stores() -> None:
     for scheme in SCHEMES:
         gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
     multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S
+
+
+def let_failed_arrays_end_quietly() -> None:
+    """Makes Orbax print nothing about the other arrays of a save or restore that fails: the error it raises is enough.
+
+    Orbax has no public way to run its coroutines elsewhere (0.12.8).
+    """
+    asyncio_utils._run_sync_via_new_loop = _run_on_new_loop
+
+
+def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on an event loop of its own. If the coroutine fails, the loop is kept open.
+
+    TensorStore reports every array to the loop. It prints a traceback for each one that finds the loop closed.
+    """
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        result = loop.run_until_complete(coroutine)
+    except BaseException:
+        loop.set_exception_handler(lambda _, context: None)  # of tasks that nobody waits for any more
+        _failed_loops.append(loop)
+        raise
+    finally:
+        asyncio.set_event_loop(None)
+    loop.close()
+    return result
 
 
 class PatientFiles(backend._FileSystemSpecBackend):

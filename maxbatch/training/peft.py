@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.runs.json_file import write_json
+from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import cannot_write
 from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.adapters import Adapters, Target
@@ -57,7 +58,7 @@ class Module(NamedTuple):
 
 
 def export_adapters(run: str, output: str, dtype: str | None) -> str:
-    """Writes the adapters of a run as a PEFT folder, its config last; returns what was written, for a person.
+    """Writes the adapters of a run as a PEFT folder, whole or not at all; returns what was written, for a person.
 
     Args:
       run: a run folder, or one of its checkpoints.
@@ -79,11 +80,11 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
         for name, tensor in _tensors(modules, config.base_num_decoder_layers, arrays)
     }
     try:
-        target.mkdir(parents=True, exist_ok=True)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        write_tensors(target / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
-        copy_tokenizer(config, target)
-        write_json(target / CONFIG_FILE, _config_json(config, adapters, modules))
+        with writing_folder(target, last=CONFIG_FILE) as folder:
+            write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
+            copy_tokenizer(config, folder)
+            write_json(folder / CONFIG_FILE, _config_json(config, adapters, modules))
     except OSError as error:
         raise cannot_write(output, error) from error
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())

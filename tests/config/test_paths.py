@@ -34,6 +34,47 @@ def test_a_place_is_a_local_path_or_one_of_an_object_store(key: str) -> None:
         assert "must be a local path or a URL with a bucket" in error_of(overrides=(f"{key}={url}",))
 
 
+# Of each: the URL, the rule, and a URL that keeps it.
+ODD_URLS = (
+    ("gs://bucket/a/../b", "a URL without '//', '.' and '..'", "gs://bucket/b"),
+    ("s3://bucket/../..", "a URL without '//', '.' and '..'", "s3://bucket"),
+    ("gs://bucket/./a", "a URL without '//', '.' and '..'", "gs://bucket/a"),
+    ("gs://bucket//a", "a URL without '//', '.' and '..'", "gs://bucket/a"),
+    ("s3://bucket/a//", "a URL without '//', '.' and '..'", "s3://bucket/a"),
+    ("gs://bucket/a\tb", "a URL without ? # * [ ] \\ and unprintable", "gs://bucket/a_b"),
+    ("gs://bucket/a\u200b", "a URL without ? # * [ ] \\ and unprintable", "gs://bucket/a_"),
+    ("s3://bucket/a?versionId=3", "a URL without ? # * [ ] \\ and unprintable", "s3://bucket/a_versionId=3"),
+    ("gs://bucket/a#1", "a URL without ? # * [ ] \\ and unprintable", "gs://bucket/a_1"),
+    ("gs://bucket/a[1]", "a URL without ? # * [ ] \\ and unprintable", "gs://bucket/a_1_"),
+    ("gs://bucket/" + "x" * 801, "a URL whose name has at most 800 bytes", ""),
+    ("gs://..", "a URL whose bucket is letters, digits", "gs://bucket/folder"),
+    ("s3://user:word@bucket/x", "a URL whose bucket is letters, digits", "s3://bucket/folder"),
+    ("gs://bücket/x", "a URL whose bucket is letters, digits", "gs://bucket/folder"),
+    ("gs://?x", "a URL whose bucket is letters, digits", "gs://bucket/folder"),
+    ("gs://", "a local path or a URL with a bucket", "gs://bucket/folder"),
+)
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_a_url_that_clients_of_stores_read_in_different_ways_is_refused(key: str) -> None:
+    for url, rule, works in ODD_URLS:
+        message = error_of(overrides=(f"{key}={url}",))
+        assert f"must be {rule}" in message and works in message
+        if works:
+            assert load_config(overrides=[f"{key}={works}"])[key] == works
+    for url in ("gs://bucket", "s3://bucket/", "gs://bucket/a b/%2e%2e/ü&x=1/", "s3://my.bucket_1/a"):
+        assert load_config(overrides=[f"{key}={url}"])[key] == url
+    assert "must be UTF-8 text without NUL" in error_of(overrides=(f"{key}=gs://bucket/a\0b",))
+
+
+def test_odd_urls_of_data_and_of_maxtexts_words_are_refused_too() -> None:
+    for url in ("gs://b/a/../x.jsonl", "/x;s3://b//x.jsonl,0.5", "gs:///x", "s3://b*/x", "gs://b/a\x01b"):
+        for key in DATA:
+            assert "must be a" in error_of(overrides=("dataset_type=jsonl", f"{key}={url}"))
+    message = error_of(overrides=("base_output_directory=gs://b/x", "run_name=../y"))
+    assert "run_dir=gs://b/x/../y: must be a URL without" in message and "such as gs://b/y" in message
+
+
 @pytest.mark.parametrize("key", LOCAL)
 def test_a_cache_of_this_machine_lies_on_it(key: str) -> None:
     assert "must be a local path (gs:// is not supported here)" in error_of(overrides=(f"{key}=gs://b/x",))
@@ -64,6 +105,22 @@ def test_an_argument_that_names_another_place_is_one_line(
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "must be a local path" in error and "is not supported" in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate"], ["score"], ["report"], ["critical-batch"], ["prepare", "--verify"],
+        ["prepare", "dataset_type=python_stdlib", "--output"], ["compile", "--output"],
+        ["export", "runs/a", "--output"], ["train"], ["plan"],
+    ],
+)  # fmt: skip
+def test_an_argument_with_an_odd_url_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    after = ["data.jsonl"] if arguments == ["score"] else []
+    Path("data.jsonl").write_text('{"text": "x"}\n')
+    assert main([*arguments, "gs://bucket/a/../b", *after]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "must be a URL without '//', '.' and '..'" in error
 
 
 def test_maxtexts_words_say_run_dir() -> None:

@@ -31,7 +31,8 @@ class Plan:
 
     share: float = 0.0  # of the requests that fail
     at_most: int | None = None  # requests that fail, from the first on; None for any number
-    # Of them: a status, `reset`, `truncate` (of what is read), `pause`, or `lost`: done, and answered by 425.
+    # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting length), `pause`,
+    # or `lost`: done, and answered by 425.
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
     delay_s: float = 0.0  # added to every request
@@ -169,14 +170,14 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "lost":
             self.loses = True
             return False
-        if kind == "truncate":
+        if kind in ("truncate", "half"):
             if self.command != "GET":
                 return self._refuse(503)
-            self.truncates = True
+            self.truncates, self.halves = kind == "truncate", kind == "half"
             return False
         return self._refuse(int(kind))
 
-    truncates = loses = False
+    truncates = halves = loses = False
 
     def _log(self, status: int) -> None:
         self.server.log.append([self.started, self.command, unquote(self.path), self.size, status])
@@ -208,7 +209,9 @@ class _Handler(BaseHTTPRequestHandler):
         if loses:
             self._refuse(425)
             return
-        self._answer(status, [*answered, *self._generation_read()], data, truncates)
+        halves, self.halves = self.halves, False
+        sent = data[: len(data) // 2] if halves else data
+        self._answer(status, [*answered, *self._headers_of_content(status, data)], sent, truncates)
 
     def _note_generation(self, name: str, answered: bytes) -> None:
         """Keeps the generation that a write was answered with; a write without one makes it unknown."""
@@ -217,14 +220,15 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, KeyError, TypeError):
             self.server.generations.pop(name, None)
 
-    def _generation_read(self) -> list[tuple[str, str]]:
-        """Returns the header with the generation of the object whose content the request reads."""
+    def _headers_of_content(self, status: int, data: bytes) -> list[tuple[str, str]]:
+        """Returns the headers with the generation and the length of the object whose content the request reads."""
         url = urlsplit(self.path)
         named = re.fullmatch(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)", url.path)
         if self.command != "GET" or not named or parse_qs(url.query).get("alt") != ["media"]:
             return []
         generation = self.server.generations.get(f"/{named[1]}/{unquote(named[2])}")
-        return [("x-goog-generation", generation)] if generation else []
+        length = [("x-goog-stored-content-length", str(len(data)))] if status == 200 else []
+        return [("x-goog-generation", generation), *length] if generation else length
 
     def _written_object(self, body: bytes) -> str | None:
         """Returns the bucket and name of the object that the request writes; None where it writes none."""

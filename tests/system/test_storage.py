@@ -135,6 +135,19 @@ def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str,
         assert not there.exists()
 
 
+@pytest.mark.parametrize("name", ["read_bytes", "read_range", "iterdir", "files", "file_sizes", "is_file"])
+@pytest.mark.parametrize("kind", ["half", "truncate"])
+def test_an_answer_of_200_with_half_a_body_is_asked_for_again(
+    store: Store, name: str, kind: str, tmp_path: Path
+) -> None:
+    there, here = an_object_and_a_file(store, tmp_path)
+    there.write_bytes(b"a whole object\n")
+    expected = REQUESTS[name](there, here)
+    with store.failing(share=1.0, at_most=2, kinds=(kind,), matching="^GET"):
+        assert REQUESTS[name](there, here) == expected
+    assert expected
+
+
 @pytest.mark.parametrize("name", ["write_bytes", "upload", "copy", "unlink"])
 def test_what_was_done_and_whose_answer_was_lost_is_done(store: Store, name: str, tmp_path: Path) -> None:
     there, here = an_object_and_a_file(store, tmp_path)
@@ -204,7 +217,7 @@ def test_a_probe_leaves_nothing(store: Store) -> None:
 def test_another_scheme_a_missing_bucket_and_a_missing_package_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, words in (
         ("ftp://x/y", "must be a local path, gs:// or s3:// (ftp:// is not supported)"),
-        ("gs:///y", "must name a bucket; works: gs://my-bucket/y"),
+        ("gs:///y", "must be a local path or a URL with a bucket, such as gs://bucket/y"),
     ):
         with pytest.raises(ConfigError) as caught:
             as_path(text)

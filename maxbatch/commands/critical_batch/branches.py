@@ -28,7 +28,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
 from maxbatch.system.remote_path import RemotePath
@@ -49,7 +49,7 @@ def _lock_on(folder: AnyPath) -> BinaryIO:
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(kept_here(folder) / ".lock", _LOCK_S)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+        raise cannot_write(folder, error) from None
     if lock is None:
         raise ConfigError(f"{folder}: another command measures in it; wait for it")
     return lock

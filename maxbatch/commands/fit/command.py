@@ -19,7 +19,8 @@ from maxbatch.commands.targets import add_target_arguments, config_and_target, p
 from maxbatch.config.loading import dump_config, keys, resolve
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import compose
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, cannot_write, report
 from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None
     """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
     try:
         if not path.exists():
-            path.write_text(dump_config(_with(config, **changes)))
+            write_atomically(path, dump_config(_with(config, **changes)))
             return
         text = path.read_text()
         for name, value in changes.items():
@@ -172,6 +173,6 @@ def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None
             text, replaced = re.subn(rf"(?m)^{name}\s*:[^#\n]*?(?=\s*(#|$))", line, text)
             if not replaced:
                 text = f"{text.rstrip()}\n{line}\n".lstrip()
-        path.write_text(text)
+        write_atomically(path.resolve(), text)
     except OSError as error:
-        raise ConfigError(f"--write {path}: cannot be written ({error.strerror})") from error
+        raise cannot_write(f"--write {path}", error) from error

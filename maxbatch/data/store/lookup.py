@@ -15,7 +15,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
@@ -55,10 +55,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         with bytes_bar(source.size, f"tokenising {key}") as progress:
             return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
     except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write tokenised data to "
-            f"{cache_folder(config)}: {error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
-        ) from error
+        raise cannot_write_cache(config, cache_folder(config), error) from error
 
 
 def _cached_store(folder: Path) -> TokenStore | None:

@@ -23,6 +23,7 @@ from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.object_stores import SCHEMES, file_system, persist
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import url_fault
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # Fields in which stores give the version of an object, the most reliable first.
@@ -154,6 +155,8 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
     where = where or shown(path)
     if scheme[1] not in SCHEMES:
         raise ConfigError(f"{where}: must be a local path, gs:// or s3:// ({scheme[1]}:// is not supported)")
+    if rule := url_fault(path, may_hold_pattern=True):
+        raise ConfigError(f"{where}: must be {rule}")
     try:
         found = file_system(scheme[1])
     except ConfigError as error:

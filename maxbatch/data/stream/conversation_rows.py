@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
@@ -93,10 +93,7 @@ def count_trained_tokens(config: ConfigDict, key: Mapping[str, Any], rows: RowSo
         with writing_atomically(path) as file:
             file.write(json.dumps(counted._asdict() | {"crc32": _checksum(path, counted)}).encode())
     except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir: cannot write {path}: {error.strerror or error}; data_cache_dir=/a/writable/folder puts "
-            "it elsewhere"
-        ) from error
+        raise cannot_write_cache(config, path, error) from error
     return counted
 
 

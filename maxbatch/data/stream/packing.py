@@ -31,11 +31,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
-from maxbatch.system.errors import ConfigError
 
 _VERSION = 2
 _HEADER_BYTES = 4096
@@ -218,10 +216,7 @@ def open_best_fit(config: ConfigDict, key: Mapping[str, Any], documents: Callabl
         remove_leftovers(path.parent)
         _write(path, best_fit(documents(), config.max_target_length), config.max_target_length)
     except OSError as error:
-        raise ConfigError(
-            f"data_cache_dir={shown(repr(config.data_cache_dir))}: cannot write the packing to {path.parent}: "
-            f"{error.strerror or error}; data_cache_dir=/a/writable/folder puts it elsewhere"
-        ) from error
+        raise cannot_write_cache(config, path.parent, error) from error
     return BestFitPlan(path)
 
 

@@ -26,9 +26,9 @@ from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
-from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_json
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, cannot_write
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
 
@@ -98,13 +98,12 @@ def save_programs(
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for name, content in files.items():
-            (folder / f"{name}.bin").write_bytes(content)
-        write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        with writing_folder(folder, last=MANIFEST) as building:
+            for name, content in files.items():
+                write_atomically(building / f"{name}.bin", content)
+            write_atomically(building / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
+        raise cannot_write(f"--output {folder}", error) from error
     return sum(map(len, files.values()))
 
 

@@ -1,0 +1,50 @@
+"""What goes wrong with a disk while a run trains on it: one line, whatever was being written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import environment, maxbatch
+from tests.helpers.full_disk import small_disk
+from tests.training.test_remote_runs import RAMPED
+
+ORDINARY_USER = 65534  # nobody
+KEYS = [key for key in RAMPED if "rampup" not in key and "per_device_batch_size" not in key]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kilobytes", [4, 32, 180])
+def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(tmp_path: Path, num_kilobytes: int) -> None:
+    with small_disk(tmp_path / "disk", num_kilobytes) as disk:
+        ended = maxbatch("train", *KEYS, "per_device_batch_size=1", f"run_dir={disk}/run")
+    assert ended.returncode == 1
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1 and "no space left on the disk; free some" in lines[0], ended.stderr
+
+
+@pytest.mark.slow
+def test_a_run_dir_that_an_ordinary_user_may_not_write_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    forbidden = tmp_path / "forbidden"
+    forbidden.mkdir(mode=0o755)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    drops = (
+        "import os, sys; from maxbatch.cli import main; import maxbatch.training.pretraining;"
+        f"os.setgroups([]); os.setgid({ORDINARY_USER}); os.setuid({ORDINARY_USER}); sys.exit(main())"
+    )
+    for run_dir in (forbidden, forbidden / "run"):
+        command = ["train", *KEYS, "per_device_batch_size=1", f"run_dir={run_dir}", "compilation_cache_dir="]
+        ended = subprocess.run(
+            [sys.executable, "-c", drops, *command],
+            env=environment(), capture_output=True, text=True, timeout=200, cwd="/",
+        )  # fmt: skip
+        assert ended.returncode == 2, ended.stderr
+        assert len(ended.stderr.splitlines()) == 1 and "cannot be written (Permission denied)" in ended.stderr
+    assert list(forbidden.iterdir()) == []
