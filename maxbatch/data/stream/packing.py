@@ -34,6 +34,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
+from maxbatch.system.errors import ConfigError
 
 _VERSION = 2
 _HEADER_BYTES = 4096
