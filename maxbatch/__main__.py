@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 
 def main() -> int:
-    """Runs the command line and returns the exit code, also if SIGTERM comes while modules load."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        from maxbatch.cli import main as run
+    """Runs the command line and returns the exit code; SIGTERM ends it with one also while modules load."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+    from maxbatch.cli import main as run
 
-        return run()
-    except KeyboardInterrupt:
-        return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return run()
 
 
 if __name__ == "__main__":

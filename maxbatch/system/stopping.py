@@ -15,8 +15,7 @@ from typing import Any, Self
 from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.object_stores import PATIENCE
 
-_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C
-_END_S = 10.0  # for a command that saves nothing to end by itself after SIGTERM
+_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
 _waits: list[str] = []  # what a signal makes the command wait for, the innermost last
 _unanswered: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
 
@@ -63,14 +62,14 @@ class Stopping:
 def watch_signals() -> None:
     """Starts the thread that answers the signals of a command, whatever its main thread does meanwhile.
 
-    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and so
-    does SIGTERM where nothing waits to save. What it leaves on disk is what a kill leaves, and children end with it.
+    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and
+    SIGTERM ends it where nothing waits to save. What it leaves on disk is what a kill leaves, and children end with it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     _unanswered.update(Stopping.numbers)
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
@@ -84,11 +83,11 @@ def leave_threads_behind(code: int) -> None:
         os._exit(code)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends a command in which nothing waits to save as Ctrl-C does: what it has opened is closed."""
-    signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the closing
-    PATIENCE.hurry()
-    raise KeyboardInterrupt
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Ends a command in which nothing waits to save; an exception could not, while an extension module loads."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
+        sys.stdout.flush()
+    _end()
 
 
 def _watch(reading: int) -> None:
@@ -106,7 +105,7 @@ def _watch(reading: int) -> None:
         elif number == signal.SIGINT:
             _later(1.0, _answer, number, "as soon as what runs now has ended")
         else:
-            _later(_END_S, _end_if_nothing_waits)
+            _later(_GRACE_S, _end_if_nothing_waits)
 
 
 def _later(seconds: float, function: Callable[..., None], *arguments: object) -> None:
