@@ -74,6 +74,13 @@ def watch_signals() -> None:
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
 
+def keep_signals() -> None:
+    """Puts this process's own handlers back where a library has set others, as the TPU compiler does when it is loaded."""
+    if threading.current_thread() is threading.main_thread():
+        for number in Stopping.numbers:
+            signal.signal(number, signal.getsignal(number))
+
+
 def leave_threads_behind(code: int) -> None:
     """Ends a process that failed at once if threads of it wait for a store: the usual exit would wait for them."""
     if code == EXIT_FAILED and PATIENCE.keeps_threads:

@@ -17,6 +17,7 @@ _NEEDED, _AVAILABLE = (rf"(?P<{name}>[\d.]+[KMGT]?)B?" for name in ("needed", "a
 # The wordings of the compilers for TPUs and GPUs; the first that matches counts.
 _WANTED = (
     rf"Used {_NEEDED} of {_AVAILABLE} (?P<space>\w+)",
+    rf"Scoped allocation with size {_NEEDED} and limit {_AVAILABLE} exceeded scoped (?P<space>\w+) limit",
     rf"\({_NEEDED}\) exceeds available (?P<space>HBM) \({_AVAILABLE}\)",
 )
 
