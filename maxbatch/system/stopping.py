@@ -75,7 +75,7 @@ def watch_signals() -> None:
 
 
 def keep_signals() -> None:
-    """Puts this process's own handlers back where a library has set others, as the TPU compiler does when it is loaded."""
+    """Puts the handlers of this process back where a library has set its own, as the TPU compiler does on loading."""
     if threading.current_thread() is threading.main_thread():
         for number in Stopping.numbers:
             signal.signal(number, signal.getsignal(number))

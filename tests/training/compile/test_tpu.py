@@ -102,8 +102,17 @@ def test_presets_compile_and_are_saved(
     assert load_config(overrides=[f"model_name={model}"]).scan_layers, "one compiled layer, whatever the depth"
 
 
-@pytest.mark.parametrize(("width", "words"), [(4096, 32000), (2048, 128256)])
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    ("topology", "width", "words"),
+    [
+        ("v4:2x2x1", 4096, 32000),
+        ("v4:2x2x1", 2048, 128256),
+        ("v5e:2x2", 4096, 32000),
+        ("v5p:2x2x1", 4096, 32000),
+        ("v6e:2x2", 2048, 128256),
+        ("tpu7x:2x2x1", 2048, 128256),
+    ],
+)
 def test_every_chip_compiles_wide_last_projections_with_its_own_flags(topology: str, width: int, words: int) -> None:
     """In a process of its own, since the compiler reads its flags once."""
     size = (f"base_emb_dim={width}", f"vocab_size={words}", "max_target_length=2048", "remat_policy=full")
