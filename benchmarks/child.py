@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measurement import BenchmarkError
+from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 
 
 def main(name: str, output: str, size: str) -> int:
     """Measures and writes the records; 1 where the benchmark has nothing to say."""
     quick = size == "quick"
+    give_cpu_devices_threads()
     try:
         measurements = importlib.import_module(f"benchmarks.{name}").measure(quick)
     except BenchmarkError as error:

@@ -1,9 +1,19 @@
-"""`python -m maxbatch` is `maxbatch`."""
+"""The command `maxbatch`, also as `python -m maxbatch`."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
-from maxbatch.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Runs the command line and returns the exit code; SIGTERM ends it with one also while modules load."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+    from maxbatch.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,7 @@ from typing import NoReturn
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
+from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is not None:
         return _run(argv)
     watch_signals()
+    watch_cpu_devices()
     code = _run(sys.argv[1:])
     leave_threads_behind(code)
     return code
@@ -37,6 +39,7 @@ def _run(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will say so
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the encoding does not
+    give_cpu_devices_threads()
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 
@@ -42,6 +43,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 # XLA takes devices that meet 40 s late, as on a busy machine, for a deadlock, and aborts.
 _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 os.environ["XLA_FLAGS"] = f"{QUICK_TO_COMPILE} {_PATIENT} --xla_force_host_platform_device_count=8"
+give_cpu_devices_threads()
 
 
 @pytest.hookimpl(tryfirst=True)

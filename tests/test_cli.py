@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,8 @@ from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.simulation import simulate_devices
+from tests.helpers.command import start, wait_until
+from tests.helpers.tiny import TINY_RUN
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
@@ -171,3 +177,46 @@ def test_the_package_resolves_its_names_and_no_others() -> None:
     assert maxbatch.load_config.__module__ == "maxbatch.config.loading"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = maxbatch.nothing
+
+
+def catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler of its own for SIGTERM."""
+    try:
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    except FileNotFoundError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.7, 1.2, 2.0])
+def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float) -> None:
+    process = start("train", *TINY_RUN, "run_dir=run", "steps=100000", "--simulate-devices", "2")
+    wait_until(lambda: catches_sigterm(process.pid), process)
+    time.sleep(delay)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode in ((75,) if Path("run/checkpoints").is_dir() else (1, 75)), output
+    assert "Traceback" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compile", *TINY_RUN, "run_dir=run"),
+        ("prepare", *TINY_RUN, "dataset_type=python_stdlib", "--output", "tokens"),
+        ("generate", "run", "--prompt", "a"),
+        ("plan", *TINY_RUN),
+        ("train", *TINY_RUN, "run_dir=run", "--simulate-devices", "4", "--simulate-hosts", "2"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -> None:
+    process = start(*command)
+    wait_until(lambda: catches_sigterm(process.pid), process)
+    time.sleep(0.5)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)  # until every child has closed the pipe
+    assert process.returncode in (0, 1, 2), output  # done, or refused, before it came
+    assert "Traceback" not in output

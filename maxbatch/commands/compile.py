@@ -124,11 +124,11 @@ def _made_folder(path: str | None) -> Path | None:
 
 
 def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> TrainingError:
-    from maxbatch.training.compile.memory import gigabytes
+    from maxbatch.training.compile.compiler import HBM
 
     return TrainingError(
-        f"{what} does not fit {target.name}: it needs {gigabytes(verdict.needed_bytes)} "
-        f"({verdict.needed_bytes} bytes) per device of {gigabytes(verdict.available_bytes)}; {advice}"
+        f"{what} does not fit {target.name}: {verdict.wants}; "
+        f"{advice if verdict.lacks.space == HBM else 'works: libtpu_flags=none'}"
     )
 
 
@@ -137,10 +137,13 @@ def _figures(one: _Compiled) -> dict[str, Any]:
 
 
 def _memory_figures(verdict: Verdict) -> dict[str, Any]:
+    from maxbatch.training.compile.compiler import LACKS_HBM
+
     return {
         **(dataclasses.asdict(verdict.memory) if verdict.memory else {}),
         "hbm_bytes_needed": verdict.needed_bytes,
         "hbm_bytes_available": verdict.available_bytes,
+        **({} if verdict.lacks == LACKS_HBM else {"lacks": verdict.lacks._asdict()}),
         "fits": verdict.fits,
         "compile_s": round(verdict.seconds, 2),
     }

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 from maxbatch.commands.arguments import check_at_most, check_divides
+from maxbatch.parallel.cpu_devices import make_cpu_devices
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.ports import free_port
@@ -29,15 +30,7 @@ _POLL_S = 0.05
 def simulate_devices(num_devices: int) -> None:
     """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else."""
     check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
-    flags = {
-        "--xla_force_host_platform_device_count": num_devices,
-        # Many devices on few cores meet late; XLA takes a wait of 40 s for a deadlock and aborts.
-        "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
-    }
-    others = [word for word in os.environ.get("XLA_FLAGS", "").split() if word.split("=")[0] not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*others, *(f"{flag}={value}" for flag, value in flags.items())])
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    make_cpu_devices(num_devices)
 
 
 def check_hosts(num_devices: int, num_hosts: int) -> None:

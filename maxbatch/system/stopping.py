@@ -8,14 +8,14 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.object_stores import PATIENCE
 
-_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C
-_REPEAT_S = 0.2  # within which a second Ctrl-C is the first one again
+_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
 _waits: list[str] = []  # what a signal makes the command wait for, the innermost last
 _unanswered: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
 
@@ -49,28 +49,36 @@ class Stopping:
         if not _waits:
             PATIENCE.renew()
             _unanswered.update(self.numbers)
+        _waits.append(self._waits_for)  # before its handlers stand and until they are gone: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
-        _waits.append(self._waits_for)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _waits.pop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        _waits.pop()
 
 
 def watch_signals() -> None:
     """Starts the thread that answers the signals of a command, whatever its main thread does meanwhile.
 
-    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself; what it
-    leaves on disk is what a kill leaves, and children end with it.
+    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and
+    SIGTERM ends it where nothing waits to save. What it leaves on disk is what a kill leaves, and children end with it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     _unanswered.update(Stopping.numbers)
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
+
+
+def keep_signals() -> None:
+    """Puts the handlers of this process back where a library has set its own, as the TPU compiler does on loading."""
+    if threading.current_thread() is threading.main_thread():
+        for number in Stopping.numbers:
+            signal.signal(number, signal.getsignal(number))
 
 
 def leave_threads_behind(code: int) -> None:
@@ -82,24 +90,45 @@ def leave_threads_behind(code: int) -> None:
         os._exit(code)
 
 
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    """Ends a command in which nothing waits to save; an exception could not, while an extension module loads."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
+        sys.stdout.flush()
+    _end()
+
+
 def _watch(reading: int) -> None:
-    asked: float | None = None
+    is_interrupted = False
     while True:
         number = os.read(reading, 1)[0]
         if number not in (signal.SIGINT, signal.SIGTERM):
             continue
-        if asked is None:
-            asked = time.monotonic() if number == signal.SIGINT else None
-            if _waits:
-                _answer(number, _waits[-1])
-            elif number == signal.SIGINT:
-                later = threading.Timer(1.0, _answer, (number, "as soon as what runs now has ended"))
-                later.daemon = True
-                later.start()
-        elif number == signal.SIGINT and time.monotonic() - asked > _REPEAT_S:
+        if number == signal.SIGINT and is_interrupted:
             time.sleep(_GRACE_S)
-            _write("maxbatch: interrupted\n")
-            os._exit(EXIT_FAILED)
+            _end()
+        is_interrupted = is_interrupted or number == signal.SIGINT
+        if _waits:
+            _answer(number, _waits[-1])
+        elif number == signal.SIGINT:
+            _later(1.0, _answer, number, "as soon as what runs now has ended")
+        else:
+            _later(_GRACE_S, _end_if_nothing_waits)
+
+
+def _later(seconds: float, function: Callable[..., None], *arguments: object) -> None:
+    timer = threading.Timer(seconds, function, arguments)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_if_nothing_waits() -> None:
+    if not _waits:
+        _end()
+
+
+def _end() -> None:
+    _write("maxbatch: interrupted\n")
+    os._exit(EXIT_FAILED)
 
 
 def _answer(number: int, waits_for: str) -> None:

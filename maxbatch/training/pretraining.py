@@ -18,6 +18,7 @@ from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
@@ -54,6 +55,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
       ConfigError: the config, the data or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
+    give_cpu_devices_threads()
     config = with_flags(config)
     with ExitStack() as stack:
         task = partial(Pretraining, parts=parts)

@@ -15,8 +15,9 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 
 
 def environment() -> dict[str, str]:
-    """The test's environment without its fake devices: the command makes its own."""
-    return os.environ | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
+    """The test's environment without its fake devices and their threads: the command makes its own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    return inherited | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
 
 
 def maxbatch(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -44,10 +44,31 @@ def test_compiled_code_does_not_keep_the_answer_and_the_second_ctrl_c_is_obeyed(
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         assert process.stderr.readline() == "maxbatch: SIGINT: stopping after this update; again to stop now\n"
-        time.sleep(0.5)  # sooner it is the first one again
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1
         assert process.stderr.read() == "maxbatch: interrupted\n"
+
+
+def test_two_ctrl_c_shortly_after_one_another_are_two() -> None:
+    with started("with Stopping('after this update'):\n    ready(); busy()\n") as process:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.15)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 1
+
+
+def test_sigterm_ends_a_command_that_saves_nothing_and_what_it_printed_is_not_lost() -> None:
+    with started("ready(); print('printed')\nwhile True: pass\n") as process:
+        process.terminate()
+        output, error = process.communicate(timeout=60)
+        assert (process.returncode, output, error) == (1, "printed\n", "maxbatch: interrupted\n")
+
+
+def test_sigterm_ends_compiled_code_that_saves_nothing_in_bounded_time() -> None:
+    with started("ready(); busy()\n") as process:
+        process.terminate()
+        assert process.wait(60) == 1
+        assert process.stderr is not None and process.stderr.read() == "maxbatch: interrupted\n"
 
 
 def test_a_command_that_waits_for_nothing_says_so_too() -> None:

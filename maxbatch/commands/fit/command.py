@@ -127,8 +127,6 @@ def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
 
 
 def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> TrainingError:
-    from maxbatch.training.compile.memory import gigabytes
-
     last = ways[-1]
     smallest = last.sizes.per_device(last.sizes.rows[0])
     verdict = min((asked.verdict for asked in last.oracle.asked.values()), key=lambda v: v.needed_bytes or 2**63)
@@ -142,8 +140,7 @@ def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> Trainin
         print(json.dumps(record, indent=2))
     more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
     return TrainingError(
-        f"not even per_device_batch_size={smallest} fits {target.name}: it needs "
-        f"{gigabytes(verdict.needed_bytes)} per device of {gigabytes(verdict.available_bytes)}; try {more}"
+        f"not even per_device_batch_size={smallest} fits {target.name}: {verdict.wants}; try {more}"
         "a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
     )
 

@@ -24,13 +24,14 @@ from maxbatch.parallel.remat import INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_json
+from maxbatch.training.compile.compiler import Shortage
 from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
 
-_FORMAT = 3  # of an answer on disk
+_FORMAT = 4  # of an answer on disk
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _compiling = threading.Semaphore(CORES)  # one compilation keeps about one core busy
@@ -149,8 +150,8 @@ def _read(path: Path) -> Asked | None:
     try:
         record = read_json(path, str(path), finite=False)
         verdict, modelled = record["verdict"], Modelled(**record["modelled"])
-        memory = verdict.pop("memory")
-        return Asked(Verdict(**verdict, memory=Memory(**memory) if memory else None), True, modelled)
+        memory, lacks = verdict.pop("memory"), Shortage(*verdict.pop("lacks"))
+        return Asked(Verdict(**verdict, memory=Memory(**memory) if memory else None, lacks=lacks), True, modelled)
     except (
         OSError,
         ValueError,

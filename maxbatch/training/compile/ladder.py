@@ -20,6 +20,7 @@ from typing import Any
 
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
+from maxbatch.training.compile.compiler import compile_program
 
 LONG_STAGE = 64  # updates that make a step of its own worth compiling for a stage
 
@@ -29,7 +30,7 @@ MakeExecutable = Callable[[str, Callable[[], Any]], Any]
 
 def compile_here(name: str, lower: Callable[[], Any]) -> Any:
     """Returns the program, compiled here; the default `MakeExecutable`."""
-    return lower().compile()
+    return compile_program(lower())
 
 
 def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:

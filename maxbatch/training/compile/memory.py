@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
 from typing import Any
 
@@ -12,13 +11,9 @@ import jax
 
 from maxbatch.data.feed.placement import Batch
 from maxbatch.system.errors import TrainingError
+from maxbatch.training.compile.compiler import HBM, LACKS_HBM, Shortage, compile_program, is_out_of_memory, shortage_in
 from maxbatch.training.compile.target import Target
 from maxbatch.training.state import TrainState
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = r"([\d.]+)([KMGT]?)B?"
-# The wordings of the compilers for TPUs and GPUs; the first that matches counts.
-_WANTED = (rf"Used {_SIZE} of {_SIZE} hbm", rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +46,19 @@ class Verdict:
     available_bytes: int | None  # what a device has; None if unknown
     memory: Memory | None  # of a program that was compiled
     seconds: float  # that the compiler took
+    lacks: Shortage = LACKS_HBM  # of a program that is refused for another memory than HBM
+
+    @property
+    def wants(self) -> str:
+        """The memory that a program lacks, for a person."""
+        if self.lacks.space != HBM:
+            needed, available = self.lacks.needed, self.lacks.available
+            return (
+                f"it needs {gigabytes(needed)} ({needed} bytes) of {self.lacks.space}, memory of a core, which has "
+                f"{gigabytes(available)} ({available} bytes)"
+            )
+        needed, available = self.needed_bytes, self.available_bytes
+        return f"it needs {gigabytes(needed)} ({needed} bytes) per device of {gigabytes(available)}"
 
 
 def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, Any]:
@@ -62,17 +70,18 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
     started = time.perf_counter()
     is_tpu = target.devices[0].platform == "tpu"
     try:
-        compiled = lowered.compile()
+        compiled = compile_program(lowered)
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text:
+        if not is_out_of_memory(error):
             reason = text.strip().splitlines()[0][:300]
             raise TrainingError(
                 f"{target.name}: the compiler fails on this program ({reason}); it is not for want of memory"
             ) from error
-        needed, available = wanted_bytes(text)
-        seconds = time.perf_counter() - started
-        return Verdict(False, needed, available or target.memory_bytes, None, seconds), None
+        lacks, seconds = shortage_in(text), time.perf_counter() - started
+        if lacks.space != HBM:
+            return Verdict(False, None, target.memory_bytes, None, seconds, lacks), None
+        return Verdict(False, lacks.needed, lacks.available or target.memory_bytes, None, seconds), None
     stats = compiled.memory_analysis()
     if stats is None:
         raise TrainingError(f"{target.name}: its compiler does not say what memory a program needs")
@@ -85,15 +94,6 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
     fits = is_tpu or limit is None or memory.needed_bytes <= limit
     verdict = Verdict(fits, memory.needed_bytes, limit, memory, time.perf_counter() - started)
     return verdict, compiled if fits else None
-
-
-def wanted_bytes(message: str) -> tuple[int | None, int | None]:
-    """Returns the bytes needed and available that a compiler's message names; None for what it does not name."""
-    found = next(filter(None, (re.search(pattern, message) for pattern in _WANTED)), None)
-    if found is None:
-        return None, None
-    needed, available = (round(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-    return needed, available
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from maxbatch.system.chips import TPUS, Chip, chip_of
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.stopping import keep_signals
 from maxbatch.training.compile.topology import Slice, parse_slice
 
 if TYPE_CHECKING:
@@ -142,4 +143,5 @@ def _slice_devices(sold: Slice, num_slices: int) -> tuple[jax.Device, ...]:
         if "INVALID_ARGUMENT" in message:
             raise ConfigError(f"--topology {sold}: the TPU compiler refuses it ({message})") from error
         raise TrainingError(f"the TPU compiler cannot be loaded: {message}") from error
+    keep_signals()
     return tuple(description.devices)

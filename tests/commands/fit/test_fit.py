@@ -17,7 +17,8 @@ from maxbatch.commands.fit.choices import Choice, Sizes
 from maxbatch.commands.fit.search import Line, largest_fitting
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import AXES, MeshShape
-from maxbatch.training.compile.memory import Parts, Verdict, wanted_bytes
+from maxbatch.training.compile.compiler import shortage_in
+from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target, device_facts, here
 from tests.helpers.tiny import TINY_RUN
@@ -128,7 +129,7 @@ def test_every_size_is_a_batch_that_plans() -> None:
     ],
 )  # fmt: skip
 def test_the_compiler_s_words_become_bytes(message: str, wanted: tuple[float, float]) -> None:
-    assert wanted_bytes(message) == tuple(round(gib * 2**30) for gib in wanted)
+    assert shortage_in(message) == ("hbm", *(round(gib * 2**30) for gib in wanted))
 
 
 def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

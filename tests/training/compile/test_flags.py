@@ -25,6 +25,8 @@ def test_auto_sets_the_flags_of_the_chip_and_records_them(version: str) -> None:
     has_sparse_cores = version in ("v5p", "v6e", "tpu7x")
     assert ("--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true" in held) == has_sparse_cores
     assert ("--xla_enable_async_all_reduce=true" in held) != has_sparse_cores
+    sums_inside = "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true" in held
+    assert sums_inside == (version == "v5e"), "a core of a v4 has too little vector memory for sums inside of products"
     assert "--xla_jf_crs_combiner_threshold_in_bytes=1048576" in held, "large sums are not joined into one"
 
 

@@ -20,6 +20,7 @@ from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.lowering import Programs, checked_mesh_shape
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import device_facts, find_target
+from tests.helpers.command import maxbatch
 
 pytestmark = [
     pytest.mark.tpu,
@@ -99,6 +100,25 @@ def test_presets_compile_and_are_saved(
     assert record["hbm_bytes_needed"] < record["hbm_bytes_available"] == chip.hbm_bytes
     assert Path("saved/manifest.json").is_file() and record["saved_bytes"] > 0
     assert load_config(overrides=[f"model_name={model}"]).scan_layers, "one compiled layer, whatever the depth"
+
+
+@pytest.mark.parametrize(
+    ("topology", "width", "words"),
+    [
+        ("v4:2x2x1", 4096, 32000),
+        ("v4:2x2x1", 2048, 128256),
+        ("v5e:2x2", 4096, 32000),
+        ("v5p:2x2x1", 4096, 32000),
+        ("v6e:2x2", 2048, 128256),
+        ("tpu7x:2x2x1", 2048, 128256),
+    ],
+)
+def test_every_chip_compiles_wide_last_projections_with_its_own_flags(topology: str, width: int, words: int) -> None:
+    """In a process of its own, since the compiler reads its flags once."""
+    size = (f"base_emb_dim={width}", f"vocab_size={words}", "max_target_length=2048", "remat_policy=full")
+    arguments = ["model_name=llama2-7b", *NARROW, *size, "per_device_batch_size=1", "--topology", topology]
+    done = maxbatch("compile", *arguments, "--output", "saved", "--json")
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
 
 
 def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,98 @@
+"""CPU devices of a process: threads for all of their collectives, and an end if they hang all the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, make_cpu_devices
+from tests.helpers import meshes
+
+COUNT = "--xla_force_host_platform_device_count"
+
+
+@pytest.fixture(autouse=True)
+def no_devices_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS"):
+        monkeypatch.setenv(name, "")
+
+
+def flags() -> list[str]:
+    return os.environ["XLA_FLAGS"].split()
+
+
+@pytest.mark.parametrize(("num_devices", "threads"), [(2, 32), (8, 128), (64, 256)])
+def test_simulated_devices_have_threads_for_all_their_collectives(num_devices: int, threads: int) -> None:
+    make_cpu_devices(num_devices)
+    assert os.environ["PJRT_NPROC"] == str(threads)
+    assert f"{COUNT}={num_devices}" in flags()
+    assert "--xla_cpu_enable_concurrency_optimized_scheduler=false" in flags()
+
+
+def test_devices_of_the_users_xla_flags_have_them_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x {COUNT}=4")
+    assert main(["--version"]) == 0
+    assert os.environ["PJRT_NPROC"] == "64" and flags()[:2] == ["--xla_dump_to=x", f"{COUNT}=4"]
+
+
+def test_the_only_device_of_a_run_is_left_as_it_is_and_that_of_a_host_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_cpu_devices(1)
+    assert os.environ["PJRT_NPROC"] == "" and flags() == [f"{COUNT}=1"]
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    make_cpu_devices(1)
+    assert os.environ["PJRT_NPROC"] == "16"
+
+
+def test_what_the_user_sets_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "--xla_cpu_enable_concurrency_optimized_scheduler=true"
+    monkeypatch.setenv("XLA_FLAGS", f"{COUNT}=2 {own}")
+    monkeypatch.setenv("PJRT_NPROC", "200")
+    give_cpu_devices_threads()
+    assert os.environ["PJRT_NPROC"] == "200"
+    assert [flag for flag in flags() if flag.startswith(own[:-5])] == [own]
+
+
+# JAX as the watching thread sees it: a call in its package that does not return.
+FAKE = """
+import time
+def default_backend(): return {backend!r}
+class distributed:
+    def is_initialized(): return {hosts}
+def wait(): time.sleep(3)
+"""
+WATCHED = """
+from maxbatch.parallel import cpu_devices
+cpu_devices._POLL_S, cpu_devices._LIMIT_S, cpu_devices._LIMIT_OF_HOSTS_S = 0.1, 0.5, 60
+cpu_devices.watch_cpu_devices()
+import jax
+jax.wait()
+"""
+
+
+@pytest.mark.parametrize(("backend", "hosts", "code"), [("cpu", False, 1), ("tpu", False, 0), ("cpu", True, 0)])
+def test_devices_that_wait_for_each_other_for_ever_end_the_process(
+    tmp_path: Path, backend: str, hosts: bool, code: int
+) -> None:
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text(FAKE.format(backend=backend, hosts=hosts))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == code and all("in a collective" in line and "PJRT_NPROC=" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_programs_on_random_meshes_do_not_hang() -> None:
+    assert meshes.main(["--runs", "4", "--seed", "3", "--load", "0"]) == 0

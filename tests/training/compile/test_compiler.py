@@ -1,0 +1,85 @@
+"""A refusal names the memory that is short; fusions too large for a core are compiled smaller, which is said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.training.compile.compiler import Shortage, compile_program, shortage_in
+from maxbatch.training.compile.flags import VARIABLE
+from tests.helpers.tiny import TINY_RUN
+
+MIB = 2**20
+FUSING = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"
+VMEM = (
+    "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack for %fusion. Scoped "
+    "allocation with size 16.50M and limit 16.00M exceeded scoped vmem limit by 512.0K."
+)
+HBM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm."
+
+
+class Lowered:
+    """A program that compiles once a flag is off."""
+
+    def __init__(self, message: str) -> None:
+        self.message, self.asked = message, list[dict[str, Any] | None]()
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> str:
+        self.asked.append(dict(compiler_options) if compiler_options else None)
+        if not compiler_options:
+            raise jax.errors.JaxRuntimeError(self.message)
+        return "compiled"
+
+
+@pytest.mark.parametrize(
+    ("message", "shortage"),
+    [
+        (VMEM, Shortage("vmem", int(16.5 * MIB), 16 * MIB)),
+        ("Ran out of memory in memory space smem. Used 1.50M of 1.00M smem.", Shortage("smem", int(1.5 * MIB), MIB)),
+        ("Ran out of memory in memory space vmem.", Shortage("vmem", None, None)),
+        ("out of memory", Shortage("hbm", None, None)),
+    ],
+)
+def test_a_shortage_names_its_memory(message: str, shortage: Shortage) -> None:
+    assert shortage_in(message) == shortage
+
+
+def test_fusions_that_exceed_a_core_are_compiled_smaller_and_the_flag_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"--{FUSING}=true")
+    lowered: Any = Lowered(VMEM)
+    assert compile_program(lowered) == "compiled"
+    assert lowered.asked == [None, {FUSING: "false"}]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--{FUSING}=false" in line and "vmem" in line and str(16 * MIB) in line
+
+
+@pytest.mark.parametrize(("message", "flags"), [(HBM, f"--{FUSING}=true"), (VMEM, "")])
+def test_what_smaller_fusions_do_not_help_is_not_compiled_twice(
+    message: str, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, flags)
+    lowered: Any = Lowered(message)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compile_program(lowered)
+    assert lowered.asked == [None]
+
+
+def test_compile_names_another_memory_than_hbm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(lowered: jax.stages.Lowered) -> None:
+        raise jax.errors.JaxRuntimeError(VMEM)
+
+    monkeypatch.setattr("maxbatch.training.compile.memory.compile_program", refuse)
+    assert main(["compile", *TINY_RUN, "run_dir=run", "--json"]) == 1
+    said = capsys.readouterr()
+    record = json.loads(said.out)
+    assert record["lacks"] == {"space": "vmem", "needed": int(16.5 * MIB), "available": 16 * MIB}
+    assert record["hbm_bytes_needed"] is None
+    assert f"({int(16.5 * MIB)} bytes) of vmem" in said.err and f"({16 * MIB} bytes)" in said.err
