@@ -22,6 +22,7 @@ from maxbatch.system.storage import AnyPath
 from maxbatch.training.orbax_files import let_orbax_wait_for_stores
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
+OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
 _RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 
