@@ -65,12 +65,22 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
     Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is no Hugging
     Face folder states none.
+
+    Raises:
+      ConfigError: the file cannot be read, or states something else than ids.
     """
     if not path or not is_huggingface_folder(path):
         return ()
     has_own = (as_path(path) / GENERATION_FILE).is_file()
-    stated = read_config_json(path, GENERATION_FILE if has_own else CONFIG_FILE).get("eos_token_id")
-    return tuple(token for token in (stated if isinstance(stated, list) else [stated]) if isinstance(token, int))
+    name = GENERATION_FILE if has_own else CONFIG_FILE
+    stated = read_config_json(path, name).get("eos_token_id")
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < 2**31:
+            raise ConfigError(
+                f"{shown_path(as_path(path) / name)}: eos_token_id must be token ids or null, not {token!r:.40}"
+            )
+    return tuple(ids)
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:

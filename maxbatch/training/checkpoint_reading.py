@@ -6,13 +6,18 @@ Every array is checked against its checksum when it has been read; nothing is re
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
+from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.loading import load_config
+from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import gather, warn
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, cannot_read
@@ -45,6 +50,21 @@ class StoredCheckpoint:
             self.record: CheckpointRecord = read_record(self.folder)
         except DamagedError as error:
             raise _damaged(self.folder, str(error)) from None
+
+    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+        """Returns the config of its run, with "key=value" texts over it.
+
+        Raises:
+          ConfigError: `config.yml` cannot be read, or states another model than the checkpoint does.
+        """
+        file, stored = str(self.folder.parent.parent / "config.yml"), self.record.identity["model"]
+        config = load_config(file)
+        names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else [])
+        for key in names:
+            if key in stored and stored[key] != config[key]:
+                there, here = (shown(repr(value)) for value in (config[key], stored[key]))
+                raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
+        return load_config(file, overrides) if overrides else config
 
     def check_shapes(self, abstract_params: nnx.State) -> None:
         """Raises ConfigError if parameters have other shapes than those of a model."""

@@ -18,9 +18,8 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.values import shown
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath
 from maxbatch.training.adapters import Adapters
-from maxbatch.training.checkpoint_reading import StoredCheckpoint, find_checkpoint
+from maxbatch.training.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.huggingface_reading import parameter_reader
 from maxbatch.training.state import TrainState, abstract_model
 
@@ -37,7 +36,7 @@ def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDi
     """
     if is_huggingface_folder(path):
         return load_config(overrides=["model_name=auto", f"load_parameters_path={path}", *overrides])
-    return load_config(str(find_checkpoint(path).parent.parent / "config.yml"), overrides)
+    return StoredCheckpoint(path).config(overrides)
 
 
 def load_parameters(
@@ -110,7 +109,7 @@ def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.S
     if is_huggingface_folder(path):
         return parameter_reader(path, config, abstract_params)
     checkpoint = StoredCheckpoint(path)
-    own = _adapted_config(checkpoint.folder)
+    own = _adapted_config(checkpoint)
     if own is not None:
         return _merged_reader(checkpoint, own, config, abstract_params)
     checkpoint.check_shapes(abstract_params)
@@ -123,22 +122,21 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.
     """
-    config = None if is_huggingface_folder(path) else _adapted_config(find_checkpoint(path))
+    checkpoint = None if is_huggingface_folder(path) else StoredCheckpoint(path)
+    config = checkpoint and _adapted_config(checkpoint)
     adapters = config and Adapters.from_config(config)
-    if not (config and adapters):
+    if not (checkpoint and config and adapters):
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
     _, base = abstract_model(config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = adapters.abstract(base)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    return config, base, _checked_adapters(StoredCheckpoint(path), placed)
+    return config, base, _checked_adapters(checkpoint, placed)
 
 
-def _adapted_config(checkpoint: AnyPath) -> ConfigDict | None:
+def _adapted_config(checkpoint: StoredCheckpoint) -> ConfigDict | None:
     """Returns the config of a checkpoint's run if the checkpoint holds adapters, else None."""
-    file = checkpoint.parent.parent / "config.yml"
-    config = load_config(str(file)) if file.is_file() else None
-    return config if config is not None and config.lora_rank else None
+    return checkpoint.config() if checkpoint.record.identity["model"].get("lora_rank") else None
 
 
 def _checked_adapters(checkpoint: StoredCheckpoint, abstract: nnx.State) -> nnx.State:

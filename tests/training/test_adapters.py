@@ -19,9 +19,9 @@ from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.loss import loss_sums
 from maxbatch.system.safetensors import stored_tensors
-from maxbatch.training import parameters
 from maxbatch.training.adapters import Adapters
-from maxbatch.training.parameters import _restore, load_parameters
+from maxbatch.training.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.parameters import load_parameters
 from maxbatch.training.pretraining import train
 from maxbatch.training.state import abstract_model
 from tests.helpers.configs import error_of
@@ -134,11 +134,13 @@ def test_a_run_from_adapters_reads_them_and_their_model_once(
 ) -> None:
     read: list[Path] = []
 
-    def restore(path: Any, checkpoint: Path, *rest: Any, **more: Any) -> nnx.State:
-        read.append(checkpoint)
-        return _restore(path, checkpoint, *rest, **more)
+    restore = StoredCheckpoint._restore
 
-    monkeypatch.setattr(parameters, "_restore", restore)
+    def noted(checkpoint: StoredCheckpoint, *rest: Any) -> nnx.State:
+        read.append(checkpoint.folder)
+        return restore(checkpoint, *rest)
+
+    monkeypatch.setattr(StoredCheckpoint, "_restore", noted)
     config = tiny_config(*RUN, f"load_parameters_path={adapted}", f"run_dir={tmp_path / 'run'}", "steps=1")
     train(config, jax.devices()[:1])
     assert sorted(read) == [adapted / "checkpoints" / "6", base / "checkpoints" / "2"]
