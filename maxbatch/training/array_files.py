@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
+import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,8 +23,11 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 from maxbatch.training.orbax_files import let_orbax_wait_for_stores
 
+T = TypeVar("T")
+
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
+_LAST_READS_S = 10.0  # that arrays under way are waited for once one has failed
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
 _RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 
@@ -32,10 +37,39 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
     Slicing a shard over all its replicas, which is Orbax's default, would compile during training.
     """
+    _let_orbax_fail_in_silence()
     registry = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+@functools.cache
+def _let_orbax_fail_in_silence() -> None:
+    """Keeps Orbax's remarks off the console; its errors are raised, and reported by us.
+
+    Where one array fails, Orbax closes its event loop while others are under way, and each of them prints a traceback
+    when it ends. It has no public way to wait for them (0.12.8).
+    """
+    from orbax.checkpoint._src import asyncio_utils
+
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+
+def _run_to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        return loop.run_until_complete(coroutine)
+    finally:
+        if left := asyncio.all_tasks(loop):
+            loop.run_until_complete(asyncio.wait(left, timeout=_LAST_READS_S))
+            for task in left:
+                if task.done() and not task.cancelled():
+                    task.exception()  # seen, or the loop prints it
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:

@@ -8,7 +8,6 @@ be read ends the run.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -67,11 +66,6 @@ def _items(state: TrainState) -> list[tuple[str, Any]]:
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
 
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Keeps out the tracebacks of failed writes, which Orbax logs and raises."""
-    return not record.exc_info
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -109,7 +103,6 @@ class Checkpoints:
         return self._opened
 
     def _open(self) -> ocp.CheckpointManager:
-        logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder.mkdir(exist_ok=True)
         is_remote = isinstance(self._folder, RemotePath)
         if is_remote:
