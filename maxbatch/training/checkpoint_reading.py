@@ -59,7 +59,7 @@ class StoredCheckpoint:
         """
         file, stored = str(self.folder.parent.parent / "config.yml"), self.record.identity["model"]
         config = load_config(file)
-        names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else [])
+        names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else ())
         for key in names:
             if key in stored and stored[key] != config[key]:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))

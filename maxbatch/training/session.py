@@ -27,7 +27,7 @@ from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import DivergedError, StoreFailed, StoreFull, StoreRefused, TrainingError
+from maxbatch.system.errors import ConfigError, DivergedError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
 from maxbatch.training.checkpoints import Checkpoints
@@ -96,6 +96,11 @@ class Session(Generic[B]):
             warn(message)
         self.task.build()
         restored = self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
+        if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
+            raise ConfigError(
+                f"{config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, which is "
+                "missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
+            )
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)

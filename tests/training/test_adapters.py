@@ -146,6 +146,34 @@ def test_a_run_from_adapters_reads_them_and_their_model_once(
     assert sorted(read) == [adapted / "checkpoints" / "6", base / "checkpoints" / "2"]
 
 
+@pytest.mark.parametrize("damaged", ["adapters", "base"])
+def test_damaged_adapters_and_a_damaged_model_below_them_are_named(
+    damaged: str, tmp_path: Path, base: Path, adapted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_base, run_dir = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(base, own_base)
+    shutil.copytree(adapted, run_dir)
+    config = run_dir / "config.yml"
+    config.write_text(config.read_text().replace(str(base), str(own_base)))
+    checkpoint = run_dir / "checkpoints" / "6" if damaged == "adapters" else own_base / "checkpoints" / "2"
+    file = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    for flags in ((), ("--adapter",)):
+        code = main(["export", str(run_dir), "--output", "exported", *flags])
+        if flags and damaged == "base":
+            assert code == 0, "the adapters alone are whole"
+        else:
+            assert code == 2
+            assert f"{checkpoint}: is damaged (" in capsys.readouterr().err.splitlines()[-1]
+        shutil.rmtree("exported", ignore_errors=True)
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("lora_alpha")]
+    config.write_text("\n".join([*lines, "lora_alpha: 8"]) + "\n")
+    with pytest.raises(ConfigError, match="lora_alpha"):
+        load_parameters(run_dir)
+
+
 def test_commands_take_the_merged_model(adapted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.jsonl").write_text('{"tokens": [1, 2, 3]}\n')
     assert main(["score", str(adapted), "a.jsonl", "--json", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]) == 0
