@@ -77,9 +77,8 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
     for token in ids:
         if type(token) is not int or not 0 <= token < 2**31:
-            raise ConfigError(
-                f"{shown_path(as_path(path) / name)}: eos_token_id must be token ids or null, not {token!r:.40}"
-            )
+            where = shown_path(as_path(path) / name)
+            raise ConfigError(f"{where}: eos_token_id must be null, an id or ids, not {shown(repr(token))}")
     return tuple(ids)
 
 
