@@ -66,18 +66,18 @@ class StoredCheckpoint:
                 raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
         return load_config(file, overrides) if overrides else config
 
-    def check_shapes(self, abstract_params: nnx.State) -> None:
-        """Raises ConfigError if parameters have other shapes than those of a model."""
+    def check_shapes(self, abstract_params: nnx.State, key: str = "load_parameters_path") -> None:
+        """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
         shapes = self._shapes()
         for keys, x in jax.tree.leaves_with_path(abstract_params):
             name = parameter_name(keys)
             there = shapes.get(name, x.shape)
             if there != x.shape:
-                raise self._misfit(f"{name} is {there} there, {x.shape} here")
+                raise self._misfit(f"{name} is {there} there, {x.shape} here", key)
         if self.record.parameters is not None:
             wanted = {parameter_name(keys) for keys, _ in jax.tree.leaves_with_path(abstract_params)}
             for name in sorted(wanted ^ shapes.keys()):
-                raise self._misfit(f"{name} is only {'there' if name in shapes else 'here'}")
+                raise self._misfit(f"{name} is only {'there' if name in shapes else 'here'}", key)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if self.record.parameters is not None:
@@ -91,8 +91,8 @@ class StoredCheckpoint:
         # Orbax keeps a parameter as a dict, whose one entry is "value".
         return {parameter_name(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
 
-    def _misfit(self, why: str) -> ConfigError:
-        return ConfigError(f"load_parameters_path={self._path}: its parameters do not fit this model ({why})")
+    def _misfit(self, why: str, key: str = "load_parameters_path") -> ConfigError:
+        return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
 
     def parameters(self, abstract_params: nnx.State, partial: bool = False) -> nnx.State:
         """Returns parameters, placed as `abstract_params` says; `partial`: the checkpoint holds others too.
@@ -130,6 +130,7 @@ class StoredCheckpoint:
         Raises:
           ConfigError: they are damaged, or are those of another model or optimizer.
         """
+        self.check_shapes(abstract.params, "load_full_state_path")
         params = self._restore("params", abstract.params)
         state = TrainState(params, self._restore("opt_state", abstract.opt_state))
         if damage := damage_of_state(self.record, state, array_checksums):
@@ -155,6 +156,8 @@ class StoredCheckpoint:
         return found
 
     def _other_arrays(self, item: str, why: str) -> ConfigError:
+        if item == "params" and self.record.parameters is not None:  # which agree with the model
+            return _damaged(self.folder, why)
         if item == "params":
             return self._misfit(why)
         return ConfigError(
