@@ -137,6 +137,8 @@ def os_error(error: Exception, path: AnyPath) -> OSError | None:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         error = OSError(int(code[1]), os.strerror(int(code[1])))
+    if isinstance(error, FileNotFoundError):  # Orbax raises it without a number
+        return None
     return error if isinstance(error, OSError) and error.errno not in _DAMAGED else None
 
 
