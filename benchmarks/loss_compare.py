@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     for case in arguments.cases:
         before, after = (_metrics(checkout.resolve(), case) for checkout in (arguments.before, arguments.after))
         same_data = [r["data_fingerprint"] for r in before] == [r["data_fingerprint"] for r in after]
-        difference = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(after, before, strict=True))
+        losses = [(a["loss"] or 0.0, b["loss"] or 0.0) for a, b in zip(after, before, strict=True)]
+        difference = max(abs(a - b) / (abs(b) or 1.0) for a, b in losses)
         passed = bool(before) and same_data and difference <= arguments.tolerance
         agree = agree and passed
         table.add_row(

@@ -42,12 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.parameters import config_of_model, load_parameters
 
-    tokenizer = make_tokenizer(config_of_model(args.run_dir))
+    config = config_of_model(args.run_dir)
+    use_persistent_cache(config)
+    tokenizer = make_tokenizer(config)
     # A prompt of an imported model begins as its tokenizer has it.
     imported = is_huggingface_folder(args.run_dir)
     begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []
     config, _, params = load_parameters(args.run_dir, begins)
-    use_persistent_cache(config)
     ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
     text = generate_text(params, tokenizer, args.prompt, config, rules)

@@ -19,7 +19,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
-from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 from maxbatch.system.terminal import PipeConsole
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     use_persistent_cache(config)
     config, _, params = load_parameters(args.model, overrides, mesh)
     found = Scorer(config, mesh, params)([record.tokens for record in records])
+    if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
+        raise TrainingError(f"{args.model}: gives no token a finite log-probability; its parameters are not finite")
     scored = _figures(records, found)
     if args.json:
         print(json.dumps(scored))

@@ -64,6 +64,9 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
     Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is no Hugging
     Face folder states none.
+
+    Raises:
+      ConfigError: the file cannot be read, or states something else than ids.
     """
     if not path or not is_huggingface_folder(path):
         return ()

@@ -117,6 +117,12 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def warn(message: str) -> None:
+    """Prints one line on standard error; the command goes on."""
+    if is_first():
+        print(f"maxbatch: warning: {printable(message)}", file=sys.stderr, flush=True)
+
+
 def broadcast(make: Callable[[], T]) -> T:
     """Returns on every host what `make` returns on the first one."""
     if jax.process_count() == 1:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
@@ -29,7 +30,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import compile_here
-from maxbatch.training.session import Outcome, Session, warn
+from maxbatch.training.session import Outcome, Session
 from maxbatch.training.state import TrainState, init_opt_state
 from maxbatch.training.step import StepMetrics
 from maxbatch.training.task import Dispatched, TaskData, model_of

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
@@ -124,6 +124,11 @@ def read_metrics(run_dir: AnyPath) -> list[dict[str, Any]]:
         elif number < len(lines):
             raise ConfigError(f"{path}:{number}: {wrong}")
     return records
+
+
+def is_weightless(record: Mapping[str, Any]) -> bool:
+    """Returns whether the batch of an update had no loss weight, so that its null loss is no sign of divergence."""
+    return record[Metric.LOSS] is None and record.get(Metric.LOSS_WEIGHT) == 0 and not record.get(Metric.SKIPPED)
 
 
 def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:

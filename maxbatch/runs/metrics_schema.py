@@ -50,7 +50,7 @@ class Metric(StrEnum):
     TOKENS_SEEN = "tokens_seen", "whole", "tokens", "Slots of the samples seen: samples × length."
     GLOBAL_BATCH_SIZE = "global_batch_size", "whole", "samples", "Real rows of the update (`rl`: pairs)."
     STAGE = "stage", "whole", "", "Stage of the ramp, from 0."
-    LOSS = "loss", "real or null", "nats per token", "Token-weighted mean loss of the global batch."
+    LOSS = "loss", "real or null", "nats per token", "Token-weighted mean loss of the batch; null without weight."
     LEARNING_RATE = "learning_rate", "real", "", "Learning rate of the update."
     GRAD_NORM = "grad_norm", "real or null", "", "Global norm of the gradient before clipping."
     DATA_FINGERPRINT = "data_fingerprint", "text", "", "Hash of the batch's rows, independent of their order and place."

@@ -1,4 +1,4 @@
-"""The JSON of a checkpoint: where the run stands, what it belongs to, and a checksum over itself; no JAX."""
+"""The JSON of a checkpoint: where the run stands, what it belongs to, checksums of its arrays and of itself; no JAX."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
+_OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
 COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
@@ -26,6 +27,20 @@ class Position(NamedTuple):
     skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
     consecutive_skips: int = 0  # of those, the ones in a row at the end
     noise_scale: NoiseScale = NoiseScale()  # what was measured of the gradients' noise so far
+    weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
+
+    @property
+    def trained_updates(self) -> int:
+        """Updates with a finite loss and gradient."""
+        return self.step - self.skipped_updates - self.weightless_updates
+
+
+class StoredParameter(NamedTuple):
+    """A parameter as a checkpoint holds it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: int  # 32 bits
 
 
 class CheckpointRecord(NamedTuple):
@@ -33,12 +48,14 @@ class CheckpointRecord(NamedTuple):
 
     position: Position
     identity: dict[str, dict[str, Any]]  # what a run must agree with to resume it, in parts: "data" and "model"
-    checksum: int  # of the arrays, 32 bits
+    checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
+    parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
 
     def to_json(self) -> dict[str, Any]:
         """Returns the JSON object, which carries a checksum over itself."""
         saved = self._asdict() | {"position": self.position._asdict()}
+        saved["parameters"] = self.parameters and {name: one._asdict() for name, one in self.parameters.items()}
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -50,47 +67,50 @@ class CheckpointRecord(NamedTuple):
         """
         step, samples_seen, skipped, in_a_row = (_whole(saved["position"][name]) for name in Position._fields[:4])
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
-        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass))
+        weightless = _whole(saved["position"].get("weightless_updates", 0))
+        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass), weightless)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         if not (
-            in_a_row <= skipped <= step
+            in_a_row <= skipped <= step - weightless
             and 1 <= num_loading_hosts <= num_hosts
-            and _whole(saved["checksum"]) < 2**32
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
         ):
             raise ValueError("out of range")
-        return cls(position, saved["identity"], saved["checksum"], (num_hosts, num_loading_hosts))
+        hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
+        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters)
 
 
 class DamagedError(Exception):
     """A checkpoint that cannot be trusted; the message is the reason."""
 
 
-def read_record(run_dir: AnyPath, step: int) -> CheckpointRecord:
+def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """Returns what the JSON of a checkpoint says, once nothing contradicts it.
 
-    A checkpoint whose checksum over its JSON holds is believed. One of an older version has none; it must agree with
-    the metrics of its step, if there are any.
+    In a run's `checkpoints/STEP` it must agree with that name. A checkpoint whose checksum over its JSON holds is
+    believed otherwise. One of an older version has none; it must agree with the metrics of its step, if there are any.
 
     Raises:
       DamagedError: the JSON is missing, or cannot be trusted.
       ConfigError: the system does not let it be read.
     """
-    path = run_dir / "checkpoints" / str(step) / "position" / "metadata"
+    path = checkpoint / "position" / "metadata"
     try:
         saved: Any = json.loads(_content(path))
         own = saved.pop(_OWN_CHECKSUM, None)
-        if _checksum(saved) != own and not (own is None and saved.keys() == set(CheckpointRecord._fields)):
+        if _checksum(saved) != own and not (own is None and saved.keys() == _OLD_FIELDS):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
     except OSError as error:
         raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError("its JSON is not that of a checkpoint") from None
-    if record.position.step != step:
-        raise DamagedError(f"it says that it is of step {record.position.step}")
-    if own is None:
-        recorded = samples_seen_at(run_dir, step)
+    step = record.position.step
+    is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
+    if is_in_run and step != int(checkpoint.name):
+        raise DamagedError(f"it says that it is of step {step}")
+    if own is None and is_in_run:
+        recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:
             raise DamagedError(f"metrics.jsonl says samples_seen {recorded[0]}, it says {record.position.samples_seen}")
     return record
@@ -105,13 +125,17 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
         return []
     except OSError as error:
         raise cannot_read(folder, error) from None
-    steps = sorted((int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)), reverse=True)
+    steps = sorted(map(int, filter(_is_step, names)), reverse=True)
     return [step for step in steps if is_committed(folder / str(step))]
 
 
 def is_committed(checkpoint: AnyPath) -> bool:
     """Returns whether a folder named by a step is a whole checkpoint: on a disk always, since it was renamed there."""
     return not isinstance(checkpoint, RemotePath) or (checkpoint / COMMITTED_FILE).is_file()
+
+
+def _is_step(name: str) -> bool:
+    return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 
 def _content(path: AnyPath) -> str:
@@ -127,6 +151,21 @@ def _whole(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("not a whole number")
     return value
+
+
+def _word(value: Any) -> int:
+    if _whole(value) >= 2**32:
+        raise ValueError("not 32 bits")
+    return value
+
+
+def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
+    if saved is None:
+        return None
+    return {
+        str(name): StoredParameter(tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"]))
+        for name, one in saved.items()
+    }
 
 
 def _finite(value: Any) -> float:

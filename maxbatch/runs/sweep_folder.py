@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import is_weightless, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.locks import take_lock
@@ -76,7 +76,8 @@ def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | N
     if metric == Metric.EVAL_LOSS:
         evals = [record[metric] for record in records if metric in record]
         return evals[-1] if evals else None
-    losses = [record[metric] for record in records[-max(1, len(records) // 10) :]]
+    last = records[-max(1, len(records) // 10) :]
+    losses = [record[metric] for record in last if not is_weightless(record)]
     return None if not losses or None in losses else sum(losses) / len(losses)
 
 

@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,7 +21,10 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 from maxbatch.training.orbax_files import let_failed_arrays_end_quietly, let_orbax_wait_for_stores
 
+T = TypeVar("T")
+
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
+OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
 _RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 
@@ -103,6 +106,8 @@ def os_error(error: Exception, path: AnyPath) -> OSError | None:
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         error = OSError(int(code[1]), os.strerror(int(code[1])))
+    if isinstance(error, FileNotFoundError):  # Orbax raises it without a number
+        return None
     return error if isinstance(error, OSError) and error.errno not in _DAMAGED else None
 
 

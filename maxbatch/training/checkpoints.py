@@ -8,14 +8,13 @@ be read ends the run.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
@@ -29,15 +28,21 @@ from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
-from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
+from maxbatch.training.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
+from maxbatch.training.checksums import (
+    CHECKSUMS,
+    array_checksums,
+    combined,
+    damage_of_state,
+    lower_checksums,
+    stored_parameters,
+)
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
 from maxbatch.training.orbax_files import COMMIT_S
 from maxbatch.training.parameters import base_identity
 from maxbatch.training.state import TrainState
 
 _POLL_S, _LOOK_S = 0.05, 10.0
-CHECKSUM = "checksum"  # name of the compiled program
-_OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 
 
 class Restored(NamedTuple):
@@ -56,24 +61,9 @@ def model_identity(config: ConfigDict) -> dict[str, Any]:
     return identity
 
 
-def state_checksum(state: TrainState) -> jax.Array:
-    """Returns a uint32 sum of the bits of every array: the same for any sharding, another if one word differs."""
-
-    def bits(x: jax.Array) -> jax.Array:
-        words = jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
-        return words.astype(jnp.uint32).sum(dtype=jnp.uint32)
-
-    return jnp.stack([bits(leaf) for leaf in jax.tree.leaves(state)]).sum(dtype=jnp.uint32)
-
-
 def _items(state: TrainState) -> list[tuple[str, Any]]:
     """Returns the names and the arrays of what a checkpoint holds."""
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
-
-
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Keeps out the tracebacks of failed writes, which Orbax logs and raises."""
-    return not record.exc_info
 
 
 class Checkpoints:
@@ -101,8 +91,7 @@ class Checkpoints:
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts = (jax.process_count(), num_loading_hosts)
-        self._jitted_checksum = jax.jit(state_checksum)
-        self._checksum: Callable[[TrainState], Any] = self._jitted_checksum  # until it is compiled ahead
+        self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._opened: ocp.CheckpointManager | None = None
         self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
         self._stack = contextlib.ExitStack()
@@ -114,7 +103,6 @@ class Checkpoints:
         return self._opened
 
     def _open(self) -> ocp.CheckpointManager:
-        logging.getLogger("absl").addFilter(_has_no_traceback)
         self._folder.mkdir(exist_ok=True)
         is_remote = isinstance(self._folder, RemotePath)
         if is_remote:
@@ -144,10 +132,9 @@ class Checkpoints:
 
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling what a save runs on device, so that the first save need not."""
-        if self._checksum is self._jitted_checksum:
-            lower = partial(self._jitted_checksum.lower, abstract.saved)
-            compiled = background.start(partial(make, CHECKSUM, lower))
-            self._checksum = lambda state: compiled.result()(state)
+        if self._checksums is array_checksums:
+            compiled = background.start(partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved)))
+            self._checksums = lambda state: jax.device_get(compiled.result()(state))
 
     def newest(self) -> CheckpointRecord | None:
         """Returns the record of the newest checkpoint whose JSON is sound; None if there is none.
@@ -166,7 +153,7 @@ class Checkpoints:
     def _look(self, step: int) -> tuple[str | None, Any]:
         """Returns how the JSON of a checkpoint is damaged, and the JSON if it is sound."""
         try:
-            record = read_record(self._run_dir, step)
+            record = read_record(self._folder / str(step))
         except DamagedError as error:
             return str(error), None
         for part, mine in self._identity.items():
@@ -190,7 +177,7 @@ class Checkpoints:
     def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
         """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
 
-        Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program that sums the arrays.
+        Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program of the checksums.
 
         Raises:
           ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
@@ -200,13 +187,13 @@ class Checkpoints:
             damage, saved = broadcast(partial(self._look, step))
             if not damage:
                 record = CheckpointRecord.from_json(saved)
-                state, damage = self._restore_arrays(step, abstract, record.checksum, make)
+                state, damage = self._restore_arrays(record, abstract, make)
             if not damage:
                 restored = Restored(state, record.position)
                 self._started = self._saved = step
                 break
             damages[step] = damage
-        if not restored and any(_OTHER_ARRAYS in damage for damage in damages.values()):
+        if not restored and any(OTHER_ARRAYS in damage for damage in damages.values()):
             raise ConfigError(
                 f"run_dir={self._run_dir}: no checkpoint has the arrays of this optimizer; set its keys to those of "
                 "config.yml there, give another run_dir, or start from the parameters with load_parameters_path"
@@ -216,11 +203,11 @@ class Checkpoints:
         return restored
 
     def _restore_arrays(
-        self, step: int, abstract: TrainState, checksum: int, make: MakeExecutable
+        self, record: CheckpointRecord, abstract: TrainState, make: MakeExecutable
     ) -> tuple[Any, str | None]:
         """Returns the state, or None and how it is damaged for one of the hosts."""
         state: Any = None
-        damage = None
+        damage, step = None, record.position.step
         items = {name: restore_as(part) for name, part in _items(abstract)}
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
@@ -234,10 +221,11 @@ class Checkpoints:
         damage = next(filter(None, gather(damage)), None)
         if damage:
             return None, damage
-        if self._checksum is self._jitted_checksum:
-            self._checksum = make(CHECKSUM, partial(self._jitted_checksum.lower, abstract.saved))
-        is_sound = int(self._checksum(state)) == checksum
-        return (state, None) if is_sound else (None, "its arrays do not match their checksum")
+        if record.parameters is not None and self._checksums is array_checksums:
+            program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
+            self._checksums = lambda state: jax.device_get(program(state))
+        damage = damage_of_state(record, state, self._checksums)
+        return (None, damage) if damage else (state, None)
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         self.close()
@@ -263,7 +251,9 @@ class Checkpoints:
           TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
           ConfigError: the folder cannot be written.
         """
-        record = CheckpointRecord(position, self._identity, int(self._checksum(state.saved)), self._hosts)
+        sums = self._checksums(state.saved)
+        parameters = stored_parameters(state.params, sums)
+        record = CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters)
         with self._writing():
             items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())

@@ -6,7 +6,9 @@ Orbax reaches them through etils.epath, whose clients give up within a minute; a
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
+import logging
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -40,11 +42,13 @@ def let_orbax_wait_for_stores() -> None:
     multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S
 
 
+@functools.cache
 def let_failed_arrays_end_quietly() -> None:
-    """Makes Orbax print nothing about the other arrays of a save or restore that fails: the error it raises is enough.
+    """Makes Orbax print nothing about a save or restore that fails: the error it raises is enough.
 
     Orbax has no public way to run its coroutines elsewhere (0.12.8).
     """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     asyncio_utils._run_sync_via_new_loop = _run_on_new_loop
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -18,12 +17,9 @@ from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.loading import load_config
 from maxbatch.config.values import shown
 from maxbatch.parallel.sharding import parameter_shardings
-from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
-from maxbatch.system.errors import ConfigError, cannot_read
-from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.adapters import Adapters
-from maxbatch.training.array_files import arrays_handler, os_error, plain_path, reason, restore_as
-from maxbatch.training.huggingface import parameter_path
+from maxbatch.training.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.huggingface_reading import parameter_reader
 from maxbatch.training.state import TrainState, abstract_model
 
@@ -40,7 +36,7 @@ def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDi
     """
     if is_huggingface_folder(path):
         return load_config(overrides=["model_name=auto", f"load_parameters_path={path}", *overrides])
-    return load_config(str(_find_checkpoint(path).parent.parent / "config.yml"), overrides)
+    return StoredCheckpoint(path).config(overrides)
 
 
 def load_parameters(
@@ -112,32 +108,12 @@ def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.S
     """
     if is_huggingface_folder(path):
         return parameter_reader(path, config, abstract_params)
-    checkpoint = _find_checkpoint(path)
+    checkpoint = StoredCheckpoint(path)
     own = _adapted_config(checkpoint)
     if own is not None:
         return _merged_reader(checkpoint, own, config, abstract_params)
-    _check_shapes(path, checkpoint, abstract_params)
-    return lambda part: _restore(path, checkpoint, part, partial=part is not abstract_params)
-
-
-def _check_shapes(path: str | Path, checkpoint: AnyPath, abstract_params: nnx.State) -> None:
-    """Raises ConfigError for a checkpoint on this machine whose parameters have other shapes, before it is read."""
-    if not isinstance(checkpoint, Path):
-        return
-    try:
-        stored = arrays_handler().metadata(checkpoint / "params")
-    except (OSError, ValueError, KeyError):
-        return  # it is damaged: reading it says how
-    # Orbax keeps a parameter as a dict, whose one entry is "value".
-    shapes = {parameter_path(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
-    for keys, x in jax.tree.leaves_with_path(abstract_params):
-        there = shapes.get(parameter_path(keys), x.shape)
-        if there != x.shape:
-            raise _misfit(path, f"{'.'.join(parameter_path(keys))} is {there} there, {x.shape} here")
-
-
-def _misfit(path: str | Path | AnyPath, why: str) -> ConfigError:
-    return ConfigError(f"load_parameters_path={path}: its parameters do not fit this model ({why})")
+    checkpoint.check_shapes(abstract_params)
+    return lambda part: checkpoint.parameters(part, partial=part is not abstract_params)
 
 
 def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
@@ -146,7 +122,7 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.
     """
-    checkpoint = None if is_huggingface_folder(path) else _find_checkpoint(path)
+    checkpoint = None if is_huggingface_folder(path) else StoredCheckpoint(path)
     config = checkpoint and _adapted_config(checkpoint)
     adapters = config and Adapters.from_config(config)
     if not (checkpoint and config and adapters):
@@ -155,29 +131,22 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = adapters.abstract(base)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    return config, base, _restore(path, checkpoint, placed)
+    return config, base, _checked_adapters(checkpoint, placed)
 
 
-def _restore(
-    path: str | Path | AnyPath, checkpoint: AnyPath, abstract_params: nnx.State, partial: bool = False
-) -> nnx.State:
-    with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
-        try:
-            return checkpointer.restore(folder / "params", args=restore_as(abstract_params, partial))
-        except (OSError, ValueError, KeyError) as error:
-            if failure := os_error(error, checkpoint):
-                raise cannot_read(checkpoint, failure) from None
-            raise _misfit(path, reason(error)) from error
-
-
-def _adapted_config(checkpoint: AnyPath) -> ConfigDict | None:
+def _adapted_config(checkpoint: StoredCheckpoint) -> ConfigDict | None:
     """Returns the config of a checkpoint's run if the checkpoint holds adapters, else None."""
-    file = checkpoint.parent.parent / "config.yml"
-    config = load_config(str(file)) if file.is_file() else None
-    return config if config is not None and config.lora_rank else None
+    return checkpoint.config() if checkpoint.record.identity["model"].get("lora_rank") else None
 
 
-def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State) -> Reader:
+def _checked_adapters(checkpoint: StoredCheckpoint, abstract: nnx.State) -> nnx.State:
+    checkpoint.check_shapes(abstract)
+    return checkpoint.parameters(abstract)
+
+
+def _merged_reader(
+    checkpoint: StoredCheckpoint, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State
+) -> Reader:
     """Returns a function that reads parameters of a model and merges the adapters of a checkpoint into them.
 
     Args:
@@ -187,11 +156,11 @@ def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abs
       abstract_params: its shapes and places.
     """
     base = own.load_parameters_path
-    stated = _record(checkpoint).identity["model"].get("base")
+    stated = checkpoint.record.identity["model"].get("base")
     if stated != base_identity(base):
         raise ConfigError(
-            f"{checkpoint}: holds adapters of another model than load_parameters_path={shown(repr(base))} is now; "
-            "put back the one that they were trained on"
+            f"{checkpoint.folder}: holds adapters of another model than load_parameters_path={shown(repr(base))} is "
+            "now; put back the one that they were trained on"
         )
     adapters = Adapters.from_config(own)
     assert adapters is not None, "the checkpoint holds adapters"
@@ -200,7 +169,7 @@ def _merged_reader(checkpoint: AnyPath, own: ConfigDict, config: ConfigDict, abs
     mesh = getattr(somewhere, "mesh", None)
     shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
     placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
-    trained = cache(partial(_restore, checkpoint, checkpoint, placed))  # a model is read in several parts
+    trained = cache(partial(_checked_adapters, checkpoint, placed))  # a model is read in several parts
     read = open_parameters(base, config, abstract_params)
 
     def merged(part: nnx.State) -> nnx.State:
@@ -223,7 +192,7 @@ def base_identity(path: str | Path) -> str:
             digest.update(f"{file.name} {file.stat().st_size}".encode())
             digest.update(_blocks(file))
         return digest.hexdigest()
-    record = _record(_find_checkpoint(path))
+    record = StoredCheckpoint(path).record
     digest.update(f"{record.position.step} {record.checksum} {record.identity['model']}".encode())
     return digest.hexdigest()
 
@@ -237,44 +206,10 @@ def _blocks(file: Path) -> bytes:
         )
 
 
-def _record(checkpoint: AnyPath) -> CheckpointRecord:
-    """Returns what the JSON of a checkpoint says; raises ConfigError if it cannot be trusted."""
-    if not checkpoint.name.isdigit():
-        raise ConfigError(f"{checkpoint}: adapters need a run folder, or one of its checkpoints/STEP")
-    try:
-        return read_record(checkpoint.parent.parent, int(checkpoint.name))
-    except DamagedError as error:
-        raise ConfigError(f"{checkpoint}: cannot be used: {error}") from error
-
-
 def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:
     """Returns the parameters and the optimizer's state of a run folder or checkpoint, placed as `abstract` says.
 
     Raises:
-      ConfigError: there is no such checkpoint, or its model or its optimizer is another.
+      ConfigError: there is no such checkpoint, it is damaged, or its model or its optimizer is another.
     """
-    checkpoint = _find_checkpoint(path)
-    with plain_path(checkpoint) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
-        try:
-            params = checkpointer.restore(folder / "params", args=restore_as(abstract.params))
-            return TrainState(params, checkpointer.restore(folder / "opt_state", args=restore_as(abstract.opt_state)))
-        except (OSError, ValueError, KeyError) as error:
-            if failure := os_error(error, checkpoint):
-                raise cannot_read(checkpoint, failure) from None
-            raise ConfigError(
-                f"load_full_state_path={path}: is of another model or optimizer ({reason(error)}); "
-                "load_parameters_path takes the parameters alone"
-            ) from error
-
-
-def _find_checkpoint(path: str | Path) -> AnyPath:
-    folder = as_path(path)
-    if (folder / "params").is_dir():
-        return folder
-    for step in committed_steps(folder):
-        if (folder / "checkpoints" / str(step) / "params").is_dir():
-            return folder / "checkpoints" / str(step)
-    raise ConfigError(
-        f"{folder}: no checkpoint here; give a run folder with checkpoints/, one of checkpoints/STEP, or "
-        "a Hugging Face folder (config.json)"
-    )
+    return StoredCheckpoint(path).full_state(abstract)

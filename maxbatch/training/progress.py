@@ -49,7 +49,7 @@ class RunProgress:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
         parts = (
             f"step {record[Metric.STEP]}/{self._total}",
-            f"loss {record[Metric.LOSS]:.4f}",
+            "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:.4f}",
             None if reward is None else f"reward {reward:.3f}",
             f"batch {record[Metric.GLOBAL_BATCH_SIZE]}",
             f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,

@@ -105,7 +105,7 @@ class Recorder:
             Metric.TOKENS_SEEN: position.samples_seen * self._slots_per_sample,
             Metric.GLOBAL_BATCH_SIZE: planned.num_rows,
             Metric.STAGE: planned.stage,
-            Metric.LOSS: float(metrics.loss),
+            Metric.LOSS: float(metrics.loss) if metrics.weight > 0 else None,
             Metric.LEARNING_RATE: update.learning_rate,
             Metric.GRAD_NORM: float(metrics.grad_norm),
             Metric.DATA_FINGERPRINT: to_hex(metrics.fingerprint),
@@ -128,11 +128,13 @@ class Recorder:
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
         skipped, before = bool(metrics.skipped), self.position
         norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
+        is_weightless = not skipped and not weight > 0
         self.position = Position(
             **self._manager.state_at(update.planned.step),
             skipped_updates=before.skipped_updates + skipped,
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
+            weightless_updates=before.weightless_updates + is_weightless,
         )
 
     def sync(self) -> None:
@@ -143,5 +145,6 @@ class Recorder:
 
 def not_finite(record: Record) -> str:
     """Returns which part of a skipped update was not finite."""
-    is_before = math.isfinite(record[Metric.LOSS]) and math.isfinite(record[Metric.GRAD_NORM])
+    loss = record[Metric.LOSS]  # None of a batch without loss weight
+    is_before = (loss is None or math.isfinite(loss)) and math.isfinite(record[Metric.GRAD_NORM])
     return "a new state" if is_before else "a gradient"

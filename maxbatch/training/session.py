@@ -7,7 +7,6 @@ evaluates, saves and stops.
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -19,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
-from maxbatch.parallel.hosts import is_first
+from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.learning_rate import LearningRate
@@ -28,8 +27,7 @@ from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import StoreFailed, StoreFull, StoreRefused, TrainingError
-from maxbatch.system.folding import printable
+from maxbatch.system.errors import ConfigError, DivergedError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.board import Board
 from maxbatch.training.checkpoints import Checkpoints
@@ -98,6 +96,11 @@ class Session(Generic[B]):
             warn(message)
         self.task.build()
         restored = self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
+        if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
+            raise ConfigError(
+                f"{config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, which is "
+                "missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
+            )
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
@@ -158,10 +161,11 @@ class Session(Generic[B]):
         """Takes every update that is left, or those until somebody asks to stop.
 
         Raises:
-          DivergedError: `max_consecutive_skips` updates in a row were not finite.
-          TrainingError: the disk is full.
+          DivergedError: `max_consecutive_skips` updates in a row were not finite, or all updates of the run.
+          TrainingError: the disk is full, or no update had a loss.
         """
         if self.is_complete:
+            self._check_result()
             self.console.print(
                 f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
                 "To go on, raise its length; to start anew, give another run_dir."
@@ -281,9 +285,24 @@ class Session(Generic[B]):
             where, name = self.config.base_output_directory, self.config.run_name
             self.console.print(f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}")
 
+    def _check_result(self) -> None:
+        """Raises TrainingError for a run none of whose updates had a finite loss and gradient."""
+        position = self.position
+        if not position.step or position.trained_updates:
+            return
+        where = f"{self.config.run_dir}: none of its {position.step} updates changed the parameters"
+        if position.skipped_updates:
+            raise DivergedError(
+                f"{where}: {position.skipped_updates} had a gradient or a new state that is not finite; lower "
+                "learning_rate, or look at the parameters that it started from"
+            )
+        raise TrainingError(f"{where}: no batch had a loss weight; look at the data with `maxbatch data`")
+
     def _conclude(self) -> Outcome:
         """Prints where the run lies and what to type next."""
         stopped_by = None if self.is_complete else self.stop.signal_name
+        if stopped_by is None:
+            self._check_result()
         where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"
         if stopped_by is None:
             self.console.print(f"done: {where}")
@@ -306,9 +325,3 @@ def is_due(period: int, last_end: int, step: int) -> bool:
     makes it due.
     """
     return step // period > last_end // period
-
-
-def warn(message: str) -> None:
-    """Prints one line on standard error; the run goes on."""
-    if is_first():
-        print(f"maxbatch: warning: {printable(message)}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from maxbatch.runs.position import (
     CheckpointRecord,
     DamagedError,
     Position,
+    StoredParameter,
     committed_steps,
     read_record,
 )  # fmt: skip
@@ -23,6 +25,7 @@ from maxbatch.runs.position import (
 RECORD = CheckpointRecord(
     Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)), {"data": {"seed": 0}, "model": {"vocab": 3}}, 7, (2, 1)
 )
+SUMMED = RECORD._replace(parameters={"embedding": StoredParameter((3, 2), "float32", 11)})
 
 
 def write(run_dir: Path, saved: Any, step: int = 4) -> Path:
@@ -35,7 +38,7 @@ def write(run_dir: Path, saved: Any, step: int = 4) -> Path:
 def old() -> dict[str, Any]:
     """The JSON of a version that knew no checksum over it."""
     saved = json.loads(json.dumps(RECORD.to_json()))
-    del saved["json_checksum"]
+    del saved["json_checksum"], saved["parameters"], saved["position"]["weightless_updates"]
     return saved
 
 
@@ -46,8 +49,9 @@ def changed(part: str | None, field: str, value: Any) -> dict[str, Any]:
 
 
 def test_what_was_written_is_read_and_only_gains_fields(tmp_path: Path) -> None:
-    write(tmp_path, RECORD.to_json())
-    assert read_record(tmp_path, 4) == RECORD
+    for record in (RECORD, SUMMED):
+        write(tmp_path, record.to_json())
+        assert read_record(tmp_path / "checkpoints" / "4") == record
     assert old().keys() == {"position", "identity", "checksum", "hosts"}
     assert old()["position"] == {
         "step": 4, "samples_seen": 40, "skipped_updates": 1, "consecutive_skips": 0, "noise_scale": [0.5, 0.25, 1e-3],
@@ -55,17 +59,29 @@ def test_what_was_written_is_read_and_only_gains_fields(tmp_path: Path) -> None:
 
 
 def test_any_changed_character_is_noticed(tmp_path: Path) -> None:
-    text = json.dumps(RECORD.to_json())
+    text = json.dumps(SUMMED.to_json())
     for place in range(len(text)):
         write(tmp_path, text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :])
         with pytest.raises(DamagedError):
-            read_record(tmp_path, 4)
+            read_record(tmp_path / "checkpoints" / "4")
 
 
 def test_a_checksum_that_holds_is_believed_whatever_the_metrics_say(tmp_path: Path) -> None:
     write(tmp_path, RECORD.to_json())
     write_metrics(tmp_path, 50)
-    assert read_record(tmp_path, 4) == RECORD
+    assert read_record(tmp_path / "checkpoints" / "4") == RECORD
+
+
+@pytest.mark.parametrize(
+    "parameters", [[], 3, {"a": 3}, {"a": {"shape": [1], "dtype": "float32"}}, {"a": {"shape": [-1], "checksum": 1}}]
+)
+def test_wrong_checksums_of_parameters_are_damage(tmp_path: Path, parameters: Any) -> None:
+    saved = SUMMED._replace(parameters=None).to_json() | {"parameters": parameters}
+    del saved["json_checksum"]
+    saved["json_checksum"] = hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()
+    write(tmp_path, saved)
+    with pytest.raises(DamagedError):
+        read_record(tmp_path / "checkpoints" / "4")
 
 
 def write_metrics(run_dir: Path, *samples_seen: int) -> None:
@@ -76,21 +92,21 @@ def write_metrics(run_dir: Path, *samples_seen: int) -> None:
 
 def test_without_a_checksum_it_must_agree_with_the_metrics_of_its_step(tmp_path: Path) -> None:
     write(tmp_path, old())
-    assert read_record(tmp_path, 4) == RECORD  # no metrics: there is nothing to agree with
+    assert read_record(tmp_path / "checkpoints" / "4") == RECORD  # no metrics: there is nothing to agree with
     write_metrics(tmp_path, 40)
-    assert read_record(tmp_path, 4) == RECORD
+    assert read_record(tmp_path / "checkpoints" / "4") == RECORD
     write_metrics(tmp_path, 50)
     with pytest.raises(DamagedError, match="says samples_seen 50, it says 40"):
-        read_record(tmp_path, 4)
+        read_record(tmp_path / "checkpoints" / "4")
     write_metrics(tmp_path, 50, 40)  # one of two lines of a step is a hole, and says nothing
-    assert read_record(tmp_path, 4) == RECORD
+    assert read_record(tmp_path / "checkpoints" / "4") == RECORD
 
 
 @pytest.mark.parametrize("saved", [old, RECORD.to_json])
 def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callable[[], Any]) -> None:
     write(tmp_path, saved(), step=5)
     with pytest.raises(DamagedError, match="it says that it is of step 4"):
-        read_record(tmp_path, 5)
+        read_record(tmp_path / "checkpoints" / "5")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +133,7 @@ def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callab
 def test_every_wrong_value_is_damage(tmp_path: Path, saved: Any) -> None:
     write(tmp_path, saved)
     with pytest.raises(DamagedError) as error:
-        read_record(tmp_path, 4)
+        read_record(tmp_path / "checkpoints" / "4")
     assert "\n" not in str(error.value)
 
 
@@ -128,7 +144,7 @@ def test_json_that_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], N
     if make:
         make(path)
     with pytest.raises(DamagedError):
-        read_record(tmp_path, 4)
+        read_record(tmp_path / "checkpoints" / "4")
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
@@ -141,7 +157,7 @@ def test_a_file_that_the_system_refuses_is_no_damage(
     write(tmp_path, old())
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ConfigError, match=rf"metadata: cannot be read \({error.strerror}\)"):
-        read_record(tmp_path, 4)
+        read_record(tmp_path / "checkpoints" / "4")
 
 
 def test_only_folders_named_by_a_step_are_checkpoints(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.loss import loss_sums
 from maxbatch.system.safetensors import stored_tensors
-from maxbatch.training import parameters
 from maxbatch.training.adapters import Adapters
-from maxbatch.training.parameters import _restore, load_parameters
+from maxbatch.training.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.parameters import load_parameters
 from maxbatch.training.pretraining import train
 from maxbatch.training.state import abstract_model
 from tests.helpers.configs import error_of
@@ -134,14 +134,44 @@ def test_a_run_from_adapters_reads_them_and_their_model_once(
 ) -> None:
     read: list[Path] = []
 
-    def restore(path: Any, checkpoint: Path, *rest: Any, **more: Any) -> nnx.State:
-        read.append(checkpoint)
-        return _restore(path, checkpoint, *rest, **more)
+    restore = StoredCheckpoint._restore
 
-    monkeypatch.setattr(parameters, "_restore", restore)
+    def noted(checkpoint: StoredCheckpoint, *rest: Any) -> nnx.State:
+        read.append(checkpoint.folder)
+        return restore(checkpoint, *rest)
+
+    monkeypatch.setattr(StoredCheckpoint, "_restore", noted)
     config = tiny_config(*RUN, f"load_parameters_path={adapted}", f"run_dir={tmp_path / 'run'}", "steps=1")
     train(config, jax.devices()[:1])
     assert sorted(read) == [adapted / "checkpoints" / "6", base / "checkpoints" / "2"]
+
+
+@pytest.mark.parametrize("damaged", ["adapters", "base"])
+def test_damaged_adapters_and_a_damaged_model_below_them_are_named(
+    damaged: str, tmp_path: Path, base: Path, adapted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_base, run_dir = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(base, own_base)
+    shutil.copytree(adapted, run_dir)
+    config = run_dir / "config.yml"
+    config.write_text(config.read_text().replace(str(base), str(own_base)))
+    checkpoint = run_dir / "checkpoints" / "6" if damaged == "adapters" else own_base / "checkpoints" / "2"
+    file = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    for flags in ((), ("--adapter",)):
+        code = main(["export", str(run_dir), "--output", "exported", *flags])
+        if flags and damaged == "base":
+            assert code == 0, "the adapters alone are whole"
+        else:
+            assert code == 2
+            assert f"{checkpoint}: is damaged (" in capsys.readouterr().err.splitlines()[-1]
+        shutil.rmtree("exported", ignore_errors=True)
+    lines = [line for line in config.read_text().splitlines() if not line.startswith("lora_alpha")]
+    config.write_text("\n".join([*lines, "lora_alpha: 8"]) + "\n")
+    with pytest.raises(ConfigError, match="lora_alpha"):
+        load_parameters(run_dir)
 
 
 def test_commands_take_the_merged_model(adapted: Path, capsys: pytest.CaptureFixture[str]) -> None:

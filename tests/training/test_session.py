@@ -18,7 +18,11 @@ from maxbatch.cli import main
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.runs.devices import DevicesUsed, read_devices
-from maxbatch.system.errors import DivergedError
+from maxbatch.runs.metrics import is_weightless
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.sweep_folder import metric_value
+from maxbatch.system.errors import DivergedError, TrainingError
+from maxbatch.training.own import Parts, Rows, next_token_loss
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import is_due
 from tests.helpers.slices import TWO_SLICES, pretend_slices
@@ -171,3 +175,23 @@ def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
     assert error.count("\n") == 1 and "no space left on the disk" in error
     assert main(arguments) == 0
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def weightless(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    loss, weight = next_token_loss(model, rows)
+    return 0 * loss, 0 * weight
+
+
+def test_a_batch_without_loss_weight_has_no_loss_and_a_run_of_them_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("steps=3", "log_period=1", "checkpoint_period=2", f"run_dir={tmp_path}")
+    for _ in range(2):  # also where the run is complete
+        with pytest.raises(TrainingError, match="none of its 3 updates changed the parameters: no batch had a loss"):
+            train(config, ONE, Parts(objective=weightless))
+    records = read_metrics(tmp_path)
+    assert [(r["loss"], r["loss_weight"], r["skipped"]) for r in records] == [(None, 0.0, False)] * 3
+    assert all(is_weightless(record) for record in records)
+    assert "step 3/3 | loss - |" in capsys.readouterr().out
+    assert metric_value([{"loss": 2.0, "loss_weight": 3.0}, records[0]], Metric.LOSS) is None
+    assert metric_value([{"loss": 2.0, "loss_weight": 3.0}] * 19 + [records[0]], Metric.LOSS) == 2.0

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxbatch.runs.metrics import is_weightless
 from maxbatch.runs.metrics_schema import Metric
 
 
@@ -37,13 +38,13 @@ def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size
     not cover the range, whose length is a multiple of `size`.
     """
     inside = [record for record in records if first < record[Metric.SAMPLES_SEEN] <= end]
-    if any(record[Metric.LOSS] is None for record in inside):
+    if any(record[Metric.LOSS] is None and not is_weightless(record) for record in inside):
         return None
     chunks = []
     for _, group in itertools.groupby(inside, lambda r: (r[Metric.SAMPLES_SEEN] - 1 - first) // size):
         updates = list(group)
         if sum(update[Metric.GLOBAL_BATCH_SIZE] for update in updates) == size:
-            chunks.append(_merged([Chunk(u[Metric.LOSS], u[Metric.LOSS_WEIGHT]) for u in updates]))
+            chunks.append(_merged([Chunk(u[Metric.LOSS] or 0.0, u[Metric.LOSS_WEIGHT]) for u in updates]))
     if len(chunks) * size != end - first:
         raise ValueError(f"the records do not cover samples {first} to {end}")
     return chunks

@@ -97,10 +97,10 @@ class MeasuredRun:
 
 def _read_checkpoint(path: AnyPath, step: int) -> CheckpointRecord | None:
     """Returns the record of a checkpoint; None if the run, which still trains, has just removed it."""
+    folder = path / "checkpoints" / str(step)
     try:
-        return read_record(path, step)
+        return read_record(folder)
     except DamagedError as error:
-        folder = path / "checkpoints" / str(step)
         if folder.exists():
             raise ConfigError(f"{folder}: cannot be forked ({error}); move it away") from None
         return None

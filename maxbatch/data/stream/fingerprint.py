@@ -40,18 +40,19 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
     weights = weights_RxL.astype(xp.float32).view(xp.uint32) * _WEIGHT
     sums = []
     for lane in _LANES:
-        slot = _mixed(position_1xL * _POSITION + lane)
+        slot = mixed(position_1xL * _POSITION + lane)
         for part in (tokens, segments, weights):
-            slot = _mixed(slot ^ part)
+            slot = mixed(slot ^ part)
         sums.append(slot.sum(axis=1, dtype=xp.uint32))
     # Without this, the sum over rows would be linear in slots and miss tokens that two rows swap at one place.
-    low = _mixed(sums[0] ^ _mixed(sums[1] + _LANES[0]))
-    high = _mixed(sums[1] ^ _mixed(low + _LANES[1]))
+    low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
+    high = mixed(sums[1] ^ mixed(low + _LANES[1]))
     real_R = (segments_RxL != 0).any(axis=1)
     return xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
 
 
-def _mixed(x: Any) -> Any:
+def mixed(x: Any) -> Any:
+    """Returns MurmurHash3's finaliser of uint32 values, a bijection."""
     x = (x ^ (x >> _HALF)) * _FMIX[0]
     x = (x ^ (x >> _U32(13))) * _FMIX[1]
     return x ^ (x >> _HALF)

@@ -18,7 +18,7 @@ from maxbatch.model.attention import choose_implementation
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.training.checkpoints import CHECKSUM, state_checksum
+from maxbatch.training.checksums import CHECKSUMS, lower_checksums
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.state import TrainState, abstract_state, init_state
@@ -83,10 +83,10 @@ class Programs:
         return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Yields the other programs of a run by name: the first state, an eval pass, the checksum of a checkpoint."""
+        """Yields the other programs of a run by name: the first state, an eval pass, the checksums of a checkpoint."""
         yield INIT, self.init()
         if self.config.eval_interval > 0:
             evaluator = Evaluator(self.config, self.placement, None, 1, eval_batch_size, self._objective)
             yield evaluator.name, evaluator.lower(self.abstract.model)
         if self.config.enable_checkpointing:
-            yield CHECKSUM, jax.jit(state_checksum).lower(self.abstract.saved)
+            yield CHECKSUMS, lower_checksums(self.abstract.saved)

@@ -1,0 +1,38 @@
+"""What a Hugging Face folder states of the end of a text is ids, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxbatch import ConfigError
+from maxbatch.config.huggingface import end_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("{}", ()), ('{"eos_token_id": null}', ()), ('{"eos_token_id": 2}', (2,)), ('{"eos_token_id": [2, 7]}', (2, 7))],
+)
+def test_the_ends_of_a_text_are_those_of_generation_config(tmp_path: Path, text: str, ids: tuple[int, ...]) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert end_tokens(tmp_path) == (5,)
+    (tmp_path / "generation_config.json").write_text(text)
+    assert end_tokens(tmp_path) == ids
+
+
+@pytest.mark.parametrize("value", ["true", '"2"', "2.0", "-1", "[2, null]", "[[2]]", '{"a": 2}', "4294967296", "NaN"])
+def test_an_end_that_is_no_id_is_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be null, an id or ids"):
+        end_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"9" * 9000, b"[" * 99_999])
+def test_a_damaged_generation_config_is_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: (is not|must be a) JSON") as error:
+        end_tokens(tmp_path)
+    assert "\n" not in str(error.value)
