@@ -207,11 +207,16 @@ def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
         content, version = path.read_version()
     except FileNotFoundError:
         return None
+    return _holder(content), version
+
+
+def _holder(content: bytes) -> dict[str, Any]:
+    """Returns what a lease says of its holder; nothing where its content is none of ours."""
     try:
         holder = json.loads(content)
     except (ValueError, RecursionError):
-        holder = {}
-    return (holder if isinstance(holder, dict) else {}), version
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _content(holder: dict[str, Any]) -> bytes:

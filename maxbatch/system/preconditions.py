@@ -5,6 +5,8 @@ fsspec has no words for them beyond "create", so they are requests of each clien
 
 from __future__ import annotations
 
+import json
+import secrets
 from typing import Any
 from urllib.parse import quote
 
@@ -89,9 +91,13 @@ def _generation(file_system: Any, bucket: str, name: str) -> str:
 
 
 def _upload(file_system: Any, bucket: str, name: str, data: bytes, version: str) -> str:
-    path = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o"
+    path, mark = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
+    named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
+    begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
+    body = begin.encode() + data + f"\n--{mark}--".encode()  # in parts, since an empty body is taken for none
+    headers = {"Content-Type": f'multipart/related; boundary="{mark}"'}
     answer = file_system.call(
-        "POST", path, uploadType="media", name=name, ifGenerationMatch=version, data=data, json_out=True
+        "POST", path, uploadType="multipart", ifGenerationMatch=version, headers=headers, data=body, json_out=True
     )
     return str(answer["generation"])
 
