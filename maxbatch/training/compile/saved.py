@@ -27,6 +27,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
 
@@ -97,10 +98,11 @@ def save_programs(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for name, content in files.items():
-            (folder / f"{name}.bin").write_bytes(content)
-        write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        with leased(folder, "writes programs into it; wait for it"):
+            (folder / MANIFEST).unlink(missing_ok=True)
+            for name, content in files.items():
+                (folder / f"{name}.bin").write_bytes(content)
+            write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written ({error.strerror})") from error
     return sum(map(len, files.values()))
