@@ -120,7 +120,9 @@ class Checkpoints:
         self._folder.mkdir(exist_ok=True)
         is_remote = isinstance(self._folder, RemotePath)
         # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
-        staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8))) if is_remote else None
+        staged = None
+        if isinstance(self._folder, RemotePath):
+            staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
         mode = AtomicityMode.COMMIT_FILE if is_remote else AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,

@@ -53,7 +53,7 @@ def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath
     The file that says that a checkpoint is whole is copied last.
     """
 
-    class Staged(CommitFileTemporaryPath):  # type: ignore[misc]
+    class Staged(CommitFileTemporaryPath):
         @classmethod
         def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
             is_step = os.fspath(final_path.parent) == folder.url
@@ -63,11 +63,12 @@ def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath
             return cls(staging, final_path, **options)
 
         async def finalize(self) -> None:
-            final, self._final_path = self._final_path, self._tmp_path
+            staging, final = self.get(), self.get_final()
+            self._final_path = staging
             await super().finalize()
             self._final_path = final
-            if final != self._tmp_path:
-                await asyncio.to_thread(_publish, RemotePath(os.fspath(self._tmp_path)), RemotePath(os.fspath(final)))
+            if final != staging:
+                await asyncio.to_thread(_publish, RemotePath(os.fspath(staging)), RemotePath(os.fspath(final)))
 
     return Staged
 
