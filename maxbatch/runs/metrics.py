@@ -41,7 +41,8 @@ class StepLog:
         self._path = folder.path / name
         old = _lines(self._path)
         kept = self._kept(old, step)
-        if kept != old:
+        # An object is written in any case: a writer that held the folder before knows only the version before.
+        if kept != old or (old and isinstance(self._path, RemotePath)):
             folder.write(name, b"".join(kept))
         self._file = open_appender(self._path, b"".join(kept))
 

@@ -8,14 +8,15 @@ from typing import BinaryIO
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, DivergedError, cannot_write
+from maxbatch.system.errors import ConfigError, DivergedError, LeaseLost, cannot_write
 from maxbatch.system.leases import Lease, hold_lease
-from maxbatch.system.locks import take_lock
+from maxbatch.system.locks import is_lock_on, take_lock
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
-_FILES = (".lock", "config.yml", "metrics.jsonl", "transcripts.jsonl")
+_LOCK = ".lock"
+_FILES = (_LOCK, "config.yml", "metrics.jsonl", "transcripts.jsonl")
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
@@ -43,16 +44,18 @@ class RunFolder:
         return hold_lease(self.path, f"is training in it; {_INSTEAD}", named=f"run_dir={run_dir}")
 
     def check(self) -> None:
-        """Raises TrainingError once another process has taken the folder over."""
+        """Raises LeaseLost once another process may have taken the folder over."""
         if isinstance(self._lock, Lease):
             self._lock.check()
+        elif self._lock and isinstance(self.path, Path) and not is_lock_on(self._lock, self.path / _LOCK):
+            raise LeaseLost(f"{self.path}: its lock was removed, and another process may train in it; this one stops")
 
     def _taken_lock(self, run_dir: str) -> BinaryIO:
         assert isinstance(self.path, Path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_kinds(run_dir)
-            lock = take_lock(self.path / ".lock")
+            lock = take_lock(self.path / _LOCK)
         except OSError as error:
             raise cannot_write(f"run_dir={run_dir}", error, "give another folder") from error
         if lock is None:

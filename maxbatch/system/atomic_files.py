@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from maxbatch.system.errors import cannot_write
+from maxbatch.system.fences import BUILDING
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, remove_tree, storage_errors
 
-BUILDING = ".building-"  # begins the name of whatever is not finished yet
 _STALE_S = 24 * 3600
 
 

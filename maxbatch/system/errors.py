@@ -36,6 +36,10 @@ class DivergedError(TrainingError):
     """A run whose updates are no longer finite."""
 
 
+class LeaseLost(TrainingError):
+    """Another process may be writing to the folder that this one wrote to; this one has to stop."""
+
+
 class StoreRefused(ConfigError, OSError):
     """A request that an object store refuses for good: no permission, no such bucket, credentials that expired."""
 

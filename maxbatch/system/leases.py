@@ -2,7 +2,8 @@
 
 A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
 lapses once nobody has renewed it for `LAPSE_S`. Whoever finds one decides by watching its version, never by comparing
-the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.)
+the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.) A holder that cannot be sure by
+its own clocks that the lease has not lapsed asks the store before it writes to the folder (`maxbatch.system.fences`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError
+from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, TrainingError
+from maxbatch.system.fences import Fence
 from maxbatch.system.folding import printable
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
@@ -30,10 +32,19 @@ RENEW_S = 20.0
 _LOOK_S = 1.0
 _BLIND_S = 5.0  # a look that takes longer saw nothing of the holder meanwhile: the store was down
 _END_WAIT_S = 5.0
+_OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
+
+Clocks = tuple[float, ...]
 
 
 class Lease:
     """A held lease; `close` gives it back.
+
+    Args:
+      path: the lease's object.
+      version: the version of it that this process wrote.
+      holder: the content of the lease.
+      since: the clocks when the request that wrote it began.
 
     Attributes:
       lost: why it is no longer held, None while it is.
@@ -41,8 +52,10 @@ class Lease:
 
     lost: str | None = None
 
-    def __init__(self, path: RemotePath, version: str, holder: dict[str, Any]) -> None:
+    def __init__(self, path: RemotePath, version: str, holder: dict[str, Any], since: Clocks) -> None:
         self._path, self._version, self._holder = path, version, holder
+        self._renewed_at, self._renewing = since, threading.Lock()
+        self._fence = Fence(path.parent.url, self.ask, self._confirm)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="maxbatch-lease", daemon=True)
         self._thread.start()
@@ -50,29 +63,45 @@ class Lease:
     def _renew(self) -> None:
         while not self._closed.wait(RENEW_S):
             try:
-                self._write()
+                self._confirm()
+            except LeaseLost:
+                return
             except StoreFailed:
                 continue  # nobody else can take it over either while the store does not answer
             except (ConfigError, TrainingError, OSError) as error:
                 self.lost = str(error)
                 return
-            if self.lost:
-                return
-
-    def _write(self) -> None:
-        version = self._path.write_if(_content(self._holder), self._version)
-        if version is None:
-            found = _look(self._path)
-            if found is None or found[0].get("token") != self._holder["token"]:
-                self.lost = f"{self._path.parent}: another process holds its lease now"
-                return
-            version = found[1]  # ours: the answer to an earlier try was lost on its way
-        self._version = version
 
     def check(self) -> None:
-        """Raises TrainingError once the lease was lost: another process may be writing."""
+        """Raises LeaseLost once the lease was lost: another process may be writing."""
         if self.lost:
-            raise TrainingError(f"{self.lost}; this one stops")
+            raise LeaseLost(f"{self.lost}; this one stops")
+
+    def ask(self) -> None:
+        """Raises LeaseLost unless the lease is held; renews it first where it may have lapsed.
+
+        A lease that was closed is lost to those who still write: threads that were left behind.
+        """
+        if self._closed.is_set():
+            self.lost = self.lost or f"{self._path.parent}: the lease is given back"
+        self.check()
+        if _seconds_since(self._renewed_at) >= (LAPSE_S + RENEW_S) / 2:
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Renews the lease; raises LeaseLost if another process holds it."""
+        with self._renewing:
+            self.check()
+            since = _clocks()
+            version = self._path.write_if(_content(self._holder), self._version)
+            if version is None:
+                found = _look(self._path)
+                if found is None or found[0].get("token") != self._holder["token"]:
+                    self.lost = f"{self._path.parent}: another process holds its lease now"
+                    self.check()
+                assert found is not None
+                version = found[1]  # ours: the answer to an earlier try was lost on its way
+            self._version, self._renewed_at = version, since
 
     def close(self) -> None:
         """Gives the lease back; a store that does not answer keeps it until it lapses."""
@@ -89,8 +118,21 @@ class Lease:
     def _remove(self) -> None:
         try:
             self._path.unlink_if(self._version)
+            self._fence.remove()
         except (ConfigError, TrainingError, OSError):
             return  # it lapses
+
+
+def _clocks() -> Clocks:
+    """Returns the clocks of this machine, in seconds: one is never set, one goes on while the machine sleeps, and the
+    time of day is right again after a virtual machine was stopped."""
+    asleep = [time.clock_gettime(time.CLOCK_BOOTTIME)] if hasattr(time, "CLOCK_BOOTTIME") else []
+    return (time.monotonic(), time.time(), *asleep)
+
+
+def _seconds_since(then: Clocks) -> float:
+    """Returns the longest time that any of the clocks says has passed."""
+    return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
 
 def _tell(text: str) -> None:
@@ -106,26 +148,26 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
     holder = _this_process()
     watched: tuple[str, float] | None = None  # the version, and since when it is known
     while True:
-        begun = time.monotonic()
+        since, begun = _clocks(), time.monotonic()
         found = _look(path)
-        if watched and time.monotonic() - begun > _BLIND_S:
-            watched = (watched[0], time.monotonic())
-        if found is None or _is_dead(found[0]) or (watched and time.monotonic() - watched[1] >= LAPSE_S):
+        now = time.monotonic()
+        if found and watched and found[1] != watched[0] and not _is_dead(found[0]):
+            return _in_words(found[0])
+        if watched and now - begun > _BLIND_S:
+            watched = (watched[0], now)
+        if found is None or _is_dead(found[0]) or (watched and now - watched[1] >= LAPSE_S):
             version = path.write_if(_content(holder), found[1] if found else None)
             if version is not None:
-                return Lease(path, version, holder)
+                return Lease(path, version, holder, since)
             found = _look(path)
             if found and found[0].get("token") == holder["token"]:  # the answer to the first try was lost
-                return Lease(path, found[1], holder)
+                return Lease(path, found[1], holder, since)
             if found and not _is_dead(found[0]):
                 return _in_words(found[0])
             continue
-        other, version = found
         if watched is None:
-            watched = (version, time.monotonic())
-            say(f"{path.parent}: {_in_words(other)} holds its lease; waiting up to {LAPSE_S:.0f} s for it to lapse")
-        elif version != watched[0]:
-            return _in_words(other)
+            watched = (found[1], now)
+            say(f"{path.parent}: {_in_words(found[0])} holds its lease; waiting up to {LAPSE_S:.0f} s for it to lapse")
         time.sleep(_LOOK_S)
 
 
@@ -166,11 +208,16 @@ def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
         content, version = path.read_version()
     except FileNotFoundError:
         return None
+    return _holder(content), version
+
+
+def _holder(content: bytes) -> dict[str, Any]:
+    """Returns what a lease says of its holder; nothing where its content is none of ours."""
     try:
         holder = json.loads(content)
-    except ValueError:
-        holder = {}
-    return (holder if isinstance(holder, dict) else {}), version
+    except (ValueError, RecursionError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _content(holder: dict[str, Any]) -> bytes:
@@ -214,5 +261,13 @@ def _is_dead(holder: dict[str, Any]) -> bool:
 
 
 def _in_words(holder: dict[str, Any]) -> str:
-    age = max(0.0, time.time() - float(holder.get("renewed") or time.time()))
-    return f"process {holder.get('pid', '?')} on {holder.get('host', 'an unknown host')} (renewed {age:.0f} s ago)"
+    """Names a holder; the age of its lease is by the holder's clock, which may not be this machine's."""
+    pid, host, renewed = holder.get("pid"), holder.get("host"), holder.get("renewed")
+    name = "".join(c for c in host[:80] if c.isprintable()) if isinstance(host, str) else "an unknown host"
+    age = max(0.0, time.time() - renewed) if isinstance(renewed, float) else None
+    since = "" if age is None or age > _OLDEST_S else f" (renewed {age:.0f} s ago{_by_which_clock(holder)})"
+    return f"process {pid if isinstance(pid, int) else '?'} on {name}{since}"
+
+
+def _by_which_clock(holder: dict[str, Any]) -> str:
+    return "" if holder.get("machine") == _machine() != "" else " by its clock"

@@ -67,8 +67,14 @@ def _lock_at(path: Path) -> BinaryIO:
     while True:
         file = take_lock(path, math.inf)
         assert file is not None, "waits for ever"
-        # The lock on a file that its holder has removed keeps nobody out.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-                return file
+        if is_lock_on(file, path):
+            return file
         file.close()
+
+
+def is_lock_on(file: BinaryIO, path: Path) -> bool:
+    """Returns whether the file of a lock is still the one at a path: a lock on a removed file keeps nobody out."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False

@@ -5,6 +5,8 @@ fsspec has no words for them beyond "create", so they are requests of each clien
 
 from __future__ import annotations
 
+import json
+import secrets
 from typing import Any
 from urllib.parse import quote
 
@@ -26,6 +28,17 @@ def read(file_system: Any, url: str) -> tuple[bytes, str]:
     return sync(file_system.loop, answer["Body"].read), answer["ETag"]
 
 
+def version(file_system: Any, url: str) -> str | None:
+    """Returns the version of an object, None if there is none."""
+    scheme, bucket, name = split(url)
+    try:
+        if scheme == "gs":
+            return _generation(file_system, bucket, name)
+        return str(file_system.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])
+    except FileNotFoundError:
+        return None
+
+
 def write(file_system: Any, url: str, data: bytes, version: str | None) -> str | None:
     """Writes an object that has a version, or that is not there (None); returns its new version, None if it lost."""
     scheme, bucket, name = split(url)
@@ -40,7 +53,7 @@ def write(file_system: Any, url: str, data: bytes, version: str | None) -> str |
             raise  # there is no bucket
         return None
     except Exception as error:
-        if _has_lost(error):
+        if has_lost(error):
             return None
         raise
 
@@ -52,17 +65,25 @@ def remove(file_system: Any, url: str, version: str) -> bool:
         if scheme == "gs":
             file_system.call("DELETE", gcs_object(bucket, name), ifGenerationMatch=version)
             return True
-        # Not every S3 knows conditional deletes; between the two requests nobody renews what is ours.
         if file_system.call_s3("head_object", Bucket=bucket, Key=name)["ETag"] != version:
             return False
-        file_system.call_s3("delete_object", Bucket=bucket, Key=name)
+        _delete_from_s3(file_system, {"Bucket": bucket, "Key": name}, version)
         return True
     except FileNotFoundError:
         return False
     except Exception as error:
-        if _has_lost(error):
+        if has_lost(error):
             return False
         raise
+
+
+def _delete_from_s3(file_system: Any, where: dict[str, str], version: str) -> None:
+    try:
+        file_system.call_s3("delete_object", **where, IfMatch=version)
+    except Exception as error:
+        if not any(status_of(one) == 501 for one in chain(error)):
+            raise
+        file_system.call_s3("delete_object", **where)  # not every S3 knows conditional deletes
 
 
 def _generation(file_system: Any, bucket: str, name: str) -> str:
@@ -70,13 +91,17 @@ def _generation(file_system: Any, bucket: str, name: str) -> str:
 
 
 def _upload(file_system: Any, bucket: str, name: str, data: bytes, version: str) -> str:
-    path = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o"
+    path, mark = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
+    named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
+    begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
+    body = begin.encode() + data + f"\n--{mark}--".encode()  # in parts, since an empty body is taken for none
+    headers = {"Content-Type": f'multipart/related; boundary="{mark}"'}
     answer = file_system.call(
-        "POST", path, uploadType="media", name=name, ifGenerationMatch=version, data=data, json_out=True
+        "POST", path, uploadType="multipart", ifGenerationMatch=version, headers=headers, data=body, json_out=True
     )
     return str(answer["generation"])
 
 
-def _has_lost(error: BaseException) -> bool:
+def has_lost(error: BaseException) -> bool:
     """Returns whether a store says that the precondition does not hold, or that a rival is just writing."""
     return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))

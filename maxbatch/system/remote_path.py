@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 
-from maxbatch.system import preconditions
+from maxbatch.system import fences, preconditions
 from maxbatch.system.contents import read_whole
 from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist, split
 
@@ -32,7 +32,8 @@ class RemotePath:
     """A path in an object store, with the methods of pathlib that make sense there.
 
     Its methods raise FileNotFoundError as pathlib's do, and for anything else one line: ConfigError where the store
-    refuses (permission, credentials, no such bucket), TrainingError where it does not answer or is full.
+    refuses (permission, credentials, no such bucket), TrainingError where it does not answer or is full. In a folder
+    whose lease this process holds (`maxbatch.system.fences`), those that write raise LeaseLost once it is lost.
     """
 
     url: str  # scheme://bucket/name, no slash at the end
@@ -173,7 +174,10 @@ class RemotePath:
     def write_bytes(self, data: bytes) -> int:
         """Writes the object, whole or not at all."""
         with _writing(self):
-            persist(self.url, lambda: self.file_system.pipe_file(self.url, data))
+            if fence := fences.fence_of(self.url):
+                fence.write(self.url, data)
+            else:
+                persist(self.url, lambda: self.file_system.pipe_file(self.url, data))
         return len(data)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
@@ -181,6 +185,7 @@ class RemotePath:
 
     def upload(self, file: Path) -> None:
         """Copies a file of this machine into the object, which appears whole or not at all."""
+        fences.ask(self.url)
         with _writing(self):
             persist(self.url, lambda: self.file_system.put_file(str(file), self.url))
 
@@ -190,6 +195,7 @@ class RemotePath:
             raise ValueError(f"mode {mode!r}: objects are read or written whole")
         file: Any
         if "w" in mode:
+            fences.ask(self.url)
             file = persist(self.url, lambda: self.file_system.open(self.url, "wb", block_size=_UPLOAD_BYTES))
         else:
             file = io.BufferedReader(_Ranges(self), _READ_AHEAD_BYTES)
@@ -197,6 +203,7 @@ class RemotePath:
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object."""
+        fences.ask(self.url)
         try:
             persist(self.url, gone_is_done(lambda: self.file_system.rm_file(self.url)))
         except FileNotFoundError:
@@ -225,6 +232,7 @@ class RemotePath:
 
     def copy(self, target: RemotePath) -> None:
         """Copies the object, inside of the store."""
+        fences.ask(target.url)
         persist(self.url, lambda: self.file_system.cp_file(self.url, target.url))
 
     def rename(self, target: RemotePath) -> RemotePath:

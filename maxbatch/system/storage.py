@@ -14,11 +14,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreRefused
-from maxbatch.system.object_stores import SCHEMES, file_system, meaning, split
+from maxbatch.system.object_stores import MAX_REQUESTS, SCHEMES, file_system, meaning, split
 from maxbatch.system.remote_path import RemotePath
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -28,6 +30,7 @@ _MOST_BYTES = 800  # of a name; stores end at 1,024, and a run adds names of its
 
 
 AnyPath = Path | RemotePath
+T = TypeVar("T")
 
 
 def scheme_of(text: str) -> str | None:
@@ -121,8 +124,7 @@ def remove_tree(path: AnyPath) -> None:
     paths = [found for found, _ in path.files()]
     if path.is_file():
         paths.append(path)
-    for found in paths:
-        found.unlink(missing_ok=True)
+    _each(paths, lambda found: found.unlink(missing_ok=True))
 
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
@@ -144,8 +146,14 @@ def subfolders(folder: AnyPath) -> list[str]:
 def copy_objects(source: RemotePath, target: RemotePath, last: str = "") -> None:
     """Copies the objects below a folder to another one, inside of the store; the one named `last` after all others."""
     names = [found.relative_to(source) for found, _ in source.files()]
-    for name in sorted(names, key=lambda name: (str(name) == last, str(name))):
-        (source / name).copy(target / name)
+    for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
+        _each(group, lambda name: (source / name).copy(target / name))
+
+
+def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
+    """Makes the requests of a folder's objects side by side; raises what the first that failed raised."""
+    with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
+        list(pool.map(do, items))
 
 
 def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:

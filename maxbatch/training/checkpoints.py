@@ -8,6 +8,7 @@ be read ends the run.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +25,8 @@ from maxbatch.config.loading import keys
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, cannot_read, cannot_write
+from maxbatch.system.errors import ConfigError, LeaseLost, cannot_read, cannot_write
+from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
@@ -38,7 +40,7 @@ from maxbatch.training.checksums import (
     stored_parameters,
 )
 from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
-from maxbatch.training.orbax_files import COMMIT_S
+from maxbatch.training.orbax_files import COMMIT_S, staged_below
 from maxbatch.training.parameters import base_identity
 from maxbatch.training.state import TrainState
 
@@ -105,9 +107,10 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         self._folder.mkdir(exist_ok=True)
         is_remote = isinstance(self._folder, RemotePath)
-        if is_remote:
-            broadcast(self._remove_unfinished)
         # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
+        staged = None
+        if isinstance(self._folder, RemotePath):
+            staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
         mode = AtomicityMode.COMMIT_FILE if is_remote else AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
@@ -115,6 +118,7 @@ class Checkpoints:
             enable_async_checkpointing=True,
             lightweight_initialize=is_remote,  # else it reads an object of every checkpoint, for times that nobody asks
             atomicity_options=AtomicityOptions(mode=mode),
+            temporary_path_class=staged,
             async_options=AsyncOptions(timeout_secs=COMMIT_S),
         )
         handlers = {name: arrays_handler() for name in ("params", "opt_state")}
@@ -124,10 +128,13 @@ class Checkpoints:
         return self._stack.enter_context(contextlib.closing(manager))
 
     def _remove_unfinished(self) -> None:
-        """Removes from an object store what a killed run left of a checkpoint."""
+        """Removes from an object store what another start of the run left of a checkpoint.
+
+        The folders that checkpoints are copied from go first: a start that was stopped cannot go on to copy.
+        """
         with contextlib.suppress(FileNotFoundError):
-            for name in subfolders(self._folder):
-                if not is_committed(self._folder / name):
+            for name in sorted(subfolders(self._folder), key=lambda name: not name.startswith(BUILDING)):
+                if name.startswith(BUILDING) or not is_committed(self._folder / name):
                     remove_tree(self._folder / name)
 
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
@@ -144,6 +151,8 @@ class Checkpoints:
         """
 
         def look() -> dict[str, Any] | None:
+            if isinstance(self._folder, RemotePath):
+                self._remove_unfinished()
             records = (self._look(step)[1] for step in committed_steps(self._run_dir))
             return next(filter(None, records), None)
 
@@ -316,4 +325,9 @@ class Checkpoints:
             if failure := os_error(error, self._folder):
                 self._give_up()
                 raise cannot_write(self._folder, failure) from error
+            try:
+                ask(str(self._folder / "a checkpoint"))
+            except LeaseLost:  # what failed may be the work of the process that holds the folder now
+                self._give_up()
+                raise
             raise

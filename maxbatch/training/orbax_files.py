@@ -1,6 +1,10 @@
 """Orbax's small files in object stores: what fails for a passing reason is tried again within the house's own bound.
 
 Orbax reaches them through etils.epath, whose clients give up within a minute; arrays go through TensorStore.
+
+TensorStore's threads ask nobody whether the run still holds its lease. So a checkpoint is written into a folder whose
+name only this start of the run has, and copied to its own place once it is whole. Whoever takes the lease over removes
+such folders first: from then on there is nothing that a writer who was stopped could still copy.
 """
 
 from __future__ import annotations
@@ -14,13 +18,18 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import IO, Any, TypeVar
 
+from etils import epath
 from etils.epath import backend, gpath
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
 
+from maxbatch.runs.position import COMMITTED_FILE
+from maxbatch.system import fences
 from maxbatch.system.errors import StoreRefused
 from maxbatch.system.object_stores import PATIENCE, SCHEMES, gone_is_done, persist
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import copy_objects, remove_tree
 
 T = TypeVar("T")
 AnyText = str | os.PathLike[str]
@@ -71,6 +80,37 @@ def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     return result
 
 
+def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath]:
+    """Returns how Orbax saves the steps in a folder: each in a folder with `token` in its name, and copied when whole.
+
+    The file that says that a checkpoint is whole is copied last.
+    """
+
+    class Staged(CommitFileTemporaryPath):
+        @classmethod
+        def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
+            is_step = os.fspath(final_path.parent) == folder.url
+            name = f"{fences.BUILDING}{token}-{final_path.name}"
+            staging = final_path.parent / name if is_step else final_path  # an item of a step is within its folder
+            options.pop("snapshot_type", None)
+            return cls(staging, final_path, **options)
+
+        async def finalize(self) -> None:
+            staging, final = self.get(), self.get_final()
+            self._final_path = staging
+            await super().finalize()
+            self._final_path = final
+            if final != staging:
+                await asyncio.to_thread(_publish, RemotePath(os.fspath(staging)), RemotePath(os.fspath(final)))
+
+    return Staged
+
+
+def _publish(staging: RemotePath, final: RemotePath) -> None:
+    copy_objects(staging, final, last=COMMITTED_FILE)
+    remove_tree(staging)
+
+
 class PatientFiles(backend._FileSystemSpecBackend):
     """Epath's files of object stores, whose requests are made again as `PATIENCE` says."""
 
@@ -101,9 +141,11 @@ class PatientFiles(backend._FileSystemSpecBackend):
         _patiently(path, partial(super().makedirs, path, exist_ok=exist_ok, mode=mode))
 
     def rmtree(self, path: AnyText) -> None:
+        fences.ask(os.fspath(path))
         _patiently(path, gone_is_done(partial(super().rmtree, path)))
 
     def remove(self, path: AnyText) -> None:
+        fences.ask(os.fspath(path))
         _patiently(path, gone_is_done(partial(super().remove, path)))
 
 

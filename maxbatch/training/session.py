@@ -250,6 +250,7 @@ class Session(Generic[B]):
 
     def _save(self, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
+            self.folder.check()
             recorder.sync()
             self.checkpoints.save(self.state, recorder.position)
 

@@ -22,15 +22,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
+from tests.helpers.suspensions import SuspensionError, Suspensions
 from tests.helpers.tiny import TINY_MODEL
+
+T = TypeVar("T")
 
 KINDS = ("group", "command", "host")
 STEPS = 20
@@ -133,18 +137,23 @@ class Soak:
 
 def start(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Starts `maxbatch ARGUMENTS` in a folder, as a process group of its own that carries the soak's mark."""
-    variables = {
-        "XLA_FLAGS": QUICK_TO_COMPILE,
-        "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(folder.parent / "cache"),
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        _MARK: str(folder.parent),
-    }
+    variables = _variables(folder.parent)
     with open(log, "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "maxbatch", *arguments], env=os.environ | variables, cwd=folder,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """Returns what the processes of a soak see besides this one's environment."""
+    return {
+        "XLA_FLAGS": QUICK_TO_COMPILE,
+        "JAX_PLATFORMS": "cpu",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        _MARK: str(folder),
+    }
 
 
 def finish(arguments: Sequence[str], folder: Path) -> None:
@@ -215,8 +224,10 @@ def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str
         yield found
 
 
-def soak(stores: Sequence[str], kills: int, seed: int, share: float) -> list[tuple[str, Soak]]:
-    """Kills runs in several stores at the same time; returns what was counted in each.
+def soak(
+    stores: Sequence[str], kills: int, seed: int, share: float, harm: Callable[[Soak, int], T]
+) -> list[tuple[str, T]]:
+    """Harms runs in several stores at the same time; returns what was counted in each.
 
     Raises:
       SoakError: a promise did not hold.
@@ -225,13 +236,12 @@ def soak(stores: Sequence[str], kills: int, seed: int, share: float) -> list[tup
     try:
         with _places(stores, folder) as places, ThreadPoolExecutor(len(stores)) as pool:
 
-            def one(name: str, kills: int) -> Soak:
+            def one(name: str, kills: int) -> T:
                 place, store = places[name]
                 found = _prepared(place, folder / name, random.Random(f"{seed} {name}"))
                 if store:
                     store.plan(share=share, seed=seed)
-                _kill_again_and_again(found, kills)
-                return found
+                return harm(found, kills)
 
             each, rest = divmod(kills, len(stores))
             found = list(pool.map(one, stores, [each + (number < rest) for number in range(len(stores))]))
@@ -255,7 +265,24 @@ def _prepared(place: str, folder: Path, chance: random.Random) -> Soak:
     return Soak(folder, place, chance, records(unharmed))
 
 
-def _kill_again_and_again(one: Soak, kills: int) -> None:
+def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
+    """Stops writers, and compares each run with the unharmed one."""
+    data = (f"dataset_path={one.place}/tokens", "--simulate-devices=1")
+    often = ("checkpoint_period=2", "max_num_checkpoints_to_keep=2")
+    arguments = (*_TRAINING, *often, *data)
+    found = Suspensions(one.folder, one.place, arguments, _variables(one.folder), one.random)
+    while found.suspends < suspends:
+        before, begun = found.suspends, time.monotonic()
+        found.run(min(suspends - before, one.random.randint(1, 4)))
+        compare(as_path(found.run_dir), one.expected)
+        found.check_checkpoints()
+        seconds = time.monotonic() - begun
+        print(f"{found.suspends}/{suspends} {found.run_dir}: {found.suspends - before} stopped, {seconds:.1f} s")
+        found.runs += 1
+    return found
+
+
+def _kill_again_and_again(one: Soak, kills: int) -> Soak:
     begun = time.monotonic()
     one.go_on(None)
     one.lasts_s = time.monotonic() - begun
@@ -270,26 +297,33 @@ def _kill_again_and_again(one: Soak, kills: int) -> None:
     begun = time.monotonic()
     one.go_on(None)
     print(f"{one.place}: the last run ended after {time.monotonic() - begun:.1f} s")
+    return one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak; returns 0 where every promise held."""
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--suspends", type=int, help="writers to stop for longer than their lease, instead of kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stores", nargs="+", choices=("local", *SCHEMES), default=["gs", "s3", "local"])
     parser.add_argument("--share", type=float, default=0.1, help="of the requests that fail")
     arguments = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)
-    begun = time.monotonic()
+    begun, seed = time.monotonic(), arguments.seed
     try:
-        found = soak(arguments.stores, arguments.kills, arguments.seed, arguments.share)
-    except SoakError as error:
-        print(f"soak: seed {arguments.seed}: {error}", file=sys.stderr)
+        if arguments.suspends:
+            stopped = soak(arguments.stores, arguments.suspends, seed, 0.0, _suspend_again_and_again)
+            for name, one in stopped:
+                ends = ", ".join(f"{count} {how}" for how, count in one.ends.items())
+                print(f"{name}: {one.suspends} writers stopped ({ends}), {one.runs} runs as the unharmed one")
+        else:
+            for name, one in soak(arguments.stores, arguments.kills, seed, arguments.share, _kill_again_and_again):
+                kinds = ", ".join(f"{count} {kind}" for kind, count in one.by_kind.items())
+                print(f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs as the unharmed one")
+    except (SoakError, SuspensionError) as error:
+        print(f"soak: seed {seed}: {error}", file=sys.stderr)
         return 1
-    for name, one in found:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in one.by_kind.items())
-        print(f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs as the unharmed one")
     print(f"every promise held; {time.monotonic() - begun:.0f} s")
     return 0
 

@@ -243,6 +243,9 @@ class _Handler(BaseHTTPRequestHandler):
             found = re.search(rb'"name": ?("(?:[^"\\]|\\.)*")', body)
             name = query["name"][0] if "name" in query else json.loads(found[1]) if found else ""
             return f"/{upload[1]}/{name}"
+        copied = re.search(r"/rewriteTo/b/([^/]+)/o/([^/]+)$", url.path)
+        if copied and self.command == "POST":
+            return f"/{copied[1]}/{unquote(copied[2])}"
         named = re.fullmatch(r"/storage/v1/b/([^/]+)/o/([^/]+)(?:/compose)?", url.path)
         return f"/{named[1]}/{unquote(named[2])}" if named and self.command in ("POST", "DELETE") else None
 

@@ -12,6 +12,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system import leases
+from maxbatch.system.errors import LeaseLost
 from tests.helpers.stores import Store
 
 
@@ -20,6 +21,15 @@ def test_a_second_process_is_refused_and_the_lock_goes_with_its_holder(tmp_path:
         RunFolder(str(tmp_path / "run"))
     with RunFolder(str(tmp_path / "run")):
         pass
+
+
+def test_a_run_whose_lock_was_removed_stops(tmp_path: Path) -> None:
+    with RunFolder(str(tmp_path / "run")) as held:
+        held.check()
+        (tmp_path / "run" / ".lock").unlink()  # as by `rm -r run_dir`
+        with RunFolder(str(tmp_path / "run")) as other, pytest.raises(LeaseLost, match="its lock was removed"):
+            other.check()
+            held.check()
 
 
 def test_a_second_process_is_refused_in_a_bucket_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,3 +140,13 @@ def test_a_folder_of_a_disk_needs_no_lease(tmp_path: Path) -> None:
     with leased(tmp_path, "") as check, leased(tmp_path, ""):
         check()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"renewed": "abc"}', b'{"renewed": 1e999, "pid": [1], "host": {}}', b'{"renewed": -1e9, "host": "a\\u001b[1m"}',
+     b'{"renewed": NaN, "pid": true}', b"[]", b"\xff", b"[" * 100_000, b'{"renewed": %s}' % (b"9" * 400)],
+)  # fmt: skip
+def test_a_lease_of_any_content_is_told_in_words(content: bytes) -> None:
+    words = leases._in_words(leases._holder(content))
+    assert re.fullmatch(r"process \S+ on [ -~]+", words) and len(words) < 200

@@ -68,14 +68,14 @@ def test_lines_through_step_k_can_be_read_before_checkpoint_k_commits(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = as_path(store.bucket() + "/run")
-    write, lines_at = RemotePath.write_bytes, dict[int, int]()
+    copy, lines_at = RemotePath.copy, dict[int, int]()
 
-    def noted(path: RemotePath, data: bytes) -> int:
-        if path.name == COMMITTED_FILE and path.parent.parent == run_dir / "checkpoints":
-            lines_at[int(path.parent.name)] = len(records(run_dir))
-        return write(path, data)
+    def noted(path: RemotePath, target: RemotePath) -> None:
+        if target.name == COMMITTED_FILE and target.parent.parent == run_dir / "checkpoints":
+            lines_at[int(target.parent.name)] = len(records(run_dir))
+        copy(path, target)
 
-    monkeypatch.setattr(RemotePath, "write_bytes", noted)
+    monkeypatch.setattr(RemotePath, "copy", noted)
     train(tiny_config(*RAMPED, "steps=4", f"run_dir={run_dir}"))
     assert set(lines_at) == {3, 4} and all(lines >= step for step, lines in lines_at.items())
 

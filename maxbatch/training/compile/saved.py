@@ -29,6 +29,7 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
 
@@ -98,7 +99,7 @@ def save_programs(
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
     try:
-        with writing_folder(folder, last=MANIFEST) as building:
+        with leased(folder, "writes programs into it; wait for it"), writing_folder(folder, last=MANIFEST) as building:
             for name, content in files.items():
                 write_atomically(building / f"{name}.bin", content)
             write_atomically(building / MANIFEST, json.dumps(manifest, indent=2) + "\n")
