@@ -1,0 +1,231 @@
+"""Bounds for files that others wrote: size, depth, expansion and range of numbers, each with a message of its own.
+
+Every reader of JSON, YAML or text from outside uses these functions. A file beyond a bound is refused before it costs
+more memory or time than the bound allows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import stat
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import yaml
+
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
+
+MOST_BYTES = 16 << 20  # of a JSON file, unless a reader states its own bound
+MOST_DEPTH = 100  # of lists and mappings in one another
+# An empty list takes three bytes of JSON and some seventy of memory.
+_MOST_JSON_VALUES = 5_000_000
+# PyYAML composes about 20,000 nodes a second.
+MOST_YAML_NODES = 50_000
+_MOST_DIGITS = 300  # a number of more overflows a float
+
+
+class RefusedContent(ConfigError, ValueError):
+    """Content beyond a bound, or not of its format; the message names the file and the bound."""
+
+
+def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
+    """Returns the content of a regular file of at most `most` bytes.
+
+    Args:
+      path: the file.
+      what: names it in messages.
+      most: bytes.
+
+    Raises:
+      RefusedContent: the file is larger, or is a pipe or a device, which may never end.
+      OSError: the system does not read it.
+    """
+    if isinstance(path, RemotePath):
+        _check_size(path.stat().st_size, what, most)
+        content = path.read_bytes()
+    else:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise RefusedContent(f"{what}: must be a regular file")
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    _check_size(len(content), what, most)
+    return content
+
+
+def read_text(path: AnyPath, what: str, most: int) -> str:
+    """Returns the text of a UTF-8 file of at most `most` bytes; raises as `read_bytes` does."""
+    try:
+        return read_bytes(path, what, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RefusedContent(f"{what}: is not UTF-8 text (byte {error.start})") from None
+
+
+def _check_size(size: int, what: str, most: int) -> None:
+    if size > most:
+        raise RefusedContent(f"{what}: is larger than {_size(most)}, the most that is read")
+
+
+def _size(size: int) -> str:
+    return f"{size >> 20} MB" if size >> 20 else f"{size} bytes"
+
+
+def read_json(
+    source: AnyPath | bytes | str,
+    what: str,
+    *,
+    most_bytes: int = MOST_BYTES,
+    most_depth: int = MOST_DEPTH,
+    unique: bool = False,
+    finite: bool = True,
+) -> Any:
+    """Returns the value of a JSON file or text.
+
+    Args:
+      source: a path, or the content itself.
+      what: names it in messages.
+      most_bytes: bound on its size.
+      most_depth: bound on lists and objects in one another; 1 allows a flat object.
+      unique: refuses an object that states a key twice; else the last one holds.
+      finite: refuses NaN, Infinity and numbers that overflow to it.
+
+    Raises:
+      RefusedContent: it is beyond a bound, is not JSON, or holds a value that `unique` or `finite` refuses.
+      OSError: the system does not read the file.
+    """
+    content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
+    _check_size(len(content), what, most_bytes)
+    if sum(map(_counter(content), "[{,")) > _MOST_JSON_VALUES:
+        raise RefusedContent(f"{what}: holds more than {_MOST_JSON_VALUES:,} values, the most that are read")
+    try:
+        value = json.loads(
+            content,
+            parse_constant=_refuse_constant if finite else None,
+            parse_float=_finite if finite else None,
+            parse_int=_whole,
+            object_pairs_hook=_unique if unique else None,
+        )
+    except RecursionError:
+        raise RefusedContent(_too_deep(what, most_depth)) from None
+    except ValueError as error:
+        raise RefusedContent(f"{what}: is not JSON ({error})") from None
+    if not _is_within(value, most_depth):
+        raise RefusedContent(_too_deep(what, most_depth))
+    return value
+
+
+def _counter(content: bytes | str) -> Any:
+    return content.count if isinstance(content, str) else lambda character: content.count(character.encode())
+
+
+def _too_deep(what: str, most_depth: int) -> str:
+    return f"{what}: is nested more than {most_depth} deep, the most that is read"
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} overflows")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"the number {text[:20]}... has {len(text)} digits")
+    return int(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:80]!r} is stated twice")
+    return found
+
+
+def _is_within(value: Any, most_depth: int) -> bool:
+    """Returns whether lists and objects are at most so deep in one another, level by level."""
+    level = [value]
+    for _ in range(most_depth):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return True
+    return not any(isinstance(value, dict | list) for value in level)
+
+
+def _inner(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def compose_yaml(
+    text: str, what: str, *, most_depth: int = MOST_DEPTH, most_nodes: int = MOST_YAML_NODES
+) -> yaml.Node | None:
+    """Returns a YAML text as a tree of nodes, None for an empty one. Aliases share nodes, and no tree is endless.
+
+    Args:
+      text: the YAML, of a size that the caller has bounded.
+      what: names it in messages.
+      most_depth: bound on lists and mappings in one another.
+      most_nodes: bound on values and keys once every alias is replaced by its anchor's content.
+
+    Raises:
+      RefusedContent: it is beyond a bound, or an alias refers to a node around it.
+      yaml.YAMLError: it is no YAML.
+    """
+    loader = _Composer(text, what, most_depth, most_nodes)
+    try:
+        root = loader.get_single_node()
+    finally:
+        loader.dispose()
+    if root is not None and _expanded(root, what, {}) > most_nodes:
+        raise RefusedContent(f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read")
+    return root
+
+
+class _Composer(yaml.SafeLoader):
+    """PyYAML's composer, which stops at the bounds on depth and nodes."""
+
+    def __init__(self, text: str, what: str, most_depth: int, most_nodes: int) -> None:
+        super().__init__(text)
+        self._what, self._most_depth, self._most_nodes = what, most_depth, most_nodes
+        self._depth = self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Returns the next node, as PyYAML composes it."""
+        self._nodes += 1
+        self._depth += 1
+        if self._depth > self._most_depth + 1:
+            raise RefusedContent(_too_deep(self._what, self._most_depth))
+        if self._nodes > self._most_nodes:
+            raise RefusedContent(f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
+    """Returns the nodes of a tree, those below an alias once for each; `sizes` holds None for nodes under way."""
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so that it never ends")
+        return size
+    sizes[id(node)] = None
+    size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))
+    sizes[id(node)] = size
+    return size
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        yield from (part for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
