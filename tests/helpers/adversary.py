@@ -3,10 +3,10 @@
 `python -m tests.helpers.adversary --seed 1 --lines 10000 --files 5000`
 `python -m tests.helpers.adversary --seed 1 --minutes 30`
 
-Every case runs in a child of its own and has to end within 10 s and 2 GB, without a traceback, with an exit code of the
-contract, with one line on standard error if it exits 2, and with nothing half-written. Of each way to fail it prints
-the smallest case found, whose number makes it again: `--seed 1 --only "line 17"`. Commands stop, with exit code 0, where
-they would train, start processes or compile for minutes.
+Every case runs in a child of its own. It has to end within 10 s and 2 GB, without a traceback, with an exit code of the
+contract, with one line on standard error if it exits 2, and with nothing half-written. For each way to fail the program
+prints the smallest case found; its number makes it again: `--seed 1 --only "line 17"`. Commands stop, with exit code 0,
+where they would train, start processes or compile for minutes.
 """
 
 from __future__ import annotations
@@ -110,13 +110,18 @@ def _run(parts: dict[str, tuple[Callable[[int], Case], int | None]], args: argpa
         until = started + share * 60 * args.minutes if args.minutes else float("inf")
         found = pool.run_all(make, range(count), root, args.workers, until)
         seconds = time.monotonic() - started
-        print(f"seed {args.seed}: {found['ran']:,} {name}s, {seconds:,.0f} s, {len(found['faults'])} kinds of failure; "
-              f"exit codes {found['codes']}, longest {found['longest_s']:.1f} s, most {found['most_bytes'] >> 20:,} MB",
-              flush=True)  # fmt: skip
+        print(
+            f"seed {args.seed}: {found['ran']:,} {name}s, {seconds:,.0f} s, {len(found['faults'])} kinds of failure; "
+            f"exit codes {found['codes']}, longest {found['longest_s']:.1f} s, most {found['most_bytes'] >> 20:,} MB",
+            flush=True,
+        )
         for kind, (number, says) in found["faults"].items():
             case = pool.shrunk(make(number), pool.Fault(kind, says), root)
-            print(f"\n{found['counts'][kind]} x {kind}\n  --seed {args.seed} --only '{name} {number}'\n  {case}\n    "
-                  + says.strip().replace("\n", "\n    "), flush=True)  # fmt: skip
+            print(
+                f"\n{found['counts'][kind]} x {kind}\n  --seed {args.seed} --only '{name} {number}'\n  {case}\n    "
+                + says.strip().replace("\n", "\n    "),
+                flush=True,
+            )
         status |= bool(found["faults"])
     return int(status)
 

@@ -24,32 +24,47 @@ from tests.helpers.reports import write_run
 _RUN = (*TINY, "run_dir=run", "generate_prompt=", "eval_interval=-1", "vocab_size=512")
 _TRAINED = (*_RUN, "steps=4", "checkpoint_period=2", "per_device_batch_size=2")
 _COMPILED = (*_TRAINED, "compiled_dir=programs")
-_CHATS = (*_RUN, "dataset_type=jsonl", "dataset_path=chats.jsonl", "use_sft=true", "tokenizer_type=huggingface",
-          "tokenizer_path=tokenizer")  # fmt: skip
+_CHATS = (
+    *_RUN,
+    "dataset_type=jsonl",
+    "dataset_path=chats.jsonl",
+    "use_sft=true",
+    "tokenizer_type=huggingface",
+    "tokenizer_path=tokenizer",
+)
 IMPORTS = {
     "maxtext.yml": "base_config: parent.yml\nper_device_batch_size: 2\nsteps: 10\nrun_name: a\nlearning_rate: 3.e-5\n"
-                   "rl:\n  num_generations: 2\ndcn_mesh: [1, 2]\n",
+    "rl:\n  num_generations: 2\ndcn_mesh: [1, 2]\n",
     "parent.yml": "base_emb_dim: 64\nremat_policy: full\nenable_checkpointing: true\n",
-    "maxtext.sh": "export N=4\npython3 -m maxtext.train base.yml per_device_batch_size=$N steps=${STEPS:-10} run_name=x\n",
+    "maxtext.sh": "export N=4\npython3 -m maxtext.train base.yml per_device_batch_size=$N steps=${STEPS:-10}\n",
     "hf.json": json.dumps({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_train_epochs": 2}),
-    "deepspeed.json": json.dumps({
-        "train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}}, "bf16": {"enabled": True},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}}}),
+    "deepspeed.json": json.dumps(
+        {
+            "train_batch_size": 256,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 8,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95]}},
+            "bf16": {"enabled": True},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100, "total_num_steps": 1000}},
+        }
+    ),
     "axolotl.yml": "base_model: m\ndatasets:\n  - path: a.jsonl\n    type: completion\nsequence_len: 2048\n"
-                   "micro_batch_size: 3\ngradient_accumulation_steps: 2\nmax_steps: 100\n",
+    "micro_batch_size: 3\ngradient_accumulation_steps: 2\nmax_steps: 100\n",
     "megatron.sh": "ARGS=\"\n --micro-batch-size 2\n --global-batch-size 96\n\"\nARGS+=' --lr 1e-4'\n"
-                   "torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS --num-layers 24 --hidden-size 1024 \\\n"
-                   "  --num-attention-heads 16 --seq-length 1024 --rampup-batch-size 16 16 3000 --train-iters 5000\n",
+    "torchrun --nproc_per_node 8 pretrain_gpt.py $ARGS --num-layers 24 --hidden-size 1024 \\\n"
+    "  --num-attention-heads 16 --seq-length 1024 --rampup-batch-size 16 16 3000 --train-iters 5000\n",
     "nemo.yml": "trainer: {devices: 8, max_steps: 300}\nmodel:\n  micro_batch_size: 2\n  global_batch_size: 64\n"
-                "  rampup_batch_size: [16, 16, 1000]\n  optim: {name: adamw, lr: 2e-4, betas: [0.9, 0.98]}\n",
-}  # fmt: skip
+    "  rampup_batch_size: [16, 16, 1000]\n  optim: {name: adamw, lr: 2e-4, betas: [0.9, 0.98]}\n",
+}
 _SWEEP = (
     "sampler: random\ntrials: 3\nmetric: loss\nsweep_dir: sw\nbase:\n  steps: 2\n  per_device_batch_size: 2\n"
     "  base_config: base.yml\nparameters:\n  learning_rate: {low: 1e-4, high: 1e-2, log: true}\n"
     "  global_batch_size: [4, 8]\n"
 )
-_MIXTURE = "dataset_type: jsonl\nmax_target_length: 32\ndataset_path:\n  - {path: a.jsonl, weight: 0.7}\n  - {path: b.jsonl, weight: 0.3}\n"
+_MIXTURE = (
+    "dataset_type: jsonl\nmax_target_length: 32\ndataset_path:\n"
+    "  - {path: a.jsonl, weight: 0.7}\n  - {path: b.jsonl, weight: 0.3}\n"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +136,23 @@ def _folders(folder: Path) -> None:
     record_devices(folder / "run", DevicesUsed(1, "cpu", 2, 1, 1, {"fsdp": 2}))
     write_outcome(folder / "run", RecordedOutcome(Status.DIVERGED, "it did"))
     branch = {"batch_size": 8, "learning_rate": 1e-3, "updates": 8, "loss": 3.0, "difference": 0.0}
-    found = {"run": "run", "tolerance": 0.01, "tolerance_unit": "nats", "command": "maxbatch train", "checkpoints": [
-        {"step": 4, "samples_seen": 64, "batch_size": 8, "is_below_base": False, "critical_batch_size": 8,
-         "in_words": "8 it is", "branches": [branch, branch | {"batch_size": 16, "loss": 3.1}]}]}  # fmt: skip
+    found = {
+        "run": "run",
+        "tolerance": 0.01,
+        "tolerance_unit": "nats",
+        "command": "maxbatch train",
+        "checkpoints": [
+            {
+                "step": 4,
+                "samples_seen": 64,
+                "batch_size": 8,
+                "is_below_base": False,
+                "critical_batch_size": 8,
+                "in_words": "8 it is",
+                "branches": [branch, branch | {"batch_size": 16, "loss": 3.1}],
+            }
+        ],
+    }
     (folder / "run" / "critical-batch").mkdir()
     (folder / "run" / "critical-batch" / "critical_batch.json").write_text(json.dumps(found))
     sweep = SweepFolder(folder / "sw")
@@ -131,8 +160,15 @@ def _folders(folder: Path) -> None:
         write_run(sweep.trial_folder(number), 4)
         trial = sweep.add(number, {"learning_rate": str(0.001 * (number + 1)), "global_batch_size": "8"}, {})
         sweep.finish(trial, Status.DONE)
-    sweep.write({"sampler": "random", "metric": "loss", "seed": 0, "log_keys": ["learning_rate"],
-                 "parameters": {"learning_rate": ["0.0001", "0.01"], "global_batch_size": ["4", "8"]}})  # fmt: skip
+    sweep.write(
+        {
+            "sampler": "random",
+            "metric": "loss",
+            "seed": 0,
+            "log_keys": ["learning_rate"],
+            "parameters": {"learning_rate": ["0.0001", "0.01"], "global_batch_size": ["4", "8"]},
+        }
+    )
 
 
 def _trained(folder: Path) -> None:
@@ -152,8 +188,13 @@ def _huggingface(folder: Path) -> None:
 
 def _maxbatch(folder: Path, *arguments: str) -> None:
     variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-m", "maxbatch", *arguments], cwd=folder, env=os.environ | variables,
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "maxbatch", *arguments],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -161,51 +202,177 @@ _STREAM = ("data", "max_target_length=32", "--count", "2")
 _TOKENS = ("dataset_type=tokens", "dataset_path=tokens")
 KINDS = {
     "config": Kind(_config, (("plan", "run.yml"), ("config", "run.yml"), ("plan", "run.yml", "--json")), 20),
-    "import": Kind(_imports, tuple(
-        ("import", form, file, *skip) for file in IMPORTS if file != "parent.yml" for skip in ((), ("--skip-unsupported",))
-        for form in ("auto", {"nemo.yml": "nemo"}.get(file, file.split(".")[0]))), 25),
+    "import": Kind(
+        _imports,
+        tuple(
+            ("import", form, file, *skip)
+            for file in IMPORTS
+            if file != "parent.yml"
+            for skip in ((), ("--skip-unsupported",))
+            for form in ("auto", {"nemo.yml": "nemo"}.get(file, file.split(".")[0]))
+        ),
+        25,
+    ),
     "sweep": Kind(_sweep, (("sweep", "sweep.yml"),), 8),
-    "data": Kind(_data, (
-        ("data", "mixture.yml", "--count", "2"), (*_STREAM, "dataset_type=jsonl", "dataset_path=a.jsonl"),
-        (*_STREAM, "dataset_type=jsonl", "dataset_path=c.jsonl.gz"), ("data", "mixture.yml", "--stats", "--json"),
-        (*_STREAM, "dataset_type=text", "dataset_path=a.txt"), (*_STREAM, "dataset_type=jsonl", "dataset_path=*.jsonl"),
-        ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "out", "--workers", "1")), 20),
-    "binary data": Kind(_binary_data, (
-        (*_STREAM, "dataset_type=parquet", "dataset_path=a.parquet"),
-        (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record"),
-        (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record", "record_format=example")), 10),
-    "chats": Kind(_chats, (("data", *_CHATS, "--count", "1"), ("data", *_CHATS, "--stats"),
-                           ("train", *_CHATS)), 12),
-    "folders": Kind(_folders, (
-        ("report", "run"), ("report", "run"), ("report", "sw"), ("report", "run", "sw"), ("plan", "run/config.yml"),
-        ("critical-batch", "run"), ("sweep", "sweep.yml"), ("config", "run/config.yml")), 25),
-    "store": Kind(_store, (
-        (*_STREAM, *_TOKENS), ("prepare", "--verify", "tokens"), (*_STREAM, *_TOKENS, "--fingerprint"),
-        ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "tokens", "--workers", "1")), 10, True),
-    "huggingface": Kind(_huggingface, (
-        ("plan", "model_name=auto", "load_parameters_path=hf"), ("score", "hf", "page.jsonl"),
-        ("export", "hf", "--output", "out"), ("config", "model_name=auto", "load_parameters_path=hf"),
-        ("plan", "model_name=auto", "load_parameters_path=hf"), ("export", "hf", "--output", "out")), 12, True),
-    "run": Kind(_trained, (
-        ("train", *_TRAINED, "steps=6"), ("train", *_TRAINED, "steps=6"), ("report", "run"), ("export", "run", "--output", "out"),
-        ("score", "run", "page.jsonl"), ("generate", "run", "--max-new-tokens", "4"), ("critical-batch", "run"),
-        ("export", "run/checkpoints/4", "--output", "out"), ("train", *_RUN, "run_dir=other", "load_parameters_path=run")),
-        12, True),
+    "data": Kind(
+        _data,
+        (
+            ("data", "mixture.yml", "--count", "2"),
+            (*_STREAM, "dataset_type=jsonl", "dataset_path=a.jsonl"),
+            (*_STREAM, "dataset_type=jsonl", "dataset_path=c.jsonl.gz"),
+            ("data", "mixture.yml", "--stats", "--json"),
+            (*_STREAM, "dataset_type=text", "dataset_path=a.txt"),
+            (*_STREAM, "dataset_type=jsonl", "dataset_path=*.jsonl"),
+            ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "out", "--workers", "1"),
+        ),
+        20,
+    ),
+    "binary data": Kind(
+        _binary_data,
+        (
+            (*_STREAM, "dataset_type=parquet", "dataset_path=a.parquet"),
+            (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record"),
+            (*_STREAM, "dataset_type=arrayrecord", "dataset_path=a.array_record", "record_format=example"),
+        ),
+        10,
+    ),
+    "chats": Kind(_chats, (("data", *_CHATS, "--count", "1"), ("data", *_CHATS, "--stats"), ("train", *_CHATS)), 12),
+    "folders": Kind(
+        _folders,
+        (
+            ("report", "run"),
+            ("report", "run"),
+            ("report", "sw"),
+            ("report", "run", "sw"),
+            ("plan", "run/config.yml"),
+            ("critical-batch", "run"),
+            ("sweep", "sweep.yml"),
+            ("config", "run/config.yml"),
+        ),
+        25,
+    ),
+    "store": Kind(
+        _store,
+        (
+            (*_STREAM, *_TOKENS),
+            ("prepare", "--verify", "tokens"),
+            (*_STREAM, *_TOKENS, "--fingerprint"),
+            ("prepare", "dataset_type=jsonl", "dataset_path=a.jsonl", "--output", "tokens", "--workers", "1"),
+        ),
+        10,
+        True,
+    ),
+    "huggingface": Kind(
+        _huggingface,
+        (
+            ("plan", "model_name=auto", "load_parameters_path=hf"),
+            ("score", "hf", "page.jsonl"),
+            ("export", "hf", "--output", "out"),
+            ("config", "model_name=auto", "load_parameters_path=hf"),
+            ("plan", "model_name=auto", "load_parameters_path=hf"),
+            ("export", "hf", "--output", "out"),
+        ),
+        12,
+        True,
+    ),
+    "run": Kind(
+        _trained,
+        (
+            ("train", *_TRAINED, "steps=6"),
+            ("train", *_TRAINED, "steps=6"),
+            ("report", "run"),
+            ("export", "run", "--output", "out"),
+            ("score", "run", "page.jsonl"),
+            ("generate", "run", "--max-new-tokens", "4"),
+            ("critical-batch", "run"),
+            ("export", "run/checkpoints/4", "--output", "out"),
+            ("train", *_RUN, "run_dir=other", "load_parameters_path=run"),
+        ),
+        12,
+        True,
+    ),
     "programs": Kind(_compiled, (("train", *_COMPILED),), 3, True),
-}  # fmt: skip
+}
 
 _VALUES: tuple[Any, ...] = (
-    None, True, [], {}, "", "x", 0, -1, 0.5, 2**31, 2**63, 2**64, -(2**63), 1e308, float("nan"), float("inf"),
-    float("-inf"), "9" * 5000, "\x1b[31m", "</script><script>alert(1)</script>", "\u202e", "a\nb", [[]], [None],
-    {"a": None}, [1, "2"], "../../x", "/etc/passwd", "NaN", "-inf", "\ud800", 10**399,
-)  # fmt: skip
+    None,
+    True,
+    [],
+    {},
+    "",
+    "x",
+    0,
+    -1,
+    0.5,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "9" * 5000,
+    "\x1b[31m",
+    "</script><script>alert(1)</script>",
+    "\u202e",
+    "a\nb",
+    [[]],
+    [None],
+    {"a": None},
+    [1, "2"],
+    "../../x",
+    "/etc/passwd",
+    "NaN",
+    "-inf",
+    "\ud800",
+    10**399,
+)
 _SNIPPETS = (
-    b"NaN", b"Infinity", b"-Infinity", b"1e400", b"9" * 400, b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"[" * 20000,
-    b'{"a":' * 20000, b"null", b"{}", b"[]", b"\n" * 1000, b"\r\n", b"\r", b"\x1b[2J", b"!!python/object/apply:os.system [id]",
-    b"&a [*a]", b"<<: {steps: 3}\n", b": : :", b"- - - -", b"\t", b"a" * 5000, b"'", b'"', b"\\", b"${A}${A}${A}", b"$(id)", b"`id`",
-    b"{{ x }}{% for i in range(10**10) %}x{% endfor %}", b"\xe2\x80\xae", b"-1", b"0", b"1e-400", b"---\n", b"? ", b"%", b"#", b"|",
-    b"a: &a [x]\nb: &b [*a,*a,*a]\nc: &c [*b,*b,*b]\n", b"steps: 3\nsteps: 4\n", b"</script>",
-)  # fmt: skip
+    b"NaN",
+    b"Infinity",
+    b"-Infinity",
+    b"1e400",
+    b"9" * 400,
+    b"\x00",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"[" * 20000,
+    b'{"a":' * 20000,
+    b"null",
+    b"{}",
+    b"[]",
+    b"\n" * 1000,
+    b"\r\n",
+    b"\r",
+    b"\x1b[2J",
+    b"!!python/object/apply:os.system [id]",
+    b"&a [*a]",
+    b"<<: {steps: 3}\n",
+    b": : :",
+    b"- - - -",
+    b"\t",
+    b"a" * 5000,
+    b"'",
+    b'"',
+    b"\\",
+    b"${A}${A}${A}",
+    b"$(id)",
+    b"`id`",
+    b"{{ x }}{% for i in range(10**10) %}x{% endfor %}",
+    b"\xe2\x80\xae",
+    b"-1",
+    b"0",
+    b"1e-400",
+    b"---\n",
+    b"? ",
+    b"%",
+    b"#",
+    b"|",
+    b"a: &a [x]\nb: &b [*a,*a,*a]\nc: &c [*b,*b,*b]\n",
+    b"steps: 3\nsteps: 4\n",
+    b"</script>",
+)
 
 
 def make_file_case(seed: int, bases: dict[str, Path], number: int) -> Case:

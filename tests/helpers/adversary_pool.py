@@ -32,12 +32,26 @@ _READ_BYTES = 1 << 20
 _POLL_S = 0.01
 # What is written whole or not at all: the flag that names it, for each command.
 _OUTPUTS = {
-    "import": "--output", "export": "--output", "prepare": "--output", "report": "--output", "fit": "--write",
+    "import": "--output",
+    "export": "--output",
+    "prepare": "--output",
+    "report": "--output",
+    "fit": "--write",
     "compile": "--output",
-}  # fmt: skip
+}
 _PACKAGES = ("optuna", "optuna.storages", "plotly.offline", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
-_ROOMS = ("training.pretraining", "training.export", "training.peft", "training.scoring", "training.compile.saved",
-          "training.parameters", "training.compile.cache", "rl.run", "commands.simulation", "sampling.text")  # fmt: skip
+_ROOMS = (
+    "training.pretraining",
+    "training.export",
+    "training.peft",
+    "training.scoring",
+    "training.compile.saved",
+    "training.parameters",
+    "training.compile.cache",
+    "rl.run",
+    "commands.simulation",
+    "sampling.text",
+)
 
 
 class Fault(NamedTuple):
@@ -169,7 +183,9 @@ def _judge(case: Case, folder: Path, ended: Ended, new: set[Path]) -> Fault | No
     if ended.was_killed:
         return Fault(f"{command}: {ended.was_killed}, in {_innermost(ended.stderr)}", ended.stderr[-1500:])
     if "Traceback (most recent call last)" in ended.stderr:
-        return Fault(f"{command}: traceback, {said[-1].split(':')[0]} in {_last_frame(ended.stderr)}", ended.stderr[-1500:])
+        return Fault(
+            f"{command}: traceback, {said[-1].split(':')[0]} in {_last_frame(ended.stderr)}", ended.stderr[-1500:]
+        )
     if ended.code not in EXIT_CODES:
         return Fault(f"{command}: exit code {ended.code}", ended.stderr[-1500:])
     if ended.peak_bytes > MOST_BYTES:
