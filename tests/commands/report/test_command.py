@@ -286,7 +286,7 @@ def test_a_path_that_no_file_system_holds_is_one_line(path: str, capsys: pytest.
 
 def test_names_and_values_on_a_page_are_texts_and_no_html() -> None:
     evil = "</script><script>alert(1)<"
-    write_run(Path(evil.replace("/", "\u2044")), 3, f"run_name={evil}")
+    write_run(Path(evil.replace("/", "\u2044")), 3, f"generate_prompt={evil}")
     assert main(["report", evil.replace("/", "\u2044"), "--output", "page.html"]) == 0
     text = Path("page.html").read_text()
     assert "<script>alert" not in text and text.count("</script>") == text.count("<script")
