@@ -13,8 +13,9 @@ import pytest
 @pytest.mark.slow
 def test_fuzzed_command_lines_and_damaged_files_end_as_the_contract_says() -> None:
     root = Path(__file__).parents[1]
+    flags = ("--seed", "5", "--lines", "60", "--files", "40", "--quick", "--workers", "1", "--longest", "60")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.adversary", "--seed", "5", "--lines", "60", "--files", "40", "--quick"],
+        [sys.executable, "-m", "tests.helpers.adversary", *flags],
         cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

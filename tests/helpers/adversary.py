@@ -36,6 +36,7 @@ _MOST = 10_000_000  # cases of a run that only --minutes ends
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the cases and prints what failed; returns 1 if anything did."""
     args = _parser().parse_args(argv)
+    pool.LONGEST_S = args.longest
     root = Path(tempfile.mkdtemp(prefix="adversary-"))
     os.environ["XDG_CACHE_HOME"] = str(root / "cache")
     try:
@@ -45,9 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_and_run(args: argparse.Namespace, root: Path) -> int:
-    bases = {name: _base(root, name) for name in _kinds(args)}
+    kinds = [
+        name for name, kind in KINDS.items() if name in (args.kinds or KINDS) and not (args.quick and kind.is_slow)
+    ]
+    base_of = functools.cache(functools.partial(_base, root))
     line = functools.partial(make_line, args.seed, _line_base(root))
-    file = functools.partial(make_file_case, args.seed, bases)
+    file = functools.partial(make_file_case, args.seed, kinds, base_of)
+    if args.files != 0 and not args.only:
+        for name in kinds:
+            base_of(name)  # before the workers fork
     pool.load_everything()
     with pool.without_long_work():
         if args.only:
@@ -65,14 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="leave out what takes a compilation to make or to read")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="the kinds of files (all)")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--longest", type=float, default=10.0, metavar="S", help="seconds of a case (10)")
     parser.add_argument("--only", metavar="'line N'", help="run one case and print how it ends")
     return parser
-
-
-def _kinds(args: argparse.Namespace) -> list[str]:
-    if args.files == 0 or (args.only and not args.only.startswith("file")):
-        return []
-    return [name for name, kind in KINDS.items() if name in (args.kinds or KINDS) and not (args.quick and kind.is_slow)]
 
 
 def _base(root: Path, name: str) -> Path:

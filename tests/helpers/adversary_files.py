@@ -10,7 +10,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -375,15 +375,22 @@ _SNIPPETS = (
 )
 
 
-def make_file_case(seed: int, bases: dict[str, Path], number: int) -> Case:
-    """Returns the damaged file of a number, in a copy of a base of its kind, and a command that reads it."""
+def make_file_case(seed: int, kinds: Sequence[str], base_of: Callable[[str], Path], number: int) -> Case:
+    """Returns the damaged file of a number and a command that reads it.
+
+    Args:
+      seed: of the whole run.
+      kinds: those to choose from.
+      base_of: returns a folder of sound files of a kind, of which the case is a copy.
+      number: of the case.
+    """
     rng = random.Random(f"file {seed} {number}")
-    kinds = list(bases)
     name = rng.choices(kinds, [KINDS[kind].weight for kind in kinds])[0]
-    files = sorted(str(path.relative_to(bases[name])) for path in bases[name].rglob("*") if path.is_file())
+    base = base_of(name)
+    files = sorted(str(path.relative_to(base)) for path in base.rglob("*") if path.is_file())
     arguments = rng.choice(KINDS[name].commands)
     damages = tuple(_damage(rng, rng.choice(files)) for _ in range(rng.choice((1, 1, 1, 2, 3))))
-    return Case(f"file {number}", arguments, bases[name], damages)
+    return Case(f"file {number}", arguments, base, damages)
 
 
 def _damage(rng: random.Random, file: str) -> Damage:

@@ -24,7 +24,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
 from tests.helpers.adversary_cases import Case
 
-LONGEST_S = 10.0
+LONGEST_S = 10.0  # of a case; more on a machine that has other work
 MOST_BYTES = 2 << 30
 _LONGEST_LINE = 4000
 _SHRINKS = 40  # tries at most for one fault
