@@ -118,6 +118,9 @@ class Board:
                 if isinstance(self._folder, RemotePath):
                     self.sync()
             finally:
-                with self._writing():
-                    if self._writer:
-                        self._writer.close()
+                self._close_file()
+
+    def _close_file(self) -> None:
+        with self._writing():
+            if self._writer:
+                self._writer.close()
