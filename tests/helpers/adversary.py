@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import os
 import shutil
 import sys
@@ -80,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
 def _base(root: Path, name: str) -> Path:
     folder = root / "bases" / name.replace(" ", "-")
     folder.mkdir(parents=True)
-    KINDS[name].make(folder)
+    # In a process of its own: threads that libraries start there would be missing in the forked cases.
+    maker = multiprocessing.get_context("fork").Process(target=KINDS[name].make, args=(folder,))
+    maker.start()
+    maker.join()
+    assert maker.exitcode == 0, f"the files of {name} cannot be made"
     return folder
 
 
