@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.commands.arguments import count
+from maxbatch.commands.arguments import count, place
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.values import shown
 from maxbatch.data.store.conversations import Conversations, RecordError
@@ -49,9 +49,9 @@ class Scored(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch score`."""
     model = "a run folder, one of its checkpoints, or a Hugging Face folder"
-    parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("model", type=place, metavar="MODEL", help=model)
     records = "jsonl: records with text, tokens (ids), messages, or prompt and completion"
-    parser.add_argument("file", metavar="FILE", help=records)
+    parser.add_argument("file", type=place, metavar="FILE", help=records)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     devices = "compute on N CPU devices made in this process"

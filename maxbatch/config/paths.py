@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 
 from maxbatch.system.storage import url_fault
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _STORES = ("gs", "s3")
+_MOST_BYTES, _MOST_NAME_BYTES = 4096, 255  # Linux's PATH_MAX, its closing zero included, and NAME_MAX
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
 def local_fault(path: str) -> str | None:
     """Returns the rule that a path of another place than this machine breaks; None for a path of this machine."""
     scheme = _URL.match(path.strip())
-    return f"a local path ({scheme[1]}:// is not supported here)" if scheme else None
+    return f"a local path ({scheme[1]}:// is not supported here)" if scheme else _too_long(path)
 
 
 def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
@@ -25,11 +27,18 @@ def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
     """
     scheme = _URL.match(path.strip())
     if scheme is None:
-        return None
+        return _too_long(path)
     if scheme[1] in _STORES:
         url = path if scheme[2] else f"{scheme[1]}://"  # which lacks a bucket
         return url_fault(url, may_hold_pattern)
     return f"a local path, gs:// or s3:// ({scheme[1]}:// is not supported)"
+
+
+def _too_long(path: str) -> str | None:
+    """Returns the rule that a path breaks which no file system of this machine can hold; None otherwise."""
+    names = os.fsencode(path).split(b"/")
+    is_short = sum(map(len, names)) + len(names) <= _MOST_BYTES and max(map(len, names)) <= _MOST_NAME_BYTES
+    return None if is_short else f"a path of at most {_MOST_BYTES:,} bytes, {_MOST_NAME_BYTES} between slashes"
 
 
 def data_fault(paths: str) -> str | None:

@@ -13,7 +13,7 @@ def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
     """Adds a measurement, as `critical_batch.json` holds it, to a page."""
     checkpoints = found["checkpoints"]
     page.add(heading(f"Critical batch size along {found['run']}"))
-    page.figures([loss_against_batch([_curve(checkpoint, found["tolerance"]) for checkpoint in checkpoints])])
+    page.figures([loss_against_batch([_curve(one, found["tolerance"]) for one in checkpoints if one["branches"]])])
     names = ("batch_size", "learning_rate", "updates", "loss", "difference")
     rows = [
         [checkpoint["step"], checkpoint["samples_seen"], *(branch[name] for name in names)]
@@ -29,13 +29,13 @@ def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
 
 def _curve(checkpoint: Mapping[str, Any], tolerance: float) -> BatchCurve:
     losses = {branch["batch_size"]: branch["loss"] for branch in checkpoint["branches"]}
-    start = losses[checkpoint["batch_size"]]
+    start = losses.get(checkpoint["batch_size"])
     if checkpoint["is_below_base"] or start is None:
-        start = next(loss for loss in losses.values() if loss is not None)
+        start = next((loss for loss in losses.values() if loss is not None), None)
     return BatchCurve(
         label=f"step {checkpoint['step']:,}",
         batch_sizes=list(losses),
         losses=list(losses.values()),
-        tolerated_loss=start + tolerance,
+        tolerated_loss=None if start is None else start + tolerance,
         critical_batch_size=checkpoint["critical_batch_size"],
     )

@@ -6,6 +6,7 @@ everywhere: `colour(index)`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -113,7 +114,7 @@ class BatchCurve(NamedTuple):
     label: str  # names the checkpoint, such as "step 400"
     batch_sizes: Sequence[int]
     losses: Sequence[float | None]  # smoothed, at the end of each branch; None where it diverged
-    tolerated_loss: float  # the largest loss that counts as no worse than the base
+    tolerated_loss: float | None  # the largest loss that counts as no worse than the base; None: every branch diverged
     critical_batch_size: int | None  # the largest batch within the tolerance; None where there is none
 
 
@@ -132,10 +133,11 @@ def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
             "customdata": [curve.tolerated_loss] * 2, "line": {"color": colour(index), "dash": "dot", "width": 1},
             "showlegend": False, "hovertemplate": f"{curve.label}<br>tolerated %{{customdata}}<extra></extra>",
         })  # fmt: skip
-        if curve.critical_batch_size is not None:
-            at = list(curve.batch_sizes).index(curve.critical_batch_size)
+        critical = curve.critical_batch_size
+        if critical is not None and critical in curve.batch_sizes:
+            at = list(curve.batch_sizes).index(critical)
             data.append(line | {
-                "mode": "markers", "x": [curve.critical_batch_size], "y": [curve.losses[at]], "showlegend": False,
+                "mode": "markers", "x": [critical], "y": [curve.losses[at]], "showlegend": False,
                 "marker": {"color": colour(index), "size": 15, "symbol": "circle-open", "line": {"width": 2}},
                 "hovertemplate": f"{curve.label}<br>critical batch %{{x}}<extra></extra>",
             })  # fmt: skip
@@ -152,9 +154,10 @@ def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
 def _number(text: str) -> float | None:
     top, _, bottom = text.partition("/")
     try:
-        return float(top) / float(bottom or 1)
+        number = float(top) / float(bottom or 1)
     except (ValueError, ZeroDivisionError):
         return None
+    return number if math.isfinite(number) else None
 
 
 def _sort_key(text: str) -> tuple[float, str]:

@@ -19,11 +19,11 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
         f"{len(trials)} trials ({statuses}); sampler {sweep['sampler']}; metric: {sweep['metric_meaning']}, lower is "
         "better. Only trials that are done are drawn."
     ))  # fmt: skip
-    if figures := _figures(trials, metric, sweep["log_keys"]):
+    if figures := _figures(trials, metric, keys, sweep["log_keys"]):
         page.figures(figures)
     is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]  # the best first
     rows = [
-        [rank if ranked else None, t["number"], *(t["overrides"][key] for key in keys), t["value"], t["steps"],
+        [rank if ranked else None, t["number"], *(t["overrides"].get(key) for key in keys), t["value"], t["steps"],
          t["status"] + (f": {t['reason']}" if t["reason"] else "")]
         for rank, (t, ranked) in enumerate(zip(trials, is_ranked, strict=True), start=1)
     ]  # fmt: skip
@@ -31,14 +31,15 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
     page.add(table(["rank", "trial", *keys, metric, "steps", "status"], rows, marked=best))
 
 
-def _figures(trials: Sequence[Mapping[str, Any]], metric: str, log_keys: Sequence[str]) -> list[Figure]:
+def _figures(
+    trials: Sequence[Mapping[str, Any]], metric: str, keys: Sequence[str], log_keys: Sequence[str]
+) -> list[Figure]:
     done = []
     for trial in trials:
-        if trial["status"] == "done" and trial["value"] is not None:
+        if trial["status"] == "done" and trial["value"] is not None and set(trial["overrides"]) == set(keys):
             lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in trial["overrides"].items())]
             done.append((trial["overrides"], trial["value"], "<br>".join(lines)))
-    keys = list(done[0][0]) if done else []
-    figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys]
-    if len(keys) == 2 and all(len({overrides[key] for overrides, _, _ in done}) <= 20 for key in keys):
+    figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys if done]
+    if done and len(keys) == 2 and all(len({overrides[key] for overrides, _, _ in done}) <= 20 for key in keys):
         figures.append(heat_map((keys[0], keys[1]), metric, done))
     return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.system.storage import AnyPath
 
 _FILE = "devices.json"
@@ -23,6 +23,9 @@ class DevicesUsed:
     mesh: dict[str, int]  # axis to size
 
 
+_SHAPE = {field.name: int for field in dataclasses.fields(DevicesUsed)} | {"device_kind": str, "mesh": {str: int}}
+
+
 def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
     """Adds the devices of a session that starts; entries of updates that will be redone are dropped."""
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
@@ -33,9 +36,8 @@ def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
 
 def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
     """Returns what a run trained on, the oldest first; nothing for a run that recorded none."""
-    names = [field.name for field in dataclasses.fields(DevicesUsed)]
 
     def parse(entries: Any) -> list[DevicesUsed]:
-        return [DevicesUsed(**{name: entry[name] for name in names}) for entry in entries]
+        return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in checked(entries, [_SHAPE])]
 
     return read_json(run_dir / _FILE, "restore it, or remove it", parse) or []

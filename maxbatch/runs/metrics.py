@@ -6,9 +6,10 @@ import functools
 import json
 import math
 import os
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
@@ -29,6 +30,16 @@ _REQUIRED = (
     Metric.STEP, Metric.SAMPLES_SEEN, Metric.TOKENS_SEEN, Metric.GLOBAL_BATCH_SIZE, Metric.STAGE, Metric.LOSS,
     Metric.LEARNING_RATE,
 )  # fmt: skip
+_LONGEST_LINE = 1 << 20  # bytes of a record
+_LARGEST, _MOST_DIGITS = 1e100, 400  # beyond what training writes, and within what sums of them can hold
+_UNUSUAL = re.compile(rb"N|I|[0-9]{60}|[eE]\+?[0-9]{3}")
+
+
+class ScannedMetrics(NamedTuple):
+    """The lines of `metrics.jsonl`."""
+
+    records: list[dict[str, Any]]  # one per update
+    holes: list[int]  # numbers of the lines, from 1, in which a number is not finite or beyond 1e100
 
 
 class StepLog:
@@ -108,23 +119,34 @@ class MetricsLog(StepLog):
 
 
 def read_metrics(run_dir: AnyPath) -> list[dict[str, Any]]:
-    """Returns the lines of `metrics.jsonl`, one per update; none if there is no file yet.
+    """Returns the records of `scan_metrics`."""
+    return scan_metrics(run_dir).records
 
-    A torn last line is left out: the run was killed while it wrote it, or is writing it now.
+
+def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
+    """Reads `metrics.jsonl`, one line per update; nothing if there is no file yet.
+
+    A torn last line is left out: the run was killed while it wrote it, or is writing it now. A number that is not
+    finite, or beyond 1e100, becomes None; a line that needs it is left out.
 
     Raises:
       ConfigError: the file cannot be read, or another line is no record of an update.
     """
-    path, records = run_dir / _NAME, []
+    path, records, holes = run_dir / _NAME, [], []
     lines = _lines(path)
     for number, line in enumerate(lines, start=1):
-        record = _parse(line)
+        beyond: list[str] = []
+        record = _parse(line, beyond)
+        if beyond:
+            holes.append(number)
+        if beyond and (record is None or any(record.get(name, 0) is None for name in _REQUIRED if name != Metric.LOSS)):
+            continue
         wrong = "must be a JSON object with a whole `step`" if record is None else _wrong_field(record)
         if record is not None and not wrong:
             records.append(record)
         elif number < len(lines):
             raise ConfigError(f"{path}:{number}: {wrong}")
-    return records
+    return ScannedMetrics(records, holes)
 
 
 def is_weightless(record: Mapping[str, Any]) -> bool:
@@ -142,17 +164,41 @@ def _lines(path: AnyPath) -> list[bytes]:
     try:
         if not isinstance(path, RemotePath) and os.path.lexists(path) and not path.is_file():
             raise ConfigError(f"{path}: must be a file")
-        return path.read_bytes().splitlines(keepends=True)
+        if isinstance(path, RemotePath):
+            return path.read_bytes().splitlines(keepends=True)
+        with path.open("rb") as file:
+            return list(_bounded_lines(file))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise cannot_read(path, error) from None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Returns the record of an update; None for a torn or garbled line."""
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines of a file, of one that is too long to be a record the beginning, without its end."""
+    while line := file.readline(_LONGEST_LINE):
+        yield line
+        while not line.endswith(b"\n") and len(line) == _LONGEST_LINE:
+            line = file.readline(_LONGEST_LINE)
+
+
+def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | None:
+    """Returns the record of an update, None for a torn or garbled line; `beyond` takes numbers beyond the bounds."""
+
+    def number(text: str, read: Callable[[str], Any]) -> Any:
+        if len(text) < _MOST_DIGITS and abs(value := read(text)) < _LARGEST:  # NaN is not
+            return value
+        if beyond is not None:
+            beyond.append(text)
+        return None
+
+    # Python calls the hooks for every number, so they are set only where one may be beyond the bounds.
+    hooks: dict[str, Any] = {}
+    if _UNUSUAL.search(line):
+        real = functools.partial(number, read=float)
+        hooks = {"parse_constant": real, "parse_float": real, "parse_int": functools.partial(number, read=int)}
     try:
-        record = json.loads(line.decode()) if line.endswith(b"\n") else None
+        record = json.loads(line.decode(), **hooks) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
     has_step = isinstance(record, dict) and type(record.get("step")) is int and record["step"] > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.system.storage import AnyPath
 
 OUTCOME_FILE = "outcome.json"
@@ -40,6 +40,7 @@ def read_outcome(run_dir: AnyPath) -> RecordedOutcome | None:
     """Returns how a run ended, None for one that did not."""
 
     def parse(found: Any) -> RecordedOutcome:
-        return RecordedOutcome(Status(found["status"]), str(found["reason"]))
+        checked(found, {"status": str, "reason": str})
+        return RecordedOutcome(Status(found["status"]), found["reason"])
 
     return read_json(run_dir / OUTCOME_FILE, "restore it, or remove it to train again", parse)

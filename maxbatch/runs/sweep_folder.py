@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.runs.metrics import is_weightless, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
@@ -33,6 +33,8 @@ SWEEP_METRICS: dict[str, str] = {
 }
 UNFINISHED = "unfinished"
 _REMEDY = "restore it, or remove its folder"
+_SETTINGS = {"sampler": str, "metric": str, "seed": int, "parameters": {str: object}, "log_keys": [str]}
+_TRIAL = {"number": int, "overrides": {str: str}, "config": object}
 _BEST_FIRST = (Status.DONE, Status.PRUNED, UNFINISHED, Status.DIVERGED, Status.FAILED)
 
 
@@ -97,7 +99,14 @@ class SweepFolder:
 
     def read(self) -> dict[str, Any]:
         """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
-        return read_json(self.path / "sweep.json", _REMEDY) or {}
+
+        def parse(found: Any) -> dict[str, Any]:
+            checked(found, _SETTINGS)
+            if found["metric"] not in SWEEP_METRICS:
+                raise ValueError(f"metric is not one of {', '.join(SWEEP_METRICS)}")
+            return found
+
+        return read_json(self.path / "sweep.json", _REMEDY, parse) or {}
 
     def write(self, settings: Mapping[str, Any]) -> None:
         write_json(self.path / "sweep.json", settings)
@@ -109,7 +118,13 @@ class SweepFolder:
         """Returns the recorded trials, by number."""
 
         def read(path: AnyPath) -> Trial | None:
-            return read_json(path, _REMEDY, lambda t: Trial(t["number"], path.parent, t["overrides"], t["config"]))
+            return read_json(path, _REMEDY, lambda t: parse(path, t))
+
+        def parse(path: AnyPath, found: Any) -> Trial:
+            checked(found, _TRIAL)
+            if found["config"] is not None:
+                checked(found["config"], {str: str}, "config")
+            return Trial(found["number"], path.parent, found["overrides"], found["config"])
 
         trials = filter(None, map(read, self.path.glob("trials/*/trial.json")))
         return sorted(trials, key=lambda trial: trial.number)

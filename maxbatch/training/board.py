@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.system.errors import cannot_write
+from maxbatch.system.errors import ConfigError, StoreFull, TrainingError
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 from maxbatch.training.loggers import numbers_of
@@ -25,23 +25,23 @@ SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # bes
 
 
 class Board:
-    """Writes the numbers of each record on the thread that records, so that a failed write is raised there.
+    """Writes the numbers of each record on the thread that records.
 
-    Events of updates after `step`, which will be redone, are purged.
+    Events of updates after `step`, which will be redone, are purged. A disk that is full, or another failed write, ends
+    the events with a call of `warn`; training goes on, since `metrics.jsonl` holds what they show. What an object store
+    refuses or fails to do is raised.
     """
 
-    def __init__(self, folder: AnyPath, step: int) -> None:
-        self._folder, self._files = folder, 0
+    def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
+        self._folder, self._files, self._warn = folder, 0, warn
+        self._writer: EventsWriter | None = None
         self._stack = contextlib.ExitStack()
         self._here = Path(str(folder))
         if isinstance(folder, RemotePath):
             # An object cannot grow: events go to a file here, which is uploaded for others to see.
             self._here = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-")))
         self._open()
-        with self._writing():
-            self._writer.write_event(
-                Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))
-            )
+        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         self._flushed = time.monotonic()
 
     def _open(self) -> None:
@@ -50,11 +50,7 @@ class Board:
         self._files += 1
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds the numbers of a record.
-
-        Raises:
-          TrainingError: the disk is full.
-        """
+        """Adds the numbers of a record."""
         shown = summary.Summary()
         for name, value in numbers_of(record):
             shown.MergeFrom(summary.scalar(name, value))
@@ -74,26 +70,40 @@ class Board:
         self._write(step, summary.text(name, text))
 
     def _write(self, step: int, shown: Any) -> None:
+        self._add(Event(wall_time=time.time(), step=step, summary=shown))
+
+    def _add(self, event: Event) -> None:
         with self._writing():
-            self._writer.write_event(Event(wall_time=time.time(), step=step, summary=shown))
+            if self._writer:
+                self._writer.write_event(event)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise cannot_write(self._folder, error) from None
+            if isinstance(error, ConfigError | TrainingError) and not isinstance(error, StoreFull):
+                raise
+            self._give_up(error.strerror or str(error))
+
+    def _give_up(self, why: str) -> None:
+        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run goes on without them")
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(OSError):  # what its buffer holds has no room either
+            if writer:
+                writer.close()
 
     def sync(self) -> None:
         """Returns once every event so far is with the system."""
         with self._writing():
-            self._writer.flush()
-        self._upload()
+            if self._writer:
+                self._writer.flush()
+            self._upload()
         self._flushed = time.monotonic()
 
     def _upload(self) -> None:
         """Writes the events so far to an object store; a file that has grown large is followed by another one."""
-        if not isinstance(self._folder, RemotePath):
+        if not isinstance(self._folder, RemotePath) or self._writer is None:
             return
         newest = Path(self._writer._file_name)
         (self._folder / newest.name).write_bytes(newest.read_bytes())
@@ -108,5 +118,9 @@ class Board:
                 if isinstance(self._folder, RemotePath):
                     self.sync()
             finally:
-                with self._writing():
-                    self._writer.close()
+                self._close_file()
+
+    def _close_file(self) -> None:
+        with self._writing():
+            if self._writer:
+                self._writer.close()

@@ -1,7 +1,8 @@
 """The experiment trackers that `log_to` names beside TensorBoard: Weights & Biases and MLflow.
 
 Each tracked run is called by its folder and knows the config. A resumed run goes on as the same one; the tracker's id
-of it stands in `run_dir/trackers.json`. A tracker that fails while training goes on is left out, which is said once.
+of it stands in `run_dir/trackers.json`. Trackers work on threads of their own, so that one that hangs holds up neither
+training nor the end of a run. One that fails is left out, with one warning.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import queue
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +30,8 @@ from maxbatch.training.recorder import Output, Record
 IDS_FILE = "trackers.json"
 _FLUSH_S = 10.0
 _MOST_IN_A_CALL = 100  # parameters or, in tens, metrics that MLflow takes at once
+_BEGIN_S, _END_S = 120.0, 30.0  # in which a tracker has to begin a run, and to end it
+_MOST_WAITING = 10_000  # calls, of which each holds a record
 
 
 def check_loggers(config: ConfigDict) -> None:
@@ -49,17 +54,30 @@ def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], No
     ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run") or {}
     loggers: list[Output] = []
     for name in _stated(config):
-        try:
-            logger = TRACKERS[name](_imported(name), config, ids.get(name))
-        except Exception as error:  # of a service: no user, no network, a wrong address
-            works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
-            said = " ".join(str(error).split())[:160]
-            raise ConfigError(f"log_to={config.log_to}: {name} cannot be used ({said}); works: {works[name]}") from None
+        worker = _Worker(name)
+        logger = _begun(name, config, ids.get(name), worker)
         ids[name] = logger.run_id
-        loggers.append(Guarded(name, logger, warn))
+        loggers.append(Guarded(name, logger, worker, warn))
     if loggers:
         write_json(file, ids)
     return loggers
+
+
+def _begun(name: str, config: ConfigDict, run_id: str | None, worker: _Worker) -> Wandb | MLflow:
+    module, begun = _imported(name), []
+    worker.call(lambda: begun.append(TRACKERS[name](module, config, run_id)))
+    is_idle = worker.wait(_BEGIN_S)
+    if worker.error is None and is_idle:
+        return begun[0]
+    # Of a service: no user, no network, a wrong address.
+    said = shown_error(worker.error) if worker.error else f"no answer within {_BEGIN_S:g} s"
+    works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+    raise ConfigError(f"log_to={config.log_to}: {name} cannot be used ({said}); works: {works[name]}")
+
+
+def shown_error(error: BaseException) -> str:
+    """Returns what an error of a tracker says, in one line that is not long."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def _stated(config: ConfigDict) -> list[str]:
@@ -96,30 +114,72 @@ def settings_of(config: ConfigDict) -> dict[str, bool | int | float | str]:
     }
 
 
-class Guarded(Output):
-    """A tracker without which training goes on."""
+class _Worker:
+    """A thread that makes the calls of a tracker, in their order, until one fails; the process ends without it."""
 
-    def __init__(self, name: str, logger: Output, warn: Callable[[str], None]) -> None:
-        self._name, self._logger, self._warn = name, logger, warn
-        self._has_failed = False
+    def __init__(self, name: str) -> None:
+        self.error: Exception | None = None  # of the call that failed
+        self._calls: queue.Queue[tuple[Callable[[], object], bool]] = queue.Queue(_MOST_WAITING)
+        threading.Thread(target=self._work, name=f"maxbatch-{name}", daemon=True).start()
+
+    def call(self, call: Callable[[], object], also_after_failure: bool = False) -> bool:
+        """Adds a call; returns whether there was room for it."""
+        try:
+            self._calls.put_nowait((call, also_after_failure))
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until every call so far is made, so long at most; returns whether they are."""
+        done = threading.Event()
+        return self.call(done.set, also_after_failure=True) and done.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            call, also_after_failure = self._calls.get()
+            try:
+                if self.error is None or also_after_failure:
+                    call()
+            except Exception as error:
+                self.error = error
+
+
+class Guarded(Output):
+    """A tracker whose failure, or silence, does not stop training."""
+
+    def __init__(self, name: str, logger: Output, worker: _Worker, warn: Callable[[str], None]) -> None:
+        self._name, self._logger, self._worker, self._warn = name, logger, worker, warn
+        self._is_left_out = False
 
     def append(self, record: Record) -> None:
-        self._attempt(lambda: self._logger.append(record))
+        """Hands a record on."""
+        self._hand_on(lambda: self._logger.append(record))
 
     def sync(self) -> None:
-        self._attempt(self._logger.sync)
+        """Asks for what was kept back to be sent; `metrics.jsonl` holds every record, so nobody waits for it."""
+        self._hand_on(self._logger.sync)
 
     def close(self) -> None:
-        self._attempt(self._logger.close)
+        """Ends the tracker's run, and waits for that for `_END_S` at most."""
+        self._hand_on(self._logger.close)
+        if not self._is_left_out and not self._worker.wait(_END_S):
+            self._leave_out(f"did not end within {_END_S:g} s")
+        self._check()
 
-    def _attempt(self, call: Callable[[], None]) -> None:
-        if self._has_failed:
-            return
-        try:
-            call()
-        except Exception as error:
-            self._has_failed = True
-            self._warn(f"{self._name} failed ({' '.join(str(error).split())[:160]}); the run goes on without it")
+    def _hand_on(self, call: Callable[[], None]) -> None:
+        self._check()
+        if not self._is_left_out and not self._worker.call(call):
+            self._leave_out(f"has not answered for {_MOST_WAITING:,} updates")
+
+    def _check(self) -> None:
+        if self._worker.error is not None:
+            self._leave_out(f"failed ({shown_error(self._worker.error)})")
+
+    def _leave_out(self, why: str) -> None:
+        if not self._is_left_out:
+            self._warn(f"{self._name} {why}; the run goes on without it")
+        self._is_left_out = True
 
 
 class Wandb(Output):

@@ -205,7 +205,7 @@ class Session(Generic[B]):
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
         if "tensorboard" in self.config.log_to.split(","):
-            yield Board(self.folder.path, step)
+            yield Board(self.folder.path, step, warn)
         yield from open_loggers(self.config, self.folder, warn)
         yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
         yield from self._outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from maxbatch import ConfigError
+from maxbatch.training import loggers
 from maxbatch.training.loggers import IDS_FILE
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import read_metrics, tiny_config
@@ -77,6 +79,30 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
     assert capsys.readouterr().err.count("wandb failed (no network); the run goes on without it") == 1
     assert len(read_metrics(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("method", ["log", "finish"])
+def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake, answers = FakeWandb(), threading.Event()
+    setattr(fake, method, lambda *_, **__: answers.wait())
+    as_module(fake, monkeypatch)
+    monkeypatch.setattr(loggers, "_END_S", 0.1)
+    train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
+    answers.set()
+    assert capsys.readouterr().err.count("wandb did not end within 0.1 s; the run goes on without it") == 1
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_a_tracker_that_does_not_begin_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, answers = FakeWandb(), threading.Event()
+    monkeypatch.setattr(fake, "init", lambda **_: answers.wait())
+    as_module(fake, monkeypatch)
+    monkeypatch.setattr(loggers, "_BEGIN_S", 0.1)
+    with pytest.raises(ConfigError, match=r"wandb cannot be used \(no answer within 0.1 s\); works: WANDB_MODE"):
+        train(tiny_config("log_to=wandb", "steps=1", f"run_dir={tmp_path}"), ONE)
+    answers.set()
 
 
 def test_tensorboard_has_the_hyperparameters_of_a_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import is_weightless
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import metric_value
-from maxbatch.system.errors import DivergedError, TrainingError
+from maxbatch.system.errors import DivergedError, TrainingError, cannot_write
 from maxbatch.training.own import Parts, Rows, next_token_loss
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import is_due
@@ -159,8 +159,26 @@ def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_c
 def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TensorBoard's own writer works on a thread that dies of it; the run would then wait for it for good."""
     arguments = ["train", *TINY_RUN, "steps=6", "checkpoint_period=2", f"run_dir={tmp_path}"]
+
+    def append(file: Any, line: bytes) -> None:
+        if b'"step": 4,' in line:
+            raise cannot_write(tmp_path / "metrics.jsonl", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        file._file.write(line)
+
+    with monkeypatch.context() as full:
+        full.setattr("maxbatch.system.appending._File.append", append)
+        assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "metrics.jsonl: no space left on the disk" in error
+    assert main(arguments) == 0
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_events_on_a_full_disk_are_one_warning_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard's own writer works on a thread that dies of it; the run would then wait for it for good."""
     written: list[Any] = []
 
     def write(writer: Any, event: Any) -> None:
@@ -168,13 +186,11 @@ def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
         if len(written) > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as full:
-        full.setattr("tensorboardX.record_writer.RecordWriter.write", write)
-        assert main(arguments) == 1
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", write)
+    assert main(["train", *TINY_RUN, "steps=4", f"run_dir={tmp_path}"]) == 0
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "no space left on the disk" in error
-    assert main(arguments) == 0
-    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert error.count("TensorBoard's events cannot be written (No space left on device)") == error.count("\n") == 1
+    assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
 def weightless(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -13,15 +14,24 @@ from maxbatch.commands.report.runs import PANELS, STAGE_HEADS, SUMMARY_HEADS, Re
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.sweep_section import add_sweep
-from maxbatch.runs.json_file import read_json
+from maxbatch.runs.json_file import checked, read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
+from maxbatch.system.errors import cannot_read
 from maxbatch.system.folding import printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
 _LONG_S = 3 * 3600
+_BRANCH = {"batch_size": int, "learning_rate": float, "updates": int, "loss": float | None, "difference": float | None}
+_CRITICAL_BATCH = {
+    "run": str, "tolerance": float, "tolerance_unit": str, "command": str,
+    "checkpoints": [{
+        "step": int, "samples_seen": int, "batch_size": int, "is_below_base": bool, "in_words": str,
+        "critical_batch_size": int | None, "branches": [_BRANCH],
+    }],
+}  # fmt: skip
 _WATCH_S, _POLL_S = 10, 0.5
 
 
@@ -78,17 +88,25 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
     runs: list[ReportedRun] = []
     for path, name in zip(paths, names, strict=True):
-        if SweepFolder(path).is_sweep:
+        if _is_sweep(path):
             runs += _add_sweep(page, path, name, len(paths) > 1)
         else:
             runs.append(ReportedRun.read(path, name))
     if runs:
         _add_runs(page, runs)
     for path in paths:
-        found = read_json(path / CRITICAL_BATCH_FILE, f"`maxbatch critical-batch {path}` writes it")
+        remedy = f"`maxbatch critical-batch {path}` writes it"
+        found = read_json(path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH))
         if found:
             add_critical_batch(page, found)
     return page
+
+
+def _is_sweep(path: AnyPath) -> bool:
+    try:
+        return SweepFolder(path).is_sweep
+    except OSError as error:
+        raise cannot_read(path, error) from None
 
 
 def _add_sweep(page: Page, path: AnyPath, name: str, is_one_of_many: bool) -> list[ReportedRun]:
@@ -128,6 +146,12 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "
             f"{thinned.apart}, the first of each stage, those with an eval, and the last."
         ))  # fmt: skip
+    for holed in (run for run in runs if run.holes):
+        lines = ", ".join(map(str, holed.holes[:5])) + (" and others" if len(holed.holes) > 5 else "")
+        page.add(paragraph(
+            f"{holed.name}: {len(holed.holes):,} lines of metrics.jsonl (line {lines}) hold numbers that are not "
+            "finite, or larger than 1e100. They are left out."
+        ))  # fmt: skip
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
     plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
     page.add(heading("Batch plan"), *plans, config_differences(runs))
@@ -135,7 +159,7 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:
     """Returns the shortest ends of the paths that tell them apart."""
-    parts = [PurePosixPath(str(path.resolve())).parts for path in paths]
+    parts = [PurePosixPath(os.path.realpath(path) if isinstance(path, Path) else str(path)).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

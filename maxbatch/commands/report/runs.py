@@ -15,9 +15,9 @@ from maxbatch.config.loading import load_config
 from maxbatch.pages.page import RunColumns
 from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.storage import AnyPath
 
 SMOOTHED_LOSS = "smoothed loss"
@@ -56,16 +56,21 @@ class ReportedRun:
     config: ConfigDict | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
     devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
+    holes: list[int]  # lines of the metrics with a number that is not finite, which is left out
     most_points: int = MOST_POINTS  # that are drawn, but for evals and the starts of stages
 
     @classmethod
     def read(cls, path: AnyPath, name: str) -> ReportedRun:
         """Reads a run folder; raises ConfigError for any other."""
-        if not is_run(path):
-            raise ConfigError(f"{path}: {_no_run(path)}")
-        config_path = path / "config.yml"
-        config = load_config(str(config_path)) if config_path.exists() else None
-        return cls(name, path, config, read_metrics(path), read_devices(path))
+        try:
+            if not is_run(path):
+                raise ConfigError(f"{path}: {_no_run(path)}")
+            has_config = (path / "config.yml").exists()
+        except OSError as error:
+            raise cannot_read(path, error) from None
+        config = load_config(str(path / "config.yml")) if has_config else None
+        metrics = scan_metrics(path)
+        return cls(name, path, config, metrics.records, read_devices(path), metrics.holes)
 
     @property
     def apart(self) -> int:

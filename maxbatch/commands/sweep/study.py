@@ -12,13 +12,13 @@ import datetime
 import itertools
 import json
 import math
-import re
 import socket
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.commands.sweep.checks import check_recorded, check_settings, resolve
+from maxbatch.commands.sweep.storage import Storage
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
@@ -68,10 +68,11 @@ class SweepStudy:
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
         self._num_reported: dict[int, int] = {}  # by trial, the evals that the study knows
-        if sweep.storage is None:
-            with exclusive(self._lock_file):
-                self._add_missing(recorded)
-        self._tell_recorded(recorded)
+        with self._storage.errors():
+            if sweep.storage is None:
+                with exclusive(self._lock_file):
+                    self._add_missing(recorded)
+            self._tell_recorded(recorded)
 
     def _check_combinations(self) -> None:
         """Refuses a sweep whose config refuses every combination that is tried."""
@@ -93,10 +94,11 @@ class SweepStudy:
         sweep, pruners = self._sweep, self._optuna.pruners
         self._fetch()
         url = sweep.storage or f"sqlite:///{self._here.resolve() / _DATABASE}"
+        place = Storage.of(sweep.storage, self._here / _DATABASE)
         parameters = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
         settings = json.dumps({"metric": sweep.metric, "parameters": parameters}, sort_keys=True)
-        shown_url = re.sub(r"://[^@/]*@", "://...@", url)  # without the password
-        try:
+
+        def opened() -> tuple[Any, Any]:
             study = self._optuna.create_study(
                 storage=url, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
                 pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.sampler == "optuna" else pruners.NopPruner(),
@@ -104,13 +106,13 @@ class SweepStudy:
             before = study.user_attrs.get(_SETTINGS)
             if before is None:
                 study.set_user_attr(_SETTINGS, settings)
-        except Exception as error:  # whatever the database's own library raises
-            raise ConfigError(
-                f"storage={shown_url}: cannot be opened ({type(error).__name__}); works: sqlite:///sweep.db"
-            ) from error
+            return study, before
+
+        study, before = place.open(opened)
+        self._storage = place
         if sweep.storage and before not in (None, settings):
             raise ConfigError(
-                f"storage={shown_url}: holds study {sweep.path.stem} of {before}, not {settings}; "
+                f"{place.name}: holds study {sweep.path.stem} of {before}, not {settings}; "
                 "give another storage, or another name to the sweep file"
             )
         return study
@@ -155,7 +157,7 @@ class SweepStudy:
         """Returns a trial to start now, None where none may start yet."""
         if claimed := _claim_first(self._unfinished()):
             return claimed
-        with exclusive(self._lock_file):
+        with self._storage.errors(), exclusive(self._lock_file):
             while (suggested := self._adopt() or self._ask()) is not None:
                 trial = self._record(suggested)
                 if trial.config is not None:
@@ -164,7 +166,8 @@ class SweepStudy:
 
     def is_exhausted(self) -> bool:
         """Returns whether there is nothing left to start, now or later."""
-        return not self._unfinished() and not self._may_ask()
+        with self._storage.errors():
+            return not self._unfinished() and not self._may_ask()
 
     @property
     def num_trials(self) -> int:
@@ -238,6 +241,10 @@ class SweepStudy:
         """Returns why a running trial is not worth training to its end, or None."""
         if self._sweep.sampler != "optuna" or self._sweep.metric != Metric.EVAL_LOSS:
             return None
+        with self._storage.errors():
+            return self._reason_to_prune(trial)
+
+    def _reason_to_prune(self, trial: Trial) -> str | None:
         evals = [record for record in read_metrics(trial.folder) if record.get(Metric.EVAL_LOSS) is not None]
         new = evals[self._num_reported.get(trial.number, 0) :]
         frozen = next(one for one in self._trials() if one.number == trial.number) if new else None
@@ -260,7 +267,8 @@ class SweepStudy:
         states = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}
         told = states.get(Status(result.status), state.PRUNED)
         value = result.value if told == state.COMPLETE else None
-        with contextlib.suppress(ValueError):  # told already, by the same command before it was killed
+        # A ValueError: told already, by the same command before it was killed
+        with self._storage.errors(), contextlib.suppress(ValueError):
             self._study.tell(result.trial.number, value, state=told)
         self._keep()
 

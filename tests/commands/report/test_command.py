@@ -246,3 +246,48 @@ def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> No
     assert data["figures"][0]["layout"]["xaxis"]["type"] == "log"
     assert len(data["figures"][0]["data"][0]["x"]) == 2 and len(data["runs"]) == 3
     assert "2 done, 1 failed" in text and "no &lt;luck&gt;" in text
+
+
+_ODD = ("NaN", "Infinity", "-Infinity", "1e400", "9" * 400, "-" + "9" * 5000)
+
+
+@pytest.mark.parametrize("number", _ODD)
+def test_a_hole_in_the_metrics_is_said_and_the_page_is_drawn(number: str) -> None:
+    records = write_run(Path("run"), 30)
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    for place, name in enumerate(records[0]):
+        value = json.dumps(records[place][name])
+        lines[place] = lines[place].replace(f'"{name}": {value}', f'"{name}": {number}')
+    Path("run/metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", "run"]) == 0
+    text = Path("run/report.html").read_text()
+    assert f"{len(records[0])} lines of metrics.jsonl (line 1, 2, 3, 4, 5 and others)" in text
+    drawn = page_data(Path("run/report.html"))["runs"][0]["axes"]["steps"]
+    assert drawn[-19:] == list(range(12, 31)) and len(drawn) < 30
+
+
+@pytest.mark.parametrize("file", ["outcome.json", "trial.json", "sweep.json", "devices.json"])
+@pytest.mark.parametrize("content", ["NaN", '{"number": 1e400}', "9" * 400, "[" * 10**5, '{"number": [0]}', "[[]]"])
+def test_a_damaged_file_of_a_study_is_one_line(file: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_sweep()
+    place = folder.path if file == "sweep.json" else folder.trial_folder(0)
+    (place / file).write_text(content)
+    assert main(["report", "sw"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{file}: cannot be read" in error
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500, "é" * 200])
+def test_a_path_that_no_file_system_holds_is_one_line(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["report", path], ["report", "run", "--output", path], ["score", path, "x"], ["export", path]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_names_and_values_on_a_page_are_texts_and_no_html() -> None:
+    evil = "</script><script>alert(1)<"
+    write_run(Path(evil.replace("/", "\u2044")), 3, f"generate_prompt={evil}")
+    assert main(["report", evil.replace("/", "\u2044"), "--output", "page.html"]) == 0
+    text = Path("page.html").read_text()
+    assert "<script>alert" not in text and text.count("</script>") == text.count("<script")
+    assert "default-src 'none'" in text

@@ -130,6 +130,20 @@ def test_a_bad_line_has_its_number_in_the_file_whatever_piece_it_is_in(
         texts(source("jsonl", path))
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_gzip])
+@pytest.mark.parametrize("piece", [30, 10_000])
+def test_a_line_of_any_length_is_one_bad_record_and_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], piece: int
+) -> None:
+    monkeypatch.setattr(jsonl, "PIECE_BYTES", piece)
+    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 100)
+    monkeypatch.setattr(jsonl, "_BLOCK_BYTES", 7)
+    path = write(tmp_path / "a.jsonl", ["one", "x" * 1000, "two", "y" * 90, "three"])
+    with pytest.raises(ConfigError, match=r"line 2: longer than 100 bytes, the most that is read"):
+        texts(source("jsonl", path))
+    assert [text for text in texts(source("jsonl", path, "skip_bad_records=true")) if text] == ["one", "two", "three"]
+
+
 def test_gzip_is_known_by_its_bytes(tmp_path: Path) -> None:
     assert texts(source("jsonl", write_gzip(tmp_path / "plain-name.jsonl", TEXTS))) == TEXTS
 

@@ -16,6 +16,8 @@ from maxbatch.data.store.storage import SourceFile
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
+_BLOCK_BYTES = 1 << 20
+_LONGEST_LINE = 128 << 20  # bytes; reading a record takes several times as much memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,11 @@ class JsonLines:
         with open_file(piece.file) as stream:
             is_gzip = stream.read(2) == _GZIP_MAGIC
             stream.seek(0)
-            yield from self._texts(gzip.GzipFile(fileobj=stream) if is_gzip else _lines(stream, piece), piece)
+            if is_gzip:
+                lines = _lines(gzip.GzipFile(fileobj=stream), 0, None)
+            else:
+                lines = _lines(stream, piece.begin, piece.end)
+            yield from self._texts(lines, piece)
 
     def _texts(self, lines: Iterable[bytes], piece: Piece) -> Iterator[bytes]:
         number = 0
@@ -57,6 +63,8 @@ class JsonLines:
 
     def _text(self, line: bytes) -> tuple[bytes, str]:
         """Returns the text of a line and "", or b"" and the problem with the line."""
+        if len(line) > _LONGEST_LINE:
+            return b"", f"longer than {_LONGEST_LINE:,} bytes, the most that is read"
         try:
             record = json.loads(line.decode("utf-8"))
             if isinstance(record, dict):
@@ -85,15 +93,30 @@ class JsonLines:
         return f"no field text_field={name}; its fields: {fields}"
 
 
-def _lines(stream: BinaryIO, piece: Piece) -> Iterator[bytes]:
-    """Yields the lines of a plain file that begin in a piece."""
-    position = max(piece.begin - 1, 0)
-    stream.seek(position)
-    if piece.begin:
-        position += len(stream.readline())  # the end of a line that began before the piece
-    while position < piece.end and (line := stream.readline()):
+def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int | None) -> Iterator[bytes]:
+    """Yields the lines that begin in a part of a file, None: to its end; of one that is too long its beginning."""
+    position = max(begin - 1, 0)
+    if position:
+        stream.seek(position)
+    if begin:
+        position += _skip_line(
+            stream, None if end is None else end - position
+        )  # the end of a line that began before the part
+    while (end is None or position < end) and (line := stream.readline(_LONGEST_LINE + 1)):
         position += len(line)
+        if len(line) > _LONGEST_LINE and not line.endswith(b"\n"):
+            position += _skip_line(stream, None if end is None else end - position)
         yield line
+
+
+def _skip_line(stream: BinaryIO | gzip.GzipFile, most: int | None) -> int:
+    """Reads to the end of a line, or `most` bytes and a block; returns how many bytes it read."""
+    skipped = 0
+    while (most is None or skipped < most) and (block := stream.readline(_BLOCK_BYTES)):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
 
 
 def _lines_before(piece: Piece) -> int:
