@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maxbatch.config.keys import ROWS
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
@@ -23,10 +23,10 @@ _PROBLEMS: dict[type[Exception], str] = {
     UnicodeDecodeError: "cannot be read (not UTF-8 text)",
 }
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
-_LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
+_LISTS = frozenset(key.name for key in KEYS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
-_WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices") | {"mlp_activations", "attention_type"}
-_NAMES = frozenset(key.name for key in ROWS)
+_WORD_LISTS = frozenset(key.name for key in KEYS if key.kind == "choices") | {"mlp_activations", "attention_type"}
+_NAMES = frozenset(key.name for key in KEYS)
 
 
 class Entry(NamedTuple):

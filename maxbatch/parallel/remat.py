@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import REMAT_TENSORS
+from maxbatch.config.sections import REMAT_TENSORS
 
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline what enters a stage
 CONTEXT = "context"  # the output of attention, and what its kernel keeps of the softmax

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from maxbatch.config.keys import REMAT_POLICIES
+from maxbatch.config.sections import REMAT_POLICIES
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.rope import rope_tables
 from maxbatch.parallel.remat import Remat, checkpointed

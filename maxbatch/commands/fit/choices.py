@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.keys import REMAT_TENSORS, customised_tensors
+from maxbatch.config.sections import REMAT_TENSORS, customised_tensors
 from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan

@@ -17,7 +17,8 @@ from ml_collections import ConfigDict
 
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.remat import INPUT, Remat
