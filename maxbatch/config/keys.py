@@ -10,9 +10,9 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from maxbatch.config.values import Bounds, Scalar, Value
 
@@ -25,6 +25,7 @@ Place = Annotated[str, "path"]
 LocalPath = Annotated[str, "local"]
 DataPaths = Annotated[str, "paths"]
 
+_T = TypeVar("_T")
 _KINDS = {bool: "bool", int: "int", float: "real", str: "text"}
 
 
@@ -95,6 +96,11 @@ def key(sentence: str, *, fixes: Fixes, bounds: Bounds | None = None, choices: t
     return dataclasses.field(metadata={"key": facts})
 
 
+def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
+    """Returns a function that is called once for each class; mypy takes no class for hashable."""
+    return functools.cache(function)
+
+
 class Section:
     """A part of the config: a frozen dataclass whose fields are keys, or sections again.
 
@@ -102,9 +108,12 @@ class Section:
     """
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Self:
-        """Returns this part of a whole config, or of a mapping of its keys."""
-        return cls(**{name: part.of(config) if part else config[name] for name, part in _fields(cls).items()})
+    def of(cls, config: Mapping[str, Any] | Self) -> Self:
+        """Returns this part of a whole config or of a mapping of its keys; the part itself as it is."""
+        if isinstance(config, cls):
+            return config
+        parts = _parts(cls)
+        return cls(**{name: part.of(config) if part else config[name] for name, part in parts.items()})
 
     @classmethod
     def heading(cls) -> str:
@@ -117,37 +126,51 @@ class Section:
         """Returns the keys that are declared in this section, in its order."""
         return _keys(cls)
 
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of a key of this section or of an inner one; raises KeyError for any other name."""
+        value: Any = self
+        for attribute in _places(type(self))[name]:
+            value = getattr(value, attribute)
+        return value
+
     def items(self) -> Iterator[tuple[str, Value]]:
         """Yields the name and the value of each key, those of inner sections included."""
-        for name, part in _fields(type(self)).items():
-            value = getattr(self, name)
-            yield from value.items() if part else [(name, value)]
+        return ((name, self[name]) for name in _places(type(self)))
 
     def replaced(self, values: Mapping[str, Value]) -> Self:
         """Returns the section with other values of some keys; names that it does not hold are left out."""
         changed = {
             name: getattr(self, name).replaced(values) if part else values.get(name, getattr(self, name))
-            for name, part in _fields(type(self)).items()
+            for name, part in _parts(type(self)).items()
         }
         return type(self)(**changed)
 
 
-@functools.cache
-def _fields(section: type[Section]) -> dict[str, type[Section] | None]:
+@_cached
+def _parts(section: type) -> dict[str, type[Section] | None]:
     """Returns the fields of a section, each with its type where that is a section."""
     hints = get_type_hints(section)
-    names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
-    return {name: hints[name] if _is_section(hints[name]) else None for name in names}
+    return {field.name: _as_section(hints[field.name]) for field in dataclasses.fields(section)}
 
 
-def _is_section(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Section)
+@_cached
+def _places(section: type) -> dict[str, tuple[str, ...]]:
+    """Returns, for each key of a section, the attributes that lead to it."""
+    places: dict[str, tuple[str, ...]] = {}
+    for name, part in _parts(section).items():
+        inner = {key: (name, *path) for key, path in _places(part).items()} if part else {name: (name,)}
+        places |= inner
+    return places
 
 
-@functools.cache
-def _keys(section: type[Section]) -> tuple[Key, ...]:
+def _as_section(hint: Any) -> type[Section] | None:
+    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+
+
+@_cached
+def _keys(section: type) -> tuple[Key, ...]:
     hints = get_type_hints(section, include_extras=True)
-    declared = [field for field in dataclasses.fields(section) if "key" in field.metadata]  # type: ignore[arg-type]
+    declared = [field for field in dataclasses.fields(section) if "key" in field.metadata]
     return tuple(_key(field.name, hints[field.name], field.metadata["key"]) for field in declared)
 
 

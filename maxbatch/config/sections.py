@@ -39,7 +39,7 @@ _NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.P
 _BATCH = Fixes.BATCH | Fixes.PROGRAM
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """The run."""
 
@@ -71,7 +71,7 @@ class RunConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthConfig(Section):
     """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
 
@@ -108,7 +108,7 @@ class LengthConfig(Section):
     max_target_length: int = key("L: tokens per sample", fixes=_PROGRAM | Fixes.ROWS, bounds=_FROM_TWO, unit="tokens")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig(Section):
     """The batch: samples = rows of max_target_length tokens."""
 
@@ -148,7 +148,7 @@ class BatchConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RampConfig(Section):
     """Batch ramp-up: p grows from start by increment over global_rampup_samples."""
 
@@ -173,7 +173,7 @@ class RampConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptBatchConfig(Section):
     """The batch of prompts (maxbatch rl): batch_size states it, in place of p, g and the ramp."""
 
@@ -224,7 +224,7 @@ class PromptBatchConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig(Section):
     """Reinforcement learning."""
 
@@ -256,16 +256,6 @@ class RLConfig(Section):
         unit="probability",
     )
     sampler_seed: int = key("seed of the responses", fixes=_PROGRAM, bounds=_SEED, maxtext=OURS)
-    trainer_devices_fraction: Exact = key(
-        "share of the devices that trains; both 1: the same devices train and sample; else disjoint, together at "
-        "most 1",
-        fixes=_PROGRAM,
-        bounds=_SOME,
-        unit="share of the devices",
-    )
-    sampler_devices_fraction: Exact = key(
-        "share of the devices that samples", fixes=_PROGRAM, bounds=_SOME, unit="share of the devices"
-    )
     reward: str = key(
         'module:function or FILE.py:function of (prompt, response, record); several: "a:f,0.7;b:g,0.3"',
         fixes=_PROGRAM,
@@ -307,7 +297,7 @@ class RLConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RatesConfig(Section):
     """Rates: schedules run over samples, so a ramp does not distort them."""
 
@@ -353,7 +343,7 @@ class RatesConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """Optimizer."""
 
@@ -390,7 +380,7 @@ class OptimizerConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """Model."""
 
@@ -506,7 +496,7 @@ class ModelConfig(Section):
     init_weights_seed: int = key("seed of the parameters", fixes=_MODEL, bounds=_SEED)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RematConfig(Section):
     """What the backward pass computes again."""
 
@@ -542,7 +532,7 @@ class RematConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA) over the model of load_parameters_path."""
 
@@ -566,9 +556,9 @@ class AdapterConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Data: fixes stream[0], stream[1], ...."""
+    """Data: what fixes stream[0], stream[1] and all that follow."""
 
     dataset_type: Literal[
         "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic"
@@ -657,7 +647,7 @@ class DataConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
     """Mesh: axis sizes within a slice (ici) and over slices (dcn); one of each may be -1: the rest."""
 
@@ -677,6 +667,16 @@ class MeshConfig(Section):
     dcn_pipeline_parallelism: int = key(
         "over slices: layers split over pipeline stages", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
     )
+    trainer_devices_fraction: Exact = key(
+        "share of the devices that trains; both 1: the same devices train and sample; else disjoint, together at "
+        "most 1",
+        fixes=_PROGRAM,
+        bounds=_SOME,
+        unit="share of the devices",
+    )
+    sampler_devices_fraction: Exact = key(
+        "share of the devices that samples", fixes=_PROGRAM, bounds=_SOME, unit="share of the devices"
+    )
     num_pipeline_microbatches: int = key(
         "parts that the micro-batch is cut into for the pipeline; a multiple of its stages; -1: the stages",
         fixes=_PROGRAM,
@@ -691,7 +691,7 @@ class MeshConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """Checkpoints."""
 
@@ -704,7 +704,7 @@ class CheckpointConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
     """Eval."""
 
@@ -736,7 +736,7 @@ class EvaluationConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig(Section):
     """What a person sees."""
 
@@ -766,7 +766,7 @@ class LoggingConfig(Section):
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilingConfig(Section):
     """Compiling."""
 
