@@ -336,11 +336,6 @@ class RatesConfig(Section):
         unit="samples",
         maxtext=OURS,
     )
-    adam_scaling: Literal["none", "sde"] = key(
-        "none | sde: with sqrt, Adam's betas and epsilon follow the batch too (Malladi et al. 2022)",
-        fixes=_PROGRAM,
-        maxtext=OURS,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -362,6 +357,11 @@ class OptimizerConfig(Section):
         fixes=_PROGRAM,
         bounds=_FROM_ZERO,
         warm_start=False,
+    )
+    adam_scaling: Literal["none", "sde"] = key(
+        "none | sde: with sqrt, Adam's betas and epsilon follow the batch too (Malladi et al. 2022)",
+        fixes=_PROGRAM,
+        maxtext=OURS,
     )
     gradient_clipping_threshold: float = key(
         "largest global norm of the update's gradient; 0: no clipping", fixes=_PROGRAM, bounds=_FROM_ZERO

@@ -309,7 +309,7 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
     """
     reference = config.rates.reference_batch_size or stages[-1].batch
     largest = max(stage.batch for stage in stages)
-    for key in ("adam_b1", "adam_b2") if config.rates.adam_scaling == "sde" else ():
+    for key in ("adam_b1", "adam_b2") if config.optimizer.adam_scaling == "sde" else ():
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
             times = f"{largest / reference:.3g} times reference_batch_size={reference}"

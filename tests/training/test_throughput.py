@@ -23,8 +23,6 @@ def test_rates_follow_from_real_rows_and_seconds() -> None:
     assert rates.tokens_per_second == 10 * LENGTH / 0.5
     flops = rates.tokens_per_second * model_flops_per_token(DecoderConfig.of(config))
     assert rates.tflops_per_device == pytest.approx(flops / 4 / 1e12)
-        rates.tokens_per_second * model_flops_per_token(DecoderConfig.of(config)) / 4 / 1e12
-    )
     assert rates.mfu is None, "a CPU's peak is unknown"
 
 
