@@ -17,6 +17,7 @@ from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_i
 from maxbatch.config.loading import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 BAR = 10.0
@@ -38,7 +39,7 @@ def measure(quick: bool) -> list[Measurement]:
 
 def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measurement:
     config = load_config(overrides=[f"max_target_length={length}"])
-    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(params=0)), nnx.Param)
+    graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
     lengths_B, draw_ids_Bx3 = np.full(rows, _P, np.int32), np.zeros((rows, 3), np.uint32)
     sampler, greedy = Sampler(config, _Endless(), None, prompt_length=_P), SamplingRules(temperature=0.0)

@@ -31,6 +31,7 @@ from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
 from maxbatch.training.own import Loss, Parts
@@ -69,7 +70,7 @@ def train(
       ConfigError: the config, the data, the model or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    check_batch_keys(config)
+    check_batch_keys(PlanConfig.of(config))
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
         return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
@@ -179,10 +180,10 @@ def open_feed(
     """
     if start < 0:
         raise ValueError(f"start={start}: must be at least 0")
-    check_batch_keys(config)
+    check_batch_keys(PlanConfig.of(config))
     mesh = make_mesh(config) if mesh is None else mesh
     num_hosts = len({device.process_index for device in mesh.devices.flat})
-    expansion = max(1, int(expansion_factor(config, num_hosts)))
+    expansion = max(1, int(expansion_factor(PlanConfig.of(config), num_hosts)))
     opened: Stream | None = None
     if is_loading(jax.process_index(), expansion):
         opened = open_stream(config) if stream is None else as_stream(stream, config)

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.arguments import local_path, note, place
 from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_DONE, TrainingError, cannot_write
 from maxbatch.system.folding import printable
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs
 
-    expansion = max(1, int(expansion_factor(config, target.num_hosts)))
+    expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
     programs = Programs(config, target.devices, plan.mesh, expansion)
     shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])
     hlo = _made_folder(args.hlo)

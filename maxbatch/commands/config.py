@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from maxbatch.commands.arguments import add_config, config_arguments
-from maxbatch.config.keys import Fixes, Key, names_of
-from maxbatch.config.loading import Setting, configs_dir, find_config, keys, resolve
+from maxbatch.config.keys import Fixes, Key
+from maxbatch.config.loading import Setting, find_config, keys, resolve
 from maxbatch.config.model_size import num_parameters
+from maxbatch.config.sections import SECTIONS, names_of
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
@@ -51,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{shown(path)}: unknown key{hint(path, keys())}")
     settings = resolve(path, overrides)
     sections = {
-        heading: [
-            _facts(keys()[name], settings[name], comment) | {"section": heading} for name, comment in comments.items()
+        (heading := section.heading().partition(":")[0]): [
+            _facts(keys()[key.name], settings[key.name]) | {"section": heading} for key in section.declared()
         ]
-        for heading, comments in _sections().items()
+        for section in SECTIONS
     }
     facts = {facts["key"]: facts for section in sections.values() for facts in section}
     if args.json:
@@ -72,18 +73,6 @@ def _console() -> Console:
         columns = os.environ.get("COLUMNS", "")
         console.width = int(columns) if columns.isdigit() else _PIPE_WIDTH
     return console
-
-
-def _sections() -> dict[str, dict[str, str]]:
-    """Returns the headings of base.yml, and under each its keys with their comments."""
-    sections: dict[str, dict[str, str]] = {}
-    for line in (configs_dir() / "base.yml").read_text(encoding="utf-8").splitlines():
-        heading, key = re.match(r"# --- (.*?)(:.*)? -+$", line), re.match(r"(\w+):.*?\s# (.*)", line)
-        if heading:
-            section = sections.setdefault(heading[1], {})
-        elif key:
-            section[key[1]] = key[2]
-    return sections
 
 
 def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], parameters: int) -> None:
@@ -129,7 +118,7 @@ def _print_key(console: Console, facts: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _facts(key: Key, setting: Setting, comment: str) -> dict[str, Any]:
+def _facts(key: Key, setting: Setting) -> dict[str, Any]:
     """Returns all that is known of a key; JSON."""
     value = setting.value
     return {
@@ -147,7 +136,7 @@ def _facts(key: Key, setting: Setting, comment: str) -> dict[str, Any]:
         "maxtext": key.maxtext_name,
         "fixes": [word for what, word in _FIXED.items() if key.fixes & what],
         "part": f"{key.part.value}, with {', '.join(names_of(key.part))}" if key.part else None,
-        "comment": comment,
+        "comment": key.sentence,
     }
 
 

@@ -9,8 +9,9 @@ from argparse import ArgumentParser, Namespace
 from ml_collections import ConfigDict
 
 from maxbatch.commands.arguments import add_config, config_of, count, place, whole
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource

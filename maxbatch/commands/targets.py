@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.target import Target, find_target
@@ -45,7 +46,7 @@ def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
 def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
     """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
     config = config_of(args)
-    check_batch_keys(config)
+    check_batch_keys(PlanConfig.of(config))
     if args.topology and args.simulate_devices:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip

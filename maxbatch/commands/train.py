@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from maxbatch.commands.arguments import add_config, config_of, count
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, report
 
 
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.batch import check_batch_keys
 
     config = config_of(args)
-    check_batch_keys(config)
+    check_batch_keys(PlanConfig.of(config))
     if args.simulate_hosts:
         return _run_simulated_hosts(args, args.simulate_hosts)
     if args.simulate_devices:

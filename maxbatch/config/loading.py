@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import ROWS, Fixes, Key, names_fixing
+from maxbatch.config.keys import Fixes, Key
 from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
+from maxbatch.config.sections import KEYS, names_fixing
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries, quoted
 from maxbatch.system.errors import ConfigError
@@ -132,7 +133,7 @@ def dump_config(config: ConfigDict) -> str:
 def keys() -> Mapping[str, Key]:
     """Returns every config key by name, with its default, in the order of base.yml."""
     defaults = {entry.name: entry.text for entry in _base_entries()}
-    return {key.name: dataclasses.replace(key, default=defaults[key.name]) for key in ROWS}
+    return {key.name: dataclasses.replace(key, default=defaults[key.name]) for key in KEYS}
 
 
 def _base_path() -> Path:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.blocks import GLOBAL, LOCAL
-from maxbatch.config.keys import Key, Part, customised_tensors, names_of
+from maxbatch.config.keys import Key, Part
 from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.sections import customised_tensors, names_of
 from maxbatch.config.values import Value, shown
 from maxbatch.system.errors import ConfigError
 

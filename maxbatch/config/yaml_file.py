@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maxbatch.config.keys import ROWS
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import compose_yaml, read_text
 from maxbatch.system.errors import ConfigError
@@ -26,10 +26,10 @@ MERGED = "tag:maxbatch,2026:merged"  # of a mapping whose keys `<<` has put into
 _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
     "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
 # Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
-_LISTS = frozenset(key.name for key in ROWS if key.kind == "paths")
+_LISTS = frozenset(key.name for key in KEYS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
-_WORD_LISTS = frozenset(key.name for key in ROWS if key.kind == "choices") | {"mlp_activations", "attention_type"}
-_NAMES = frozenset(key.name for key in ROWS)
+_WORD_LISTS = frozenset(key.name for key in KEYS if key.kind == "choices") | {"mlp_activations", "attention_type"}
+_NAMES = frozenset(key.name for key in KEYS)
 
 
 class Entry(NamedTuple):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.blocks import BLOCKS
 from maxbatch.model.cache import Cache
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.norms import RMSNorm
 from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.products import features_last
@@ -25,7 +25,7 @@ from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
 
-def choose_implementation(config: ConfigDict, platform: str, context: int) -> Kernel:
+def choose_implementation(config: DecoderConfig, platform: str, context: int) -> Kernel:
     """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
 
     Raises:
@@ -33,7 +33,7 @@ def choose_implementation(config: ConfigDict, platform: str, context: int) -> Ke
     """
     platforms: dict[Kernel, tuple[str, str]]
     platforms = {"splash": ("tpu", "run on TPUs"), "cudnn": ("gpu", "run on NVIDIA GPUs")}
-    rules = {name: list(own) for name, own in attention_rules(config, context).items()}
+    rules = {name: list(own) for name, own in attention_rules(config, config.max_target_length, context).items()}
     for name, (needed, words) in platforms.items():
         rules[name].insert(0, (platform == needed, f"{words}, and the devices are {platform}"))
     broken = {name: [rule for holds, rule in own if not holds] for name, own in rules.items()}
@@ -116,7 +116,7 @@ class Attention(nnx.Module):
     Queries and keys may be normalised before they are rotated (Henry et al. 2020, https://arxiv.org/abs/2010.04245).
     """
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         d, h = config.base_emb_dim, config.head_dim
         heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
         block = BLOCKS[config.decoder_block]

@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.blocks import BLOCKS, is_local_layer
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.mlp import GatedMLP, PlainMLP, is_gated
 from maxbatch.model.norms import stream_norm
 from maxbatch.model.parameters import matrix
@@ -52,7 +52,7 @@ class LayerRunner(Protocol):
 class DecoderLayer(nnx.Module):
     """One residual block: attention, then the MLP, normalised before or after, or both, as `decoder_block` says."""
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         block = BLOCKS[config.decoder_block]
         if block.norms_before:
             self.attention_norm = stream_norm(config)
@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: DecoderConfig,
         *,
         rngs: nnx.Rngs,
         constrain: Constrain = unconstrained,
@@ -155,7 +155,7 @@ class Decoder(nnx.Module):
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
         self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)
         self.scan_layers = config.scan_layers
-        self.remat = Remat.of(config)
+        self.remat = Remat.of(config.remat)
         self.layer_runner = layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.blocks import is_local_layer
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.mlp import is_gated
 
 
-def model_flops_per_token(config: ConfigDict) -> int:
+def model_flops_per_token(config: DecoderConfig) -> int:
     """Returns the floating-point operations of training per token, forward and backward, without recomputation.
 
     They are 6 per parameter that multiplies (2 forward, 4 backward; the embedding lookup multiplies nothing), and

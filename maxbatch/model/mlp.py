@@ -11,9 +11,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.sections import ModelConfig
 from maxbatch.model.parameters import bias, matrix
 from maxbatch.model.products import two_products
 from maxbatch.parallel.remat import kept
@@ -28,17 +28,17 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def is_gated(config: ConfigDict) -> bool:
+def is_gated(config: ModelConfig) -> bool:
     """Returns whether the MLP multiplies an activated projection with a linear one."""
     return config.mlp_activations.endswith(",linear")
 
 
-def activation_of(config: ConfigDict) -> Activation:
+def activation_of(config: ModelConfig) -> Activation:
     """Returns the activation function of a config's MLPs."""
     return _ACTIVATIONS[config.mlp_activations.partition(",")[0]]
 
 
-def has_biases(config: ConfigDict) -> bool:
+def has_biases(config: ModelConfig) -> bool:
     """Returns whether the projections of a config's MLPs have biases."""
     return bool(config.mlp_projection_bias or BLOCKS[config.decoder_block].has_biases)
 
@@ -46,7 +46,7 @@ def has_biases(config: ConfigDict) -> bool:
 class GatedMLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (SwiGLU, GeGLU: Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         d, f = config.base_emb_dim, config.base_mlp_dim
         self.gate = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
         self.up = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
@@ -72,7 +72,7 @@ class GatedMLP(nnx.Module):
 class PlainMLP(nnx.Module):
     """down(activation(up(x))), with biases where the family has them (Radford et al. 2019, GPT-2)."""
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         d, f = config.base_emb_dim, config.base_mlp_dim
         self.up = matrix(config, rngs, (d, f), ("embed", "mlp"), fan_in=d)
         self.down = matrix(config, rngs, (f, d), ("mlp", "embed"), fan_in=f, residual=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.sections import ModelConfig
 
 
 class RMSNorm(nnx.Module):
@@ -22,7 +22,7 @@ class RMSNorm(nnx.Module):
     """
 
     def __init__(
-        self, config: ConfigDict, shape: tuple[int, ...] | None = None, logical_axes: tuple[str, ...] = ("norm",)
+        self, config: ModelConfig, shape: tuple[int, ...] | None = None, logical_axes: tuple[str, ...] = ("norm",)
     ):
         self.adds_one = BLOCKS[config.decoder_block].norm_adds_one
         first = jnp.zeros if self.adds_one else jnp.ones
@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / std(x) * scale + bias, in float32 (Ba et al. 2016, https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: ModelConfig):
         d = config.base_emb_dim
         self.scale = nnx.Param(jnp.ones(d, config.weight_dtype), logical_axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(d, config.weight_dtype), logical_axes=("norm",))
@@ -58,7 +58,7 @@ class LayerNorm(nnx.Module):
         return (x * inverse_std * scale + bias).astype(x_MxLxD.dtype)
 
 
-def stream_norm(config: ConfigDict) -> RMSNorm | LayerNorm:
+def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """Returns a norm of the residual stream, in the form of the config's `decoder_block`."""
     return LayerNorm(config) if BLOCKS[config.decoder_block].norm == "layer" else RMSNorm(config)
 

@@ -7,14 +7,15 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
+
+from maxbatch.config.sections import ModelConfig
 
 # Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 def matrix(
-    config: ConfigDict,
+    config: ModelConfig,
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     logical_axes: tuple[str, ...],
@@ -35,6 +36,6 @@ def matrix(
     return nnx.Param(value, logical_axes=logical_axes)
 
 
-def bias(config: ConfigDict, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
+def bias(config: ModelConfig, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
     """Returns a bias in `weight_dtype`, 0 at first."""
     return nnx.Param(jnp.zeros(shape, config.weight_dtype), logical_axes=logical_axes)

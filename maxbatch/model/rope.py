@@ -12,8 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import ModelConfig
 from maxbatch.model.products import quarter_turn
 
 Rope = tuple[jax.Array, jax.Array]
@@ -50,7 +50,7 @@ class RopeKeys:
     rope_long_factors: str
 
     @classmethod
-    def of(cls, config: ConfigDict) -> RopeKeys:
+    def of(cls, config: ModelConfig) -> RopeKeys:
         """Returns the keys of a config."""
         return cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
 

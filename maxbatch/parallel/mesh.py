@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
+from maxbatch.plan.plan_config import PlanConfig
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:
@@ -32,8 +33,9 @@ def mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
     Raises:
       ConfigError: the axes do not multiply out to the devices, or one does not divide what it splits of the model.
     """
-    shape = MeshShape.from_config(config, len(devices), num_slices(devices))
-    check_model_fits(config, shape)
+    stated = PlanConfig.of(config)
+    shape = MeshShape.from_config(stated, len(devices), num_slices(devices))
+    check_model_fits(stated, shape)
     return shape
 
 

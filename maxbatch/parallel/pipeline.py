@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import Constrain, activation_constraint
 from maxbatch.plan.mesh_shape import pipeline_microbatches
@@ -37,17 +37,17 @@ Layers = Callable[[jax.Array, jax.Array, PyTree], jax.Array]
 _STREAM = ("stage", None, "batch", "length", "embed")
 
 
-def make_pipeline(config: ConfigDict, mesh: Mesh, batch_axes: tuple[str, ...]) -> Pipeline | None:
+def make_pipeline(axes: MeshConfig, remat: RematConfig, mesh: Mesh, batch_axes: tuple[str, ...]) -> Pipeline | None:
     """Returns the pipeline of a run, the rows of whose parts `batch_axes` split; None if its mesh has one stage."""
     stages = mesh.shape["pipeline"]
     if stages == 1:
         return None
     return Pipeline(
         num_stages=stages,
-        num_repeats=config.num_pipeline_repeats,
-        num_microbatches=pipeline_microbatches(config, stages),
+        num_repeats=axes.num_pipeline_repeats,
+        num_microbatches=pipeline_microbatches(axes, stages),
         batch_shards=math.prod(mesh.shape[axis] for axis in batch_axes),
-        remat=Remat.of(config),
+        remat=Remat.of(remat),
         constrain=activation_constraint(mesh, batch_axes),
     )
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from ml_collections import ConfigDict
 
-from maxbatch.config.keys import REMAT_TENSORS
+from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline what enters a stage
 CONTEXT = "context"  # the output of attention, and what its kernel keeps of the softmax
@@ -44,7 +43,7 @@ class Remat:
     on_host: tuple[str, ...]  # moved to the host's memory and back
 
     @classmethod
-    def of(cls, config: ConfigDict) -> Remat:
+    def of(cls, config: RematConfig) -> Remat:
         """Returns what a config's `remat_policy` keeps."""
         policy = config.remat_policy
         if policy != "custom":

@@ -17,6 +17,7 @@ from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.mesh_shape import BATCH_AXES, MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
 from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
@@ -37,14 +38,15 @@ class Resume(NamedTuple):
 NEW_RUN = Resume()
 
 
-def check_batch_keys(config: ConfigDict) -> None:
+def check_batch_keys(config: PlanConfig) -> None:
     """Raises ConfigError for batch keys of pre-training that break a rule on any devices."""
-    if config.batch_size is not None:
+    if config.prompts.batch_size is not None:
         rule = "counts prompts, which maxbatch rl trains on; the samples of an update are global_batch_size"
-        works = f"batch_size=null global_batch_size={config.batch_size} and a dataset of documents, or maxbatch rl"
-        raise ConfigError(f"batch_size={config.batch_size}: {rule}; works: {works}")
+        prompts = config.prompts.batch_size
+        works = f"batch_size=null global_batch_size={prompts} and a dataset of documents, or maxbatch rl"
+        raise ConfigError(f"batch_size={prompts}: {rule}; works: {works}")
     expansion_factor(config, num_hosts=None)
-    if config.enable_rampup_batch_size:
+    if config.ramp.enable_rampup_batch_size:
         increments(config)
     else:
         stated_batches(config)
@@ -100,7 +102,7 @@ class BatchPlan:
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict,
+        config: ConfigDict | PlanConfig,
         num_devices: int = 1,
         num_hosts: int = 1,
         *,
@@ -122,15 +124,16 @@ class BatchPlan:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
         """
 
-        def meshes(tried: ConfigDict) -> RunMeshes:
+        def meshes(tried: PlanConfig) -> RunMeshes:
             return RunMeshes.from_config(tried, num_devices, num_slices)
 
-        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
+        stated = PlanConfig.of(config)
+        return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod
     def on_mesh(
         cls,
-        config: ConfigDict,
+        config: ConfigDict | PlanConfig,
         shape: MeshShape,
         num_hosts: int = 1,
         *,
@@ -139,16 +142,18 @@ class BatchPlan:
     ) -> BatchPlan:
         """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
 
-        def meshes(tried: ConfigDict) -> RunMeshes:
-            if tried is config:
+        stated = PlanConfig.of(config)
+
+        def meshes(tried: PlanConfig) -> RunMeshes:
+            if tried is stated:
                 return RunMeshes(shape, shape, shape.num_devices)
             return RunMeshes.from_config(tried, shape.num_devices, shape.num_slices)  # a refusal may try other axes
 
-        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
+        return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod
     def _on(
-        cls, config: ConfigDict, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
+        cls, config: PlanConfig, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
     ) -> BatchPlan:
         check_divides("num_hosts", num_hosts, meshes.num_devices)
         e = expansion_factor(config, num_hosts, resume)
@@ -159,11 +164,12 @@ class BatchPlan:
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
-        batch, micro, length = (last.global_batch_size, last.micro_batch_size_to_train_on, config.max_target_length)
-        parts, repeats = unit.num_pipeline_microbatches, config.num_pipeline_repeats
+        batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
+        length = config.length.max_target_length
+        parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)
-        is_ramp, ramp = len(manager.stages) > 1, config.enable_rampup_batch_size and not rl
+        is_ramp, ramp = len(manager.stages) > 1, config.ramp.enable_rampup_batch_size and not rl
         return cls(
             num_devices=meshes.num_devices,
             num_hosts=num_hosts,
@@ -250,7 +256,7 @@ def _json(number: Number | None) -> int | float | None:
     return number
 
 
-def expansion_factor(config: ConfigDict, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
+def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
     """Returns e, checked against the hosts that are here (None: unknown) and those that wrote the checkpoint.
 
     Raises:
@@ -300,7 +306,7 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
     return (stages - 1) / (microbatches * repeats + stages - 1)
 
 
-def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> int:
+def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> int:
     """Returns the samples of one eval pass: as stated, else what a pass of training holds (a chunk, or p x N)."""
     key = "eval_per_device_batch_size"
     if not config[key]:
@@ -314,10 +320,10 @@ def _eval_batch(config: ConfigDict, unit: MicrobatchUnit, chunk: int | None) -> 
     return int(rows)
 
 
-def _epochs(config: ConfigDict, total_samples: int | None, samples_per_epoch: int | None) -> float | None:
+def _epochs(config: PlanConfig, total_samples: int | None, samples_per_epoch: int | None) -> float | None:
     if total_samples is not None and samples_per_epoch is not None:
         return total_samples / samples_per_epoch
-    return None if config.num_epochs is None else float(config.num_epochs)
+    return None if config.length.num_epochs is None else float(config.length.num_epochs)
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:

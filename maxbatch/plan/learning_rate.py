@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import RatesConfig
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.refusal import Refusal
 
@@ -22,14 +24,14 @@ class LearningRate(NamedTuple):
     decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395) and `constant`.
     """
 
-    config: ConfigDict
+    rates: RatesConfig
     manager: RampupBatchManager  # gives each stage's scale
     total_samples: int  # of the whole run; 0: the schedule does not need them
 
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict,
+        config: ConfigDict | PlanConfig,
         manager: RampupBatchManager | None = None,
         *,
         num_devices: int = 1,
@@ -46,13 +48,14 @@ class LearningRate(NamedTuple):
         Raises:
           ConfigError: the schedule depends on the run's length, which is unknown (epochs of unknown data).
         """
+        config = PlanConfig.of(config)
         if manager is None:
             manager = RampupBatchManager.from_config(config, num_devices, samples_per_epoch=samples_per_epoch)
-        schedule = config.learning_rate_schedule
-        if manager.total_samples is None and (schedule != "constant" or config.warmup_steps_fraction):
+        schedule = config.rates.learning_rate_schedule
+        if manager.total_samples is None and (schedule != "constant" or config.rates.warmup_steps_fraction):
             rule = f"learning_rate_schedule={schedule} needs the run's length, but the samples of an epoch are unknown"
             raise Refusal(config, "num_epochs", rule, {"num_epochs": None, "train_samples": 100_000})
-        return cls(config, manager, manager.total_samples or 0)
+        return cls(config.rates, manager, manager.total_samples or 0)
 
     def __call__(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""
@@ -60,25 +63,25 @@ class LearningRate(NamedTuple):
 
     def at(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""
-        peak: float = self.config.learning_rate
+        peak: float = self.rates.learning_rate
         return peak * self.manager.learning_rate_scales[self.manager.stage_at(samples_seen)] * self._shape(samples_seen)
 
     def batch_ratio_at(self, samples_seen: int) -> float:
         """Returns the batch of the step that starts at samples_seen over the reference batch."""
-        reference: int = self.config.reference_batch_size or self.manager.stages[-1].global_batch_size
+        reference: int = self.rates.reference_batch_size or self.manager.stages[-1].global_batch_size
         return self.manager.batch_size_at(samples_seen) / reference
 
     def _shape(self, samples_seen: int) -> float:
         """Returns the rate over its peak, from 0 to 1."""
-        last: float = self.config.learning_rate_final_fraction
-        warmup: float = self.config.warmup_steps_fraction * self.total_samples
+        last: float = self.rates.learning_rate_final_fraction
+        warmup: float = self.rates.warmup_steps_fraction * self.total_samples
         if samples_seen < warmup:
             return samples_seen / warmup
         left = max(0.0, self.total_samples - samples_seen)
-        if self.config.learning_rate_schedule == "constant":
+        if self.rates.learning_rate_schedule == "constant":
             return 1.0
-        if self.config.learning_rate_schedule == "wsd":
-            decay: float = self.config.wsd_decay_steps_fraction * self.total_samples
+        if self.rates.learning_rate_schedule == "wsd":
+            decay: float = self.rates.wsd_decay_steps_fraction * self.total_samples
             return 1.0 if left >= decay else last + (1 - last) * left / decay
         span = self.total_samples - warmup
         cosine = 0.5 * (1 - math.cos(math.pi * left / span)) if span > 0 else 1.0

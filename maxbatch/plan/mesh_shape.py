@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError
 
@@ -37,7 +37,7 @@ class MeshShape:
     num_slices: int = 1  # that the devices span
 
     @classmethod
-    def from_config(cls, config: ConfigDict, num_devices: int, num_slices: int = 1) -> MeshShape:
+    def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1) -> MeshShape:
         """Resolves `ici_*_parallelism` and `dcn_*_parallelism` for N devices over all slices.
 
         With 1 slice the dcn sizes are further factors of the axes, so that a mesh over slices can be planned and
@@ -93,14 +93,14 @@ class RunMeshes(NamedTuple):
     num_devices: int  # N, all devices of the run
 
     @classmethod
-    def from_config(cls, config: ConfigDict, num_devices: int, num_slices: int = 1) -> RunMeshes:
+    def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1) -> RunMeshes:
         """Resolves the axis sizes on N devices in that many slices.
 
         Raises:
           ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
         """
         check_machine(num_devices, num_slices)
-        if config.batch_size is None or all(exact(config[share]) == 1 for share in _SHARES):
+        if config.prompts.batch_size is None or all(exact(config[share]) == 1 for share in _SHARES):
             shape = MeshShape.from_config(config, num_devices, num_slices)
             return cls(shape, shape, num_devices)
         per_slice = num_devices // num_slices
@@ -127,13 +127,13 @@ def check_divides(name: str, number: int, num_devices: int) -> None:
         raise ConfigError(f"{name}={number}: must divide the {num_devices} devices; works: {name}={works}")
 
 
-def pipeline_microbatches(config: ConfigDict, num_stages: int) -> int:
+def pipeline_microbatches(mesh: MeshConfig, num_stages: int) -> int:
     """Returns the parts that a pipeline cuts a micro-batch into: as stated, else one per stage."""
-    parts: int = config.num_pipeline_microbatches
+    parts = mesh.num_pipeline_microbatches
     return num_stages if parts == -1 else parts
 
 
-def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
+def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
     """Raises ConfigError where an axis does not divide what it splits of the model."""
     for axis, name in _SPLIT.items():
         works: dict[str, Value] = {}
@@ -147,8 +147,8 @@ def check_model_fits(config: ConfigDict, shape: MeshShape) -> None:
         if works:
             rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
-    key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.num_pipeline_repeats
-    most = config.base_num_decoder_layers // stages if stages > 1 else 1
+    key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.mesh.num_pipeline_repeats
+    most = config.model.base_num_decoder_layers // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
@@ -161,7 +161,7 @@ def _key(net: str, axis: str) -> str:
     return f"{net}_{axis}_parallelism"
 
 
-def _resolve(config: ConfigDict, net: str, total: int, name: str) -> dict[str, int]:
+def _resolve(config: PlanConfig, net: str, total: int, name: str) -> dict[str, int]:
     """Returns the size of each axis of a network ("ici" or "dcn") that has `total` devices or slices."""
     sizes: dict[str, int] = {axis: config[_key(net, axis)] for axis in AXES}
     rest = [axis for axis in AXES if sizes[axis] == -1]
@@ -174,7 +174,7 @@ def _resolve(config: ConfigDict, net: str, total: int, name: str) -> dict[str, i
     return sizes | dict.fromkeys(rest, total // fixed)
 
 
-def _misfit(config: ConfigDict, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
+def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
     """Returns the refusal of sizes that do not multiply to total: it changes one axis where one is enough."""
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
@@ -201,7 +201,7 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
     return works
 
 
-def _shared_out(config: ConfigDict, num_devices: int, per_slice: int) -> tuple[int, int]:
+def _shared_out(config: PlanConfig, num_devices: int, per_slice: int) -> tuple[int, int]:
     """Returns how many devices train and how many others sample; those of several slices take whole ones."""
     if num_devices == 1:
         rule = f"must be 1, and {_SHARES[1]} too, since one device trains and samples"

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.plan.stages import (
     MOST_ROWS,
@@ -57,10 +56,10 @@ class MicrobatchUnit(NamedTuple):
     num_pipeline_stages: int
 
     @classmethod
-    def from_config(cls, config: ConfigDict, mesh: MeshShape) -> MicrobatchUnit:
+    def from_config(cls, config: PlanConfig, mesh: MeshShape) -> MicrobatchUnit:
         """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError for no multiple of the stages."""
         key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
-        parts = pipeline_microbatches(config, stages)
+        parts = pipeline_microbatches(config.mesh, stages)
         if parts % stages or parts > max(_MOST_PARTS, stages):
             rows = math.floor(pass_rows(config, mesh.num_devices)) // mesh.batch_shards
             rule = f"must be a multiple of the {stages} pipeline stages, and at most {_MOST_PARTS}"
@@ -84,7 +83,7 @@ class MicrobatchUnit(NamedTuple):
         return f"{self.batch_shards} batch shards x {self.num_pipeline_microbatches} pipeline microbatches"
 
 
-def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
+def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
     """Returns how the stages of pre-training run on devices; those behind `samples_seen` need not fit them.
 
     Raises:
@@ -97,9 +96,9 @@ def split_stages(config: ConfigDict, unit: MicrobatchUnit, samples_seen: int = 0
     if not unheld:
         return stages
     batches = stated_batches(config)
-    if config.enable_rampup_batch_size:
+    if config.ramp.enable_rampup_batch_size:
         raise _unheld_ramp(config, unit, unheld)
-    if batches is None or config.gradient_accumulation_steps is not None:
+    if batches is None or config.batch.gradient_accumulation_steps is not None:
         raise _unheld_micro_batch(config, unit)
     raise _unheld_batches(config, unit, batches, unheld, ahead)
 
@@ -116,7 +115,7 @@ def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSta
     return SplitStage(stage.threshold, batch, int(micro), int(stage.batch / micro))
 
 
-def _unheld_ramp(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
+def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
     _, a, c = ramp_numbers(config)
     named = _named([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld])
     increment = stated(config, "per_device_batch_size_increment")
@@ -125,10 +124,10 @@ def _unheld_ramp(config: ConfigDict, unit: MicrobatchUnit, unheld: Sequence[int]
     return Refusal(config, "per_device_batch_size_start", rule, nearest_ramp(config, unit.rows_per_device))
 
 
-def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
-    if config.per_device_batch_size is None:
+def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
+    if config.batch.per_device_batch_size is None:
         return _unheld_share(config, unit)
-    p = exact(config.per_device_batch_size)
+    p = exact(config.batch.per_device_batch_size)
     micro, shards = p * unit.num_devices, unit.batch_shards
     key, works = "per_device_batch_size", nearest_multiple(p, unit.rows_per_device, MOST_ROWS)
     product = f"x {unit.num_devices} devices = {in_words(micro)}"
@@ -142,9 +141,9 @@ def _unheld_micro_batch(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
     return Refusal(config, key, f"the micro-batch of {micro} must be divisible by {unit}", {key: works})
 
 
-def _unheld_share(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
+def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     """Returns the refusal of a global batch whose share of a pass, which follows from it, the devices cannot hold."""
-    key, g = "global_batch_size", config.gradient_accumulation_steps
+    key, g = "global_batch_size", config.batch.gradient_accumulation_steps or 1
     rule = f"must be {g} accumulation steps x a multiple of {unit.rows} ({unit})"
     works: dict[str, Value] = {key: nearest_multiple(config[key], unit.rows * g, MOST_SAMPLES)}
     if unit.rows * g > MOST_SAMPLES:
@@ -153,7 +152,7 @@ def _unheld_share(config: ConfigDict, unit: MicrobatchUnit) -> Refusal:
 
 
 def _unheld_batches(
-    config: ConfigDict, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
+    config: PlanConfig, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
 ) -> Refusal:
     """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is no multiple of it."""
     most_rows = math.floor(pass_rows(config, unit.num_devices))
@@ -174,10 +173,10 @@ def _unheld_batches(
     fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
-    if config.batch_size_schedule is not None:
+    if config.batch.batch_size_schedule is not None:
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
         rule = f"every stage ahead {rule}, but {named} cannot"
-        key, batch = "batch_size_schedule", schedule_text(fitting, config.max_target_length)
+        key, batch = "batch_size_schedule", schedule_text(fitting, config.length.max_target_length)
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
 
 

@@ -5,36 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import ModelConfig
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
 
 LANES = 128  # of a TPU's vector registers; the blocks of splash attention are multiples of it
 
 Kernel = Literal["dot_product", "cudnn", "splash"]  # of the attention
-Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # of a kernel: whether each rule holds, and the rule in words
+Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # of each kernel: whether each rule holds, and the rule in words
 
 
-def attention_rules(config: ConfigDict, context: int) -> Rules:
-    """Returns the rules of the attention kernels for shapes and dtypes, on a context axis of a size."""
-    length, head_dim = config.max_target_length, config.head_dim
+def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
+    """Returns the rules of the attention kernels for rows of a length, on a context axis of a size."""
+    head_dim, cap = model.head_dim, model.attn_logits_soft_cap
     block = f"{LANES} x {context} context shards" if context > 1 else LANES
     return {
         "splash": [(length % (LANES * context) == 0, f"have max_target_length={length} divisible by {block}")],
         # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
         "cudnn": [
-            (config.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={config.dtype}"),
+            (model.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={model.dtype}"),
             (head_dim <= 128 and head_dim % 8 == 0, f"have head_dim={head_dim} at most 128 and divisible by 8"),
             (length % 2 == 0, f"have max_target_length={length} even"),
             (context == 1, f"have the whole length on a device, and the context axis has {context}"),
-            (not config.attn_logits_soft_cap, f"have attn_logits_soft_cap=0, not {config.attn_logits_soft_cap:g}"),
+            (not cap, f"have attn_logits_soft_cap=0, not {cap:g}"),
         ],
         "dot_product": [],
     }
 
 
-def check_attention(config: ConfigDict, context: int) -> None:
+def check_attention(config: PlanConfig, context: int) -> None:
     """Raises Refusal for a stated kernel that does not take these shapes on any device."""
-    broken = [rule for holds, rule in attention_rules(config, context).get(config.attention, ()) if not holds]
+    if (kernel := config.model.attention) == "auto":
+        return
+    rules = attention_rules(config.model, config.length.max_target_length, context)
+    broken = [rule for holds, rule in rules[kernel] if not holds]
     if broken:
         raise Refusal(config, "attention", f"must {broken[0]}", {"attention": "auto"})

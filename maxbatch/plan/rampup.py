@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.stages import MOST_SAMPLES, data_end
@@ -83,7 +84,7 @@ class RampupBatchManager:
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict,
+        config: ConfigDict | PlanConfig,
         num_devices: int = 1,
         *,
         num_slices: int = 1,
@@ -98,17 +99,17 @@ class RampupBatchManager:
           ConfigError: a ramp or schedule breaks its rule, the devices cannot hold a stage, lengths disagree.
         """
 
-        def plan(tried: ConfigDict) -> RampupBatchManager:
+        def plan(tried: PlanConfig) -> RampupBatchManager:
             meshes = RunMeshes.from_config(tried, num_devices, num_slices)
             unit = MicrobatchUnit.from_config(tried, meshes.training)
             rl = RLBatch.if_stated(tried, meshes, unit)
             return cls.on_devices(tried, unit, rl, samples_per_epoch, anchor)
 
-        return accepted(config, plan)
+        return accepted(PlanConfig.of(config), plan)
 
     @classmethod
     def from_state(
-        cls, config: ConfigDict, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
+        cls, config: ConfigDict | PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
     ) -> RampupBatchManager:
         """Plans the rest of a run from what `state_at` gave; the keywords are those of `from_config`."""
         return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)
@@ -116,7 +117,7 @@ class RampupBatchManager:
     @classmethod
     def on_devices(
         cls,
-        config: ConfigDict,
+        config: PlanConfig,
         unit: MicrobatchUnit,
         rl: RLBatch | None,
         samples_per_epoch: int | None,
@@ -127,7 +128,7 @@ class RampupBatchManager:
         manager = cls(
             split,
             anchor,
-            steps=config.steps,
+            steps=config.length.steps,
             data_end=data_end(config, samples_per_epoch),
             updates_per_batch=rl.num_iterations if rl else 1,
             num_devices=unit.num_devices,
@@ -297,7 +298,7 @@ class RampupBatchManager:
         return position if self.data_end is None else min(position, max(self.data_end, visits[0].sample))
 
 
-def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) -> tuple[float, ...]:
+def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) -> tuple[float, ...]:
     """Returns the factor of each stage on the learning rate: 1, or a power of batch / reference.
 
     Linear: Goyal et al. 2017, https://arxiv.org/abs/1706.02677. Square root: Krizhevsky 2014,
@@ -306,15 +307,15 @@ def _learning_rate_scales(config: ConfigDict, stages: tuple[SplitStage, ...]) ->
     Raises:
       ConfigError: adam_scaling leaves a beta that is not positive: 1 - (1 - beta) x batch / reference.
     """
-    reference = config.reference_batch_size or stages[-1].batch
+    reference = config.rates.reference_batch_size or stages[-1].batch
     largest = max(stage.batch for stage in stages)
-    for key in ("adam_b1", "adam_b2") if config.adam_scaling == "sde" else ():
+    for key in ("adam_b1", "adam_b2") if config.optimizer.adam_scaling == "sde" else ():
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
             times = f"{largest / reference:.3g} times reference_batch_size={reference}"
             rule = f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {times}"
-            has_reference = needed <= MOST_SAMPLES and config.batch_size is None
+            has_reference = needed <= MOST_SAMPLES and config.prompts.batch_size is None
             works = {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"}
             raise Refusal(config, key, rule, works)
-    scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.learning_rate_scaling]
+    scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.rates.learning_rate_scaling]
     return tuple(scale(Fraction(stage.batch, reference)) for stage in stages)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.keys import Section
 from maxbatch.config.values import Number, Value, exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
 
 _MOST_TRIES = 8  # a refusal seldom needs more than two
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=Section)
+
+
+class Keyed(Protocol):
+    """Values by the names of their keys: a section, or a mapping."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
 
 
 class Refusal(ConfigError):
     """A rule that the config breaks; `works` holds values of keys that keep it, the others left as they are."""
 
-    def __init__(self, config: Mapping[str, Value], name: str, rule: str, works: Mapping[str, Value]) -> None:
+    def __init__(self, config: Keyed, name: str, rule: str, works: Mapping[str, Value]) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")
         self.works = {key: plain_number(v) if isinstance(v, Fraction) else v for key, v in works.items()}
 
@@ -27,7 +33,7 @@ class Refusal(ConfigError):
         return f"{super().__str__()}; works: {works}"
 
 
-def stated(config: Mapping[str, Value], *names: str) -> str:
+def stated(config: Keyed, *names: str) -> str:
     """Returns keys and their values as a message repeats them: "a=1, b=2"."""
     return ", ".join(f"{name}={shown(_text(config[name], quote=''))}" for name in names)
 
@@ -37,7 +43,7 @@ def in_words(number: Number) -> str:
     return shown(_text(number))
 
 
-def accepted(config: ConfigDict, plan: Callable[[ConfigDict], _T]) -> _T:
+def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
     """Returns `plan(config)`.
 
     Raises:
@@ -49,7 +55,7 @@ def accepted(config: ConfigDict, plan: Callable[[ConfigDict], _T]) -> _T:
         works = dict(refusal.works)
         for _ in range(_MOST_TRIES):
             try:
-                plan(ConfigDict({**config, **works}))
+                plan(config.replaced(works))
             except Refusal as further:
                 works |= further.works
             else:

@@ -13,12 +13,12 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import PromptBatchConfig
 from maxbatch.config.values import exact
 from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 
@@ -38,17 +38,17 @@ class RLBatch(NamedTuple):
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
 
     @classmethod
-    def if_stated(cls, config: ConfigDict, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
+    def if_stated(cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
         """Returns the batch of the config, or None without `batch_size`; `unit` is that of the devices that train.
 
         Raises:
           ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
         """
-        if config.batch_size is None:
+        if config.prompts.batch_size is None:
             return None
-        _check_other_keys(config)
-        train, rollout = _chunks(config, unit.rows, meshes.sampling.batch_shards)
-        batch, group = config.batch_size, config.num_generations
+        batch, group = config.prompts.batch_size, config.prompts.num_generations
+        _check_other_keys(config, batch)
+        train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
         return cls(
             batch_size=batch,
             num_generations=group,
@@ -57,7 +57,7 @@ class RLBatch(NamedTuple):
             num_micro_batches=batch // train,
             train_micro_batch_size=train,
             rollout_micro_batch_size=rollout,
-            num_iterations=config.num_iterations,
+            num_iterations=config.prompts.num_iterations,
             num_trainer_devices=meshes.training.num_devices,
             num_sampler_devices=meshes.sampling.num_devices,
         )
@@ -74,25 +74,25 @@ class RLBatch(NamedTuple):
         return (alone,) if self.num_generations == 1 else ()
 
 
-def _check_other_keys(config: ConfigDict) -> None:
+def _check_other_keys(config: PlanConfig, batch: int) -> None:
     """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
-    length, prompt = config.max_target_length, config.max_prefill_predict_length
-    batch, group, updates = config.batch_size, config.num_generations, config.num_iterations
+    length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
+    group, updates = config.prompts.num_generations, config.prompts.num_iterations
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
-    if config.train_tokens is not None:
-        in_samples = {"train_tokens": None, "train_samples": -(-config.train_tokens // length)}
+    if config.length.train_tokens is not None:
+        in_samples = {"train_tokens": None, "train_samples": -(-config.length.train_tokens // length)}
         raise Refusal(config, "train_tokens", a_sample, in_samples)
-    if config.reference_batch_size is not None:
+    if config.rates.reference_batch_size is not None:
         raise Refusal(config, "reference_batch_size", a_sample, {"reference_batch_size": None})
-    if config.steps is not None and config.steps % updates:
+    if config.length.steps is not None and config.length.steps % updates:
         rule = f"must be a multiple of num_iterations={updates}, the updates per batch"
-        raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.steps, updates)})
+        raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)})
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
         longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
-    if exact(config.expansion_factor_real_data) not in (1, -1):
+    if exact(config.batch.expansion_factor_real_data) not in (1, -1):
         key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
         raise Refusal(config, key, rule, {key: -1})
     if batch * group > MOST_SAMPLES:
@@ -101,21 +101,21 @@ def _check_other_keys(config: ConfigDict) -> None:
         raise Refusal(config, "batch_size", rule, works)
 
 
-def _chunks(config: ConfigDict, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
+def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
     """Returns the prompts per chunk of training and of generation, whose pairs devices split into so many parts."""
     shards_of = {"train_micro_batch_size": train_shards, "rollout_micro_batch_size": rollout_shards}
-    batch, group, pairs_per_chunk = config.batch_size, config.num_generations, config.micro_batch_size
-    pairs, prompts = batch * group, batch
+    group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
+    pairs, per_chunk = batch * group, batch
     units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts
     most = MOST_SAMPLES // group
     other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()), most)}
 
     def check(name: str, rule: str, whole: int, unit: int) -> None:
-        if config[name] % unit or whole % config[name]:
-            nearest = nearest_divisor(whole, config[name], unit)
-            raise Refusal(config, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
+        if prompts[name] % unit or whole % prompts[name]:
+            nearest = nearest_divisor(whole, prompts[name], unit)
+            raise Refusal(prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
 
-    unstated = [name for name in shards_of if config[name] == -1]
+    unstated = [name for name in shards_of if prompts[name] == -1]
     if pairs_per_chunk != -1:
         unit = math.lcm(*(units[name] for name in unstated))
         split = f" and divisible by {unit} x {group}" if unit > 1 else ""
@@ -124,12 +124,12 @@ def _chunks(config: ConfigDict, train_shards: int, rollout_shards: int) -> tuple
             f"{batch} prompts x {group} = {pairs} pairs"
         )
         check("micro_batch_size", rule, pairs, unit * group)
-        prompts = pairs_per_chunk // group
+        per_chunk = pairs_per_chunk // group
     for name, shards in shards_of.items():
         if name not in unstated:
             split = f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""
             check(name, f"a number of prompts that divides batch_size={batch}{split}", batch, units[name])
         elif batch % units[name]:
             rule = f"x num_generations={group} = {pairs} pairs must be divisible by {shards} batch shards"
-            raise Refusal(config, "batch_size", rule, other_batch)
-    return tuple(prompts if name in unstated else config[name] for name in shards_of)
+            raise Refusal(prompts, "batch_size", rule, other_batch)
+    return tuple(per_chunk if name in unstated else prompts[name] for name in shards_of)

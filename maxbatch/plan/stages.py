@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.values import Value, exact, shown
 from maxbatch.plan.divisors import divisors
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 
 MOST_STAGES = 10_000
@@ -35,16 +34,16 @@ class StatedStage(NamedTuple):
     micro_batch: Fraction | None  # p x N where g is stated; None where both follow from the batch
 
 
-def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
+def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:
     """Returns the stages that the config states.
 
     Raises:
       ConfigError: a ramp or a schedule breaks its rule, or two statements disagree.
     """
-    g = config.gradient_accumulation_steps
-    if config.enable_rampup_batch_size:
+    g = config.batch.gradient_accumulation_steps
+    if config.ramp.enable_rampup_batch_size:
         n, (_, a, c) = increments(config), ramp_numbers(config)
-        apart = Fraction(config.global_rampup_samples) / n
+        apart = Fraction(config.ramp.global_rampup_samples) / n
         micro = [(a + i * c) * num_devices for i in range(n + 1)]
         return [StatedStage(i * apart, m * (g or 1), m) for i, m in enumerate(micro)]
     micro_batch = pass_rows(config, num_devices)
@@ -52,7 +51,7 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
     if batches is None:
         return [StatedStage(Fraction(0), micro_batch * (g or 1), micro_batch)]
     if g is not None and any(batch != micro_batch * g for _, batch in batches):
-        key = "global_batch_size" if config.batch_size_schedule is None else "batch_size_schedule"
+        key = "global_batch_size" if config.batch.batch_size_schedule is None else "batch_size_schedule"
         product = f"per_device_batch_size x {num_devices} devices x {g} = {in_words(micro_batch * g)}"
         rule = f"{product} must agree with {stated(config, key)}, stated beside it"
         raise Refusal(config, "gradient_accumulation_steps", rule, {"gradient_accumulation_steps": None})
@@ -60,17 +59,18 @@ def stated_stages(config: ConfigDict, num_devices: int) -> list[StatedStage]:
     return [StatedStage(threshold, Fraction(batch), micro_or_none) for threshold, batch in batches]
 
 
-def pass_rows(config: ConfigDict, num_devices: int) -> Fraction:
+def pass_rows(config: PlanConfig, num_devices: int) -> Fraction:
     """Returns p x N, the rows of one pass; without p they follow from the global batch and its accumulation steps."""
-    if config.per_device_batch_size is None:
-        if None in (config.global_batch_size, config.gradient_accumulation_steps):
+    if config.batch.per_device_batch_size is None:
+        batch, g = config.batch.global_batch_size, config.batch.gradient_accumulation_steps
+        if batch is None or g is None:
             rule = "must be stated, or follow from global_batch_size and gradient_accumulation_steps"
             raise Refusal(config, "per_device_batch_size", rule, {"per_device_batch_size": 1})
-        return Fraction(config.global_batch_size, config.gradient_accumulation_steps)
-    return exact(config.per_device_batch_size) * num_devices
+        return Fraction(batch, g)
+    return exact(config.batch.per_device_batch_size) * num_devices
 
 
-def increments(config: ConfigDict) -> int:
+def increments(config: PlanConfig) -> int:
     """Returns n = (p - a) / c, the increments of the ramp; raises ConfigError unless it is a whole number >= 1."""
     p, a, c = ramp_numbers(config)
     rule = "must not be 0"
@@ -83,12 +83,12 @@ def increments(config: ConfigDict) -> int:
     raise Refusal(config, "per_device_batch_size_increment", rule, nearest_ramp(config))
 
 
-def stated_batches(config: ConfigDict) -> Batches | None:
+def stated_batches(config: PlanConfig) -> Batches | None:
     """Returns the batches that `global_batch_size` or `batch_size_schedule` states; None: neither is stated."""
-    constant, schedule = config.global_batch_size, config.batch_size_schedule
+    constant, schedule = config.batch.global_batch_size, config.batch.batch_size_schedule
     if schedule is None:
         return None if constant is None else [(Fraction(0), constant)]
-    batches = parse_schedule(schedule, config.max_target_length)
+    batches = parse_schedule(schedule, config.length.max_target_length)
     if constant is not None and any(batch != constant for _, batch in batches):
         rule = f"must agree with {stated(config, 'batch_size_schedule')}, stated beside it"
         raise Refusal(config, "global_batch_size", rule, {"global_batch_size": None})
@@ -148,13 +148,18 @@ def nearest_multiple(value: int | Fraction, unit: int | Fraction, most: int = _L
     return max(1, min(round(Fraction(value) / unit), math.floor(most / Fraction(unit)))) * Fraction(unit)
 
 
-def ramp_numbers(config: ConfigDict) -> tuple[Fraction, Fraction, Fraction]:
+def ramp_numbers(config: PlanConfig) -> tuple[Fraction, Fraction, Fraction]:
     """Returns p, a and c of a ramp, exactly."""
-    p, a = exact(config.per_device_batch_size), exact(config.per_device_batch_size_start)
-    return p, a, exact(config.per_device_batch_size_increment)
+    target = config.batch.per_device_batch_size
+    assert target is not None, "the rules of the config give every ramp its target"
+    return (
+        exact(target),
+        exact(config.ramp.per_device_batch_size_start),
+        exact(config.ramp.per_device_batch_size_increment),
+    )
 
 
-def nearest_ramp(config: ConfigDict, unit: Fraction = Fraction(1)) -> dict[str, Value]:
+def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, Value]:
     """Returns the keys of a ramp near the stated one, in whole increments, all rows per device multiples of unit."""
     p, a, c = ramp_numbers(config)
     start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
@@ -171,15 +176,15 @@ def nearest_ramp(config: ConfigDict, unit: Fraction = Fraction(1)) -> dict[str, 
     }
 
 
-def data_end(config: ConfigDict, samples_per_epoch: int | None) -> int | None:
+def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     """Returns the samples after which a length in data ends the run; None: there is none, or it is unknown."""
     ends: dict[str, int] = {}
-    if config.train_samples is not None:
-        ends["train_samples"] = config.train_samples
-    if config.train_tokens is not None:
-        ends["train_tokens"] = -(-config.train_tokens // config.max_target_length)
-    if config.num_epochs is not None and samples_per_epoch is not None:
-        ends["num_epochs"] = math.ceil(exact(config.num_epochs) * samples_per_epoch)
+    if config.length.train_samples is not None:
+        ends["train_samples"] = config.length.train_samples
+    if config.length.train_tokens is not None:
+        ends["train_tokens"] = -(-config.length.train_tokens // config.length.max_target_length)
+    if config.length.num_epochs is not None and samples_per_epoch is not None:
+        ends["num_epochs"] = math.ceil(exact(config.length.num_epochs) * samples_per_epoch)
     if not ends:
         return None
     (first, end), *others = ends.items()

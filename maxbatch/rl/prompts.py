@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json

@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -103,7 +104,7 @@ class Sampler:
         if not 1 <= prompt_length <= length:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
-        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
+        model = nnx.eval_shape(lambda: Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain))
         switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
         self._program = _Program(
             graphdef=nnx.graphdef(model),

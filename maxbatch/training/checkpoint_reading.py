@@ -15,8 +15,9 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import gather, warn
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record

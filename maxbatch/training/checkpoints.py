@@ -20,8 +20,9 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
@@ -47,7 +48,7 @@ class Evaluator:
         objective: Objective = NEXT_TOKEN,
     ) -> None:
         mesh = placement.mesh
-        pipeline = make_pipeline(config, mesh, BATCH_AXES)
+        pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, BATCH_AXES)
         row_axes = (*BATCH_AXES, "pipeline")
         graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline, objective.make_model)
         row_shards = math.prod(mesh.shape[axis] for axis in row_axes)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.model.decoder import Decoder
@@ -100,7 +101,8 @@ class Accumulation:
 
     def __init__(self, config: ConfigDict, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
         self._objective = objective
-        self._pipeline = make_pipeline(config, mesh, ("fsdp",))
+        self._pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
+        remat = Remat.of(RematConfig.of(config))
         # Outside of the pipeline its devices share the rows of the embedding and of the loss.
         row_axes = ("fsdp", "pipeline")
         constrain = activation_constraint(mesh, row_axes)
@@ -122,7 +124,7 @@ class Accumulation:
         def loss_fn(
             params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            summing = SummingLayers(layer_sums["layers"], Remat.of(config), constrain) if layer_sums else None
+            summing = SummingLayers(layer_sums["layers"], remat, constrain) if layer_sums else None
             graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
             whole = self._staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
             loss, weight, figures = objective.sums(nnx.merge(graphdef, whole), rows, row_shards)

@@ -22,6 +22,7 @@ from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import generate_text
@@ -81,7 +82,7 @@ class Pretraining:
         _check(parts, config)
         self.takes_turns = must_take_turns(session.devices)
         self._mesh_shape = checked_mesh_shape(config, session.devices)
-        self._expansion = max(1, int(expansion_factor(config, jax.process_count())))
+        self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         self.model, self._objective = task_model(parts, config), objective_of(parts)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
@@ -35,12 +36,12 @@ class Scorer:
     """
 
     def __init__(self, config: ConfigDict, mesh: Mesh, params: nnx.State) -> None:
-        pipeline = make_pipeline(config, mesh, BATCH_AXES)
+        pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, BATCH_AXES)
         # Outside of the pipeline its devices share the rows, as in an eval.
         row_axes = (*BATCH_AXES, "pipeline")
         graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline)
         self._row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
-        parts = pipeline_microbatches(config, mesh.shape["pipeline"])
+        parts = pipeline_microbatches(MeshConfig.of(config), mesh.shape["pipeline"])
         self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self._params = params

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import Decoder, LayerRunner
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.adapters import Adapters
@@ -70,7 +71,7 @@ def abstract_model(
     def model() -> Any:
         if make_model is not None:
             return make_model(config, rngs=nnx.Rngs(0))
-        return Decoder(config, rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
+        return Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
 
     module = nnx.eval_shape(model)
     if make_model is not None:
@@ -147,7 +148,7 @@ def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel |
     def init(seed: jax.Array) -> TrainState:
         key = jax.random.key(seed)
         if make_model is None:
-            model: Any = Decoder(config, rngs=nnx.Rngs(params=key))
+            model: Any = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=key))
         else:
             model = make_model(config, rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)

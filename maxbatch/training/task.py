@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
@@ -36,7 +37,7 @@ class TaskModel(NamedTuple):
 
 def model_of(config: ConfigDict) -> TaskModel:
     """Returns the model that the config describes."""
-    return TaskModel(model_identity(config), model_flops_per_token(config))
+    return TaskModel(model_identity(config), model_flops_per_token(DecoderConfig.of(config)))
 
 
 class Dispatched(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import chip_of
 
@@ -30,7 +31,7 @@ class ThroughputMeter:
 
     def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], flops_per_token: int | None = None) -> None:
         self._length = config.max_target_length
-        self._flops_per_token = flops_per_token or model_flops_per_token(config)
+        self._flops_per_token = flops_per_token or model_flops_per_token(DecoderConfig.of(config))
         self._num_devices = len(devices)
         chip = chip_of(devices[0].device_kind)
         self._peak = config.peak_tflops_per_device or (chip.tflops if chip else None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.config.keys import ROWS
+from maxbatch.config.sections import KEYS
 from tests.helpers.configs import write
 
 
@@ -37,7 +37,7 @@ def test_each_value_names_the_layer_that_it_comes_from(
     monkeypatch.setenv("MAXBATCH_ADAM_B1", "0.7")
     found = facts(capsys, run_file, "model_name=gpt2-124m", "num_epochs=1/3")
     said = {name: (found[name]["value"], found[name]["layer"]) for name in found}
-    assert list(said) == [key.name for key in ROWS]
+    assert list(said) == [key.name for key in KEYS]
     assert said["log_period"] == (3, "base_config")
     assert said["adam_b2"] == (0.6, "config file")
     assert said["adam_b1"] == (0.7, "environment")
@@ -86,7 +86,7 @@ def test_a_line_per_key_fits_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = printed(capsys).splitlines()
     assert max(map(len, lines)) <= columns
-    assert [name for line in lines if (name := line.partition(":")[0]).isidentifier()] == [k.name for k in ROWS]
+    assert [name for line in lines if (name := line.partition(":")[0]).isidentifier()] == [k.name for k in KEYS]
     assert re.search(r"(?m)^steps: 200 +base.yml +updates, >= 1 \| null", "\n".join(lines))
 
 

@@ -22,6 +22,7 @@ from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import SamplingRules, _respond
 from maxbatch.sampling.text import generate_text
 from tests.helpers.huggingface_folders import write_folder
@@ -33,7 +34,7 @@ NO_BOS = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_
 TOKENIZER = ByteTokenizer()
 
 
-RANDOM = nnx.state(Decoder(CONFIG, rngs=nnx.Rngs(params=0)), nnx.Param)
+RANDOM = nnx.state(Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
 def text(
@@ -57,7 +58,7 @@ def test_temperature_zero_and_top_one_take_the_likeliest_token_whatever_the_seed
 
 @pytest.mark.parametrize("prompt", ["abc", string.ascii_letters[: LENGTH - 2]])
 def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(prompt: str) -> None:
-    decoder = Decoder(CONFIG, rngs=nnx.Rngs(params=0))
+    decoder = Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0))
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
     tokens = jnp.asarray([ids])
     x = decoder.hidden(tokens, jnp.ones_like(tokens))[0, -1]

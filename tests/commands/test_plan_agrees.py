@@ -15,8 +15,10 @@ from maxbatch.commands import plan as plan_command
 from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.model.attention import choose_implementation
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.plan.batch import check_batch_keys, expansion_factor
 from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.plan_config import PlanConfig
 
 VALUES = {
     "per_device_batch_size": ["0.5", "1/3", "2", "3", "16", "null"],
@@ -62,15 +64,15 @@ VALUES = {
 def checks_of_train(config: ConfigDict, devices: int, hosts: int) -> None:
     """What `train` (`rl` for a batch of prompts) asks of a config and its devices before it opens a file."""
     if config.batch_size is None:
-        check_batch_keys(config)
-    expansion_factor(config, hosts)
+        check_batch_keys(PlanConfig.of(config))
+    expansion_factor(PlanConfig.of(config), hosts)
     tokenizer = make_tokenizer(config)
     read_mixture(config)
     if config.dataset_type not in ("synthetic", "tokens"):
         check_vocab_size(config, tokenizer)
     plan = BatchPlan.from_config(config, devices, hosts, samples_per_epoch=1000)
     platform = {"splash": "tpu", "cudnn": "gpu"}.get(config.attention, "cpu")
-    choose_implementation(config, platform, plan.mesh.sizes["context"])
+    choose_implementation(DecoderConfig.of(config), platform, plan.mesh.sizes["context"])
     LearningRate.from_config(config, plan.manager)
 
 

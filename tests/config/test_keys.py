@@ -6,22 +6,28 @@ import inspect
 import re
 
 from maxbatch import load_config
-from maxbatch.config.keys import ROWS, Fixes, Key, Part, names_fixing, names_of
+from maxbatch.config.keys import Fixes, Key, Part
 from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.sections import KEYS, SECTIONS, names_fixing, names_of
 from maxbatch.config.values import NUMBERS, TEXTS
 
 LINES = [line for line in (configs_dir() / "base.yml").read_text().splitlines() if re.match(r"\w", line)]
 COMMENTS = {line.partition(":")[0]: line.partition("#")[2].strip() for line in LINES}
 
 
-def test_base_yml_states_the_keys_of_the_rows_once_and_in_their_order() -> None:
-    assert [line.partition(":")[0] for line in LINES] == [key.name for key in ROWS]
-    assert len(ROWS) <= 180
+def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_their_order() -> None:
+    shown = [
+        re.match(r"# --- (.*?) -+$|(\w+):", line) for line in (configs_dir() / "base.yml").read_text().splitlines()
+    ]
+    declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared()))]
+    assert [match[1] or match[2] for match in shown if match] == declared
+    assert {key.name: key.sentence for key in KEYS} == COMMENTS
+    assert len(KEYS) <= 230
 
 
 def test_every_default_is_a_value_that_its_row_allows() -> None:
     config = load_config()
-    assert {key.kind for key in ROWS} == {*NUMBERS, *TEXTS, "bool", "choice", "choices"}
+    assert {key.kind for key in KEYS} == {*NUMBERS, *TEXTS, "bool", "choice", "choices"}
     for key in keys().values():
         assert config[key.name] == key.read(key.default), key
         assert bool(key.choices) == (key.kind in ("choice", "choices")), key
@@ -29,7 +35,7 @@ def test_every_default_is_a_value_that_its_row_allows() -> None:
 
 
 def test_every_comment_in_base_yml_gives_unit_and_choices() -> None:
-    for key in ROWS:
+    for key in KEYS:
         comment = COMMENTS[key.name]
         assert comment and key.unit in comment, key
         assert [choice for choice in key.choices if choice not in comment] == [], key
@@ -90,7 +96,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
 
 
 def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
-    assert {key.name for key in ROWS if not key.warm_start} == {
+    assert {key.name for key in KEYS if not key.warm_start} == {
         "steps",  # set to warm_start_steps
         "base_output_directory", "run_name",  # the warm start has a run_dir of its own
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",

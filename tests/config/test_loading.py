@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import configs_dir, dump_config, keys
+from maxbatch.config.sections import names_fixing
 from tests.helpers.configs import error_of, write
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))

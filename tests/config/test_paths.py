@@ -8,17 +8,17 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.cli import main
-from maxbatch.config.keys import ROWS
 from maxbatch.config.loading import dump_config
+from maxbatch.config.sections import KEYS
 from tests.helpers.configs import error_of
 
-PLACES = [key.name for key in ROWS if key.kind == "path"]
-LOCAL = [key.name for key in ROWS if key.kind == "local"]
-DATA = [key.name for key in ROWS if key.kind == "paths"]
+PLACES = [key.name for key in KEYS if key.kind == "path"]
+LOCAL = [key.name for key in KEYS if key.kind == "local"]
+DATA = [key.name for key in KEYS if key.kind == "paths"]
 
 
 def test_every_key_that_names_a_place_is_a_path() -> None:
-    named = [key.name for key in ROWS if key.name.endswith(("_path", "_dir", "_directory"))]
+    named = [key.name for key in KEYS if key.name.endswith(("_path", "_dir", "_directory"))]
     assert sorted(named) == sorted(PLACES + LOCAL + DATA)
 
 

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.loss import loss_sums
 from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows
@@ -31,7 +32,7 @@ def config_of(*overrides: str) -> ConfigDict:
 
 
 def decoder_of(*overrides: str) -> Decoder:
-    return Decoder(config_of(*overrides), rngs=nnx.Rngs(params=0))
+    return Decoder(DecoderConfig.of(config_of(*overrides)), rngs=nnx.Rngs(params=0))
 
 
 @nnx.jit
@@ -159,7 +160,7 @@ def test_bfloat16_compute_stays_close_to_float32() -> None:
 @pytest.mark.parametrize("overrides", [(), TINY_MODEL])
 def test_the_loss_starts_near_that_of_a_uniform_guess(tied: str, overrides: tuple[str, ...]) -> None:
     config = load_config(overrides=[*overrides, f"logits_via_embedding={tied}"])
-    decoder = Decoder(config, rngs=nnx.Rngs(params=0))
+    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
     tokens = jax.random.randint(jax.random.key(1), (4, config.max_target_length), 0, 256)
     ones = jnp.ones(tokens.shape, jnp.int32)
     loss, weight = nnx.jit(loss_sums)(decoder, tokens, ones, ones.astype(jnp.float32).at[:, 0].set(0))
@@ -200,9 +201,9 @@ def test_layers_start_unlike_each_other() -> None:
 
 def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
     config = config_of()
-    decoder = Decoder(config, rngs=nnx.Rngs(params=0))
+    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
     by_name = [(path[-1], v.size) for path, v in nnx.iter_graph(decoder) if isinstance(v, nnx.Param)]
     matrices = sum(size for name, size in by_name if name in LAYERS_ONLY) + decoder.output_projection().size
     # Scores and weighted values: 2 products of 2 * h operations for each of the (L + 1) / 2 visible keys on average.
     attention = 3 * 2 * 2 * 2 * 4 * 8 * LENGTH / 2
-    assert model_flops_per_token(config) == 6 * matrices + attention
+    assert model_flops_per_token(DecoderConfig.of(config)) == 6 * matrices + attention

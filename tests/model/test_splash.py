@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch import ConfigError
 from maxbatch.model.attention import Attention, attend, choose_implementation
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
@@ -26,7 +27,7 @@ M, L, H, HEAD_DIM = 2, 256, 4, 16
 
 
 def chosen_on(platform: str, config: ConfigDict) -> str:
-    return choose_implementation(config, platform, make_mesh(config).shape["context"])
+    return choose_implementation(DecoderConfig.of(config), platform, make_mesh(config).shape["context"])
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -133,7 +134,7 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
 
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
     config = tiny_config("attention=splash", "max_target_length=256")
-    attention = nnx.eval_shape(lambda: Attention(config, rngs=nnx.Rngs(0), constrain=unconstrained))
+    attention = nnx.eval_shape(lambda: Attention(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=unconstrained))
     assert attention.implementation == "dot_product"
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import BatchPlan
+from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
@@ -147,7 +148,7 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
     """What every tick of the forward pass leaves for the backward pass, without the axis of the ticks."""
     config = tiny_config(*overrides, f"max_target_length={SHORT}")
     mesh = make_mesh(config, jax.devices()[:4])
-    pipeline = make_pipeline(config, mesh, ("fsdp",))
+    pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
     assert pipeline is not None
     graphdef, params = abstract_model(config, activation_constraint(mesh, ("fsdp", "pipeline")), pipeline)
     tokens = jax.ShapeDtypeStruct((rows, SHORT), np.int32)
@@ -185,7 +186,7 @@ def test_with_repeats_a_stage_holds_every_sth_group_and_gives_it_back(stages: in
         f"num_pipeline_repeats={repeats}",
     )
     mesh = make_mesh(config, jax.devices()[:stages])
-    pipeline = make_pipeline(config, mesh, ("fsdp",))
+    pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
     assert pipeline is not None
     layers = np.arange(stages * repeats * 2)[:, None] * np.ones((1, 3), np.int32)
     by_stage = layers.reshape(repeats, stages, 2, 3).swapaxes(0, 1).reshape(-1, 3)

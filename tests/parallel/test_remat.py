@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from maxbatch.config.keys import REMAT_POLICIES
+from maxbatch.config.sections import REMAT_POLICIES, RematConfig
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.rope import rope_tables
 from maxbatch.parallel.remat import Remat, checkpointed
@@ -29,7 +29,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, parameters)(x_MxLxD, segments_MxL, rope, False)
 
-    _, backward = jax.vjp(checkpointed(layer, Remat.of(config), in_loop=False), parameters, x_MxLxD)
+    _, backward = jax.vjp(checkpointed(layer, Remat.of(RematConfig.of(config)), in_loop=False), parameters, x_MxLxD)
     of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from maxbatch import ConfigError, load_config
 from maxbatch.plan.mesh_shape import AXES, MeshShape, RunMeshes
+from maxbatch.plan.plan_config import PlanConfig
 
 KEYS = [f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in AXES]
 
 
 def shape(num_devices: int, num_slices: int = 1, **sizes: int) -> MeshShape:
-    return MeshShape.from_config(load_config(overrides=[f"{k}={v}" for k, v in sizes.items()]), num_devices, num_slices)
+    return MeshShape.from_config(
+        PlanConfig.of(load_config(overrides=[f"{k}={v}" for k, v in sizes.items()])), num_devices, num_slices
+    )
 
 
 def test_by_default_all_devices_split_parameters_and_batch() -> None:
@@ -60,7 +63,9 @@ def test_sizes_multiply_to_the_devices_or_the_error_leads_to_sizes_that_do(
 
 
 def meshes(num_devices: int, num_slices: int = 1, *overrides: str) -> RunMeshes:
-    return RunMeshes.from_config(load_config(overrides=["batch_size=8", *overrides]), num_devices, num_slices)
+    return RunMeshes.from_config(
+        PlanConfig.of(load_config(overrides=["batch_size=8", *overrides])), num_devices, num_slices
+    )
 
 
 def apart(trainers: str, samplers: str) -> tuple[str, str]:

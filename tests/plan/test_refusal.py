@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 
 import pytest
-from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Section
 from maxbatch.plan.refusal import Refusal, accepted, in_words, stated
 
 
-def even_and_small(config: ConfigDict) -> int:
+@dataclasses.dataclass(frozen=True)
+class Numbers(Section):
+    a: int
+    b: int = 0
+
+
+def even_and_small(config: Numbers) -> int:
     if config.a % 2:
         raise Refusal(config, "a", "must be even", {"a": config.a + 1})
     if config.b <= config.a:
@@ -19,17 +26,17 @@ def even_and_small(config: ConfigDict) -> int:
 
 
 def test_what_is_named_keeps_every_rule() -> None:
-    assert accepted(ConfigDict({"a": 2, "b": 3}), even_and_small) == 3
+    assert accepted(Numbers(2, 3), even_and_small) == 3
     with pytest.raises(Refusal, match=r"^a=3: must be even; works: a=4 b=5$"):
-        accepted(ConfigDict({"a": 3, "b": 3}), even_and_small)
+        accepted(Numbers(3, 3), even_and_small)
 
 
 def test_a_rule_that_nothing_keeps_names_what_was_tried_first() -> None:
-    def never(config: ConfigDict) -> int:
+    def never(config: Numbers) -> int:
         raise Refusal(config, "a", "must not be", {"a": config.a + 1})
 
     with pytest.raises(Refusal, match=r"works: a=2$"):
-        accepted(ConfigDict({"a": 1}), never)
+        accepted(Numbers(1), never)
 
 
 def test_values_are_texts_of_overrides_and_short() -> None:

@@ -9,8 +9,9 @@ import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
-from maxbatch.config.keys import Part, names_of
+from maxbatch.config.keys import Part
 from maxbatch.config.loading import dump_config
+from maxbatch.config.sections import names_of
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
 BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")

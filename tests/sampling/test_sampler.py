@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling import sampler
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
@@ -46,7 +47,7 @@ def prompts(rows: Sequence[int] = range(B), behind: int = 0) -> tuple[np.ndarray
 @cache
 def model(*overrides: str) -> tuple[ConfigDict, nnx.State]:
     config = tiny_config(*overrides)
-    return config, nnx.state(Decoder(config, rngs=nnx.Rngs(params=0)), nnx.Param)
+    return config, nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
 def respond(config: ConfigDict, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
@@ -67,7 +68,7 @@ def training_logprobs(config: ConfigDict, params: nnx.State, responses: Response
 
     @jax.jit
     def forward(params: nnx.State, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        decoder = nnx.merge(nnx.graphdef(Decoder(config, rngs=nnx.Rngs(params=0))), params)
+        decoder = nnx.merge(nnx.graphdef(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))), params)
         x = decoder.hidden(tokens, segments)
         w = decoder.output_projection().astype(x.dtype)
         logits = jnp.einsum("bld,dv->blv", x, w, preferred_element_type=jnp.float32)

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.optimizers import DIRECTIONS, make_optimizer
 from tests.helpers.tiny import TINY_MODEL
@@ -29,7 +30,7 @@ def config_of(opt_type: str, *overrides: str) -> ConfigDict:
 
 
 def parameters_of(config: ConfigDict) -> nnx.State:
-    return nnx.state(Decoder(config, rngs=nnx.Rngs(params=0)), nnx.Param)
+    return nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
 def random_like(tree: Any, seed: int) -> Any:

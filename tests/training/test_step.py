@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from maxbatch.config.keys import REMAT_TENSORS
+from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.fingerprint import limb_sums, row_hashes, to_hex
 from maxbatch.parallel.mesh import make_mesh

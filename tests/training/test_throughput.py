@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.training.throughput import ThroughputMeter
 from tests.helpers.tiny import LENGTH, tiny_config
@@ -20,7 +21,8 @@ def test_rates_follow_from_real_rows_and_seconds() -> None:
     config = tiny_config()
     rates = ThroughputMeter(config, devices("cpu"))(num_rows=10, seconds=0.5)
     assert rates.tokens_per_second == 10 * LENGTH / 0.5
-    assert rates.tflops_per_device == pytest.approx(rates.tokens_per_second * model_flops_per_token(config) / 4 / 1e12)
+    flops = rates.tokens_per_second * model_flops_per_token(DecoderConfig.of(config))
+    assert rates.tflops_per_device == pytest.approx(flops / 4 / 1e12)
     assert rates.mfu is None, "a CPU's peak is unknown"
 
 

@@ -15,6 +15,7 @@ from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
 from maxbatch.config.values import plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.stages import stated_stages
 from maxbatch.system.errors import ConfigError
 
@@ -176,7 +177,8 @@ def _spread(run: MeasuredRun) -> list[int]:
 
 def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None) -> tuple[Fraction, ...]:
     """Returns the factors whose batches are whole and held evenly by the devices; refuses stated ones that are not."""
-    unit = MicrobatchUnit.from_config(run.config, MeshShape.from_config(run.config, run.num_devices))
+    config = PlanConfig.of(run.config)
+    unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, run.num_devices))
 
     def fault(factor: Fraction) -> str | None:
         for fork in forks:

@@ -17,7 +17,8 @@ from ml_collections import ConfigDict
 
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.remat import INPUT, Remat
@@ -138,7 +139,7 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
         "query_proj": queries, "key_proj": keys, "value_proj": keys, "context": queries, "out_proj": width,
         "mlpwi_0": mlp, "mlpwi_1": mlp, "mlpwo": width, INPUT: 0,
     }  # fmt: skip
-    remat = Remat.of(config)
+    remat = Remat.of(RematConfig.of(config))
     kept = 0 if INPUT in remat.on_host else width
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4

@@ -14,9 +14,9 @@ from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, tr
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
 from maxbatch.commands.import_config.translation import Stated, Translation
-from maxbatch.config.keys import REMAT_TENSORS
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.rules import PRETRAINING_BATCH
+from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 

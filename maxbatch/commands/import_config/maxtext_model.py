@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.keys import ROWS
+from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 # Which layers of a block see a window only; attention_type does not say it there.
@@ -17,7 +17,7 @@ _LLAMA3_ROPE = {
     "rope_type": "llama3.1", "rope_factor": "8", "rope_low_freq_factor": "1", "rope_high_freq_factor": "4",
     "original_max_position_embeddings": "8192",
 }  # fmt: skip
-_ACTIVATIONS = next(key.choices for key in ROWS if key.name == "mlp_activations")
+_ACTIVATIONS = next(key.choices for key in KEYS if key.name == "mlp_activations")
 # Where its model of a name is another one than our preset.
 PRESET_DIFFERENCES = {
     "gemma2-2b": {"vocab_size": "256128"},

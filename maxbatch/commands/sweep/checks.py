@@ -12,6 +12,7 @@ from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.plan.batch import check_batch_keys
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.errors import ConfigError
@@ -24,7 +25,7 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
         path.write_text(sweep.base, encoding="utf-8")
         try:
             config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
-            check_batch_keys(config)
+            check_batch_keys(PlanConfig.of(config))
         except ConfigError as error:
             place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
             raise ConfigError(re.sub(place, f"{sweep.path}, base", str(error))) from None

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import names_fixing
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import names_fixing
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.storage import is_remote

@@ -26,10 +26,11 @@ from typing import NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.rules import check_data_paths
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_stages import MixtureStage

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import exact
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import HeldOutFraction, Records

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
@@ -39,7 +40,7 @@ def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> Mes
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
     """
     shape = mesh_shape(config, devices)
-    choose_implementation(config, devices[0].platform, shape.sizes["context"])
+    choose_implementation(DecoderConfig.of(config), devices[0].platform, shape.sizes["context"])
     return shape
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import Chip
 from maxbatch.training.compile.clock import Operation, schedule_of
@@ -55,7 +56,7 @@ def model_time(text: str, target: Target, config: ConfigDict, shape: BatchShape 
     if shape and seconds:
         tokens = shape.micro_batch * shape.max_micro_batches * config.max_target_length
         rate = tokens / len(target.devices) / seconds
-        mfu = rate * model_flops_per_token(config) / (_peak_tflops(config, chip) * 1e12)
+        mfu = rate * model_flops_per_token(DecoderConfig.of(config)) / (_peak_tflops(config, chip) * 1e12)
     return Modelled(
         compute_cycles=round(schedule.compute_cycles),
         kernel_cycles=round(schedule.kernel_cycles),

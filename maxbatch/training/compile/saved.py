@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, names_fixing
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager
-from maxbatch.config.keys import REMAT_TENSORS
+from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import exact
 from tests.helpers.imports import imported
 

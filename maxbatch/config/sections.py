@@ -1,0 +1,811 @@
+"""The sections of the config, in the order of base.yml, which holds the defaults of their keys.
+
+A new key states what it fixes, so it cannot drop out of the identity of a run or of its compiled programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.keys import (
+    OURS,
+    Choice,
+    DataPaths,
+    Exact,
+    Fixes,
+    Key,
+    LocalPath,
+    Part,
+    Place,
+    Quantity,
+    Section,
+    Words,
+    key,
+)
+from maxbatch.config.values import Bounds
+
+_POSITIVE, _FROM_ZERO, _COUNT, _FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bounds(2)
+_SHARE, _SOME = Bounds(0, 1), Bounds(above=0, at_most=1)
+_BELOW_ONE, _INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
+_SEED = Bounds(0, 2**32 - 1)
+_ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
+_COUNT_OR_OFF = Bounds(at_least=1, also=-1)
+_ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
+
+_NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
+_BATCH = Fixes.BATCH | Fixes.PROGRAM
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """The run."""
+
+    run_dir: Place = key(
+        "folder of this run; a checkpoint in it is resumed",
+        fixes=_NOTHING,
+        maxtext="base_output_directory and run_name",
+    )
+    base_output_directory: Place = key(
+        "MaxText's way of saying run_dir: base_output_directory/run_name", fixes=_NOTHING, warm_start=False
+    )
+    run_name: str = key(
+        'name of the run in base_output_directory ("": runs); both "": run_dir', fixes=_NOTHING, warm_start=False
+    )
+    model_name: str = key(
+        "preset: a file of configs/models/ without .yml; auto: that of load_parameters_path, a Hugging Face "
+        "folder; default: the model keys below (docs/models.md)",
+        fixes=_NOTHING,
+    )
+    load_parameters_path: Place = key(
+        'start a new run from the parameters of this run folder, checkpoint or Hugging Face folder; "": from scratch',
+        fixes=_NOTHING,
+        warm_start=False,
+    )
+    load_full_state_path: Place = key(
+        "start a new run from parameters and optimizer state: a new stream and plan, step 0 (annealing)",
+        fixes=_NOTHING,
+        warm_start=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthConfig(Section):
+    """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
+
+    steps: int | None = key(
+        "optimizer updates", fixes=_NOTHING, bounds=_COUNT, unit="updates", part=Part.LENGTH, warm_start=False
+    )
+    train_samples: Quantity | None = key(
+        "samples (rows); suffixes K, M, B",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="samples",
+        part=Part.LENGTH,
+        maxtext=OURS,
+        warm_start=False,
+    )
+    train_tokens: Quantity | None = key(
+        "tokens (slots), rounded up to a sample; suffixes K, M, B",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="tokens",
+        part=Part.LENGTH,
+        maxtext=OURS,
+        warm_start=False,
+    )
+    num_epochs: Exact | None = key(
+        "passes over the training split, may be fractional; not for a mixture",
+        fixes=_NOTHING,
+        bounds=_POSITIVE,
+        unit="passes",
+        part=Part.LENGTH,
+        maxtext="num_epoch",
+        warm_start=False,
+    )
+    max_target_length: int = key("L: tokens per sample", fixes=_PROGRAM | Fixes.ROWS, bounds=_FROM_TWO, unit="tokens")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig(Section):
+    """The batch: samples = rows of max_target_length tokens."""
+
+    per_device_batch_size: Exact | None = key(
+        "p: rows per device in one forward and backward pass; > 0, may be a fraction; p x devices whole; null: "
+        "global_batch_size / (devices x g)",
+        fixes=_BATCH,
+        bounds=_ROWS,
+        unit="rows per device",
+        part=Part.BATCH,
+    )
+    gradient_accumulation_steps: int | None = key(
+        "g >= 1: micro-batches per update; global batch = p x devices x g",
+        fixes=_BATCH,
+        bounds=_SAMPLES,
+        unit="micro-batches",
+        part=Part.BATCH,
+    )
+    global_batch_size: int | None = key(
+        "instead of g: samples per update, kept on any number of devices; p then caps a pass; with g: p follows",
+        fixes=_BATCH,
+        bounds=_SAMPLES,
+        unit="samples",
+        part=Part.BATCH,
+        maxtext=OURS,
+    )
+    batch_size_schedule: str | None = key(
+        'instead of g: "0:256 100000:512 250Bt:1024", samples (or tokens, suffix t):global batch',
+        fixes=_BATCH,
+        part=Part.BATCH,
+        maxtext=OURS,
+    )
+    expansion_factor_real_data: Exact = key(
+        "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 after a resume on 1/e hosts",
+        fixes=_PROGRAM,
+        warm_start=False,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RampConfig(Section):
+    """Batch ramp-up: p grows from start by increment over global_rampup_samples."""
+
+    enable_rampup_batch_size: bool = key(
+        "true: the three keys below hold and per_device_batch_size is the target", fixes=_BATCH, part=Part.RAMP
+    )
+    per_device_batch_size_start: Exact = key(
+        "a: rows per device in stage 0", fixes=_BATCH, bounds=_ROWS, unit="rows per device", part=Part.RAMP
+    )
+    per_device_batch_size_increment: Exact = key(
+        "c: rows per device that each stage adds; (p - a) / c whole and >= 1",
+        fixes=_BATCH,
+        unit="rows per device",
+        part=Part.RAMP,
+    )
+    global_rampup_samples: Quantity = key(
+        "R: samples over which the ramp runs; R / n samples per stage",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="samples",
+        part=Part.RAMP,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptBatchConfig(Section):
+    """The batch of prompts (maxbatch rl): batch_size states it, in place of p, g and the ramp."""
+
+    batch_size: int | None = key(
+        "unique prompts per batch; null: pre-training; a sample of the stream is then a prompt",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="prompts",
+    )
+    num_generations: int = key(
+        "G: responses per prompt; effective batch = batch_size x G prompt-response pairs",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="responses per prompt",
+        part=Part.PROMPT_BATCH,
+    )
+    micro_batch_size: int = key(
+        "pairs per chunk: a multiple of G, dividing the effective batch and divisible by the batch shards; -1: no"
+        " chunks",
+        fixes=_BATCH,
+        bounds=_COUNT_OR_OFF,
+        unit="pairs",
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    train_micro_batch_size: int = key(
+        "prompts per chunk of training; -1: as micro_batch_size says",
+        fixes=_BATCH,
+        bounds=_COUNT_OR_OFF,
+        unit="prompts",
+        part=Part.PROMPT_BATCH,
+    )
+    rollout_micro_batch_size: int = key(
+        "prompts per chunk of generation; -1: as micro_batch_size says",
+        fixes=_BATCH,
+        bounds=_COUNT_OR_OFF,
+        unit="prompts",
+        part=Part.PROMPT_BATCH,
+    )
+    num_iterations: int = key(
+        "mu >= 1: updates per batch", fixes=_BATCH, bounds=_COUNT, unit="updates per batch", part=Part.PROMPT_BATCH
+    )
+    max_prefill_predict_length: int = key(
+        "tokens of a prompt at most; max_target_length holds prompt and response",
+        fixes=_PROGRAM,
+        bounds=_COUNT,
+        unit="tokens",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLConfig(Section):
+    """Reinforcement learning."""
+
+    loss_algo: Literal["grpo", "gspo-token"] = key(
+        "grpo (ratio of each token) | gspo-token (ratio of the sequence, its geometric mean)", fixes=_PROGRAM
+    )
+    loss_agg_mode: Literal["token-mean", "sequence-mean", "sequence-mean-token-mean"] = key(
+        "token-mean | sequence-mean (sum over tokens) | sequence-mean-token-mean", fixes=_PROGRAM
+    )
+    grpo_epsilon: float = key(
+        "the ratio of the policies is clipped to at least 1 - grpo_epsilon", fixes=_PROGRAM, bounds=_INSIDE
+    )
+    epsilon_high: float | None = key(
+        "the ratio of the policies is clipped to at most 1 + epsilon_high; null: grpo_epsilon",
+        fixes=_PROGRAM,
+        bounds=_POSITIVE,
+    )
+    grpo_beta: float = key(
+        "weight of the KL divergence to the first parameters; 0: not computed", fixes=_PROGRAM, bounds=_FROM_ZERO
+    )
+    decode_sampling_temperature: float = key("divides the logits of a rollout; > 0", fixes=_PROGRAM, bounds=_POSITIVE)
+    decode_sampling_top_k: int = key(
+        "draws from the k likeliest tokens; 0: all", fixes=_PROGRAM, bounds=_FROM_ZERO, unit="tokens"
+    )
+    decode_sampling_nucleus_p: float = key(
+        "draws from the likeliest tokens that together have this probability; 1: all",
+        fixes=_PROGRAM,
+        bounds=_SOME,
+        unit="probability",
+    )
+    sampler_seed: int = key("seed of the responses", fixes=_PROGRAM, bounds=_SEED, maxtext=OURS)
+    reward: str = key(
+        'module:function or FILE.py:function of (prompt, response, record); several: "a:f,0.7;b:g,0.3"',
+        fixes=_PROGRAM,
+        maxtext="reward_functions_path and reward_functions",
+    )
+    reward_worker_count: int = key(
+        "processes that run the rewards", fixes=_PROGRAM, bounds=_COUNT, unit="processes", maxtext=OURS
+    )
+    reward_timeout_s: float = key(
+        "seconds that one response may take", fixes=_PROGRAM, bounds=_POSITIVE, unit="seconds", maxtext=OURS
+    )
+    reward_on_failure: float = key(
+        "what a response scores whose reward crashed or took too long", fixes=_PROGRAM, maxtext=OURS
+    )
+    prompt_template: str = key(
+        "a prompt's text, from the fields of its record", fixes=_PROGRAM | Fixes.PROMPTS, maxtext=OURS
+    )
+    eval_num_generations: int = key(
+        "responses per held-out prompt: pass@1 is their mean, pass@k that one is right",
+        fixes=_PROGRAM,
+        bounds=_COUNT,
+        unit="responses per held-out prompt",
+        maxtext="num_eval_passes",
+    )
+    warm_start_steps: int = key(
+        "updates of supervised training before the first batch; 0: none",
+        fixes=_PROGRAM,
+        bounds=_FROM_ZERO,
+        unit="updates",
+        maxtext=OURS,
+    )
+    warm_start_learning_rate: float = key(
+        "peak rate of the warm start; cosine", fixes=_PROGRAM, bounds=_POSITIVE, maxtext=OURS
+    )
+    warm_start_path: DataPaths = key(
+        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic',
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RatesConfig(Section):
+    """Rates: schedules run over samples, so a ramp does not distort them."""
+
+    learning_rate: float = key("peak, at reference_batch_size where it is scaled", fixes=_NOTHING, bounds=_POSITIVE)
+    learning_rate_schedule: Literal["cosine", "wsd", "constant"] = key(
+        "cosine | wsd (warmup, stable, decay) | constant, after the warmup",
+        fixes=_NOTHING,
+        maxtext="lr_schedule_type",
+        warm_start=False,
+    )
+    warmup_steps_fraction: float = key(
+        "share of the run's samples in linear warmup from 0",
+        fixes=_NOTHING,
+        bounds=_SHARE,
+        unit="share of the run's samples",
+        warm_start=False,
+    )
+    learning_rate_final_fraction: float = key(
+        "last rate as a share of the peak (cosine and wsd)", fixes=_NOTHING, bounds=_SHARE, unit="share of the peak"
+    )
+    wsd_decay_steps_fraction: float = key(
+        "share of the run's samples in wsd's linear decay",
+        fixes=_NOTHING,
+        bounds=_SHARE,
+        unit="share of the run's samples",
+    )
+    learning_rate_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none | linear (rate x B / reference) | sqrt (rate x sqrt(B / reference)), stage by stage",
+        fixes=_NOTHING,
+        maxtext=OURS,
+    )
+    reference_batch_size: int | None = key(
+        "global batch, in samples, that learning_rate was tuned for; null: the last stage's",
+        fixes=_NOTHING,
+        bounds=_SAMPLES,
+        unit="samples",
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """Optimizer."""
+
+    opt_type: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = key(
+        "adamw | lion | adafactor | muon | sgd", fixes=_MODEL
+    )
+    adam_b1: float = key(
+        "decay of the first moment, per update (also lion's b1, muon's and sgd's momentum)",
+        fixes=_PROGRAM,
+        bounds=_BELOW_ONE,
+    )
+    adam_b2: float = key("decay of the second moment, per update", fixes=_PROGRAM, bounds=_BELOW_ONE)
+    adam_eps: float = key("added to the root of the second moment", fixes=_PROGRAM, bounds=_POSITIVE)
+    adam_weight_decay: float = key(
+        "decoupled, x learning rate, per update; matrices only (norm scales are left out)",
+        fixes=_PROGRAM,
+        bounds=_FROM_ZERO,
+        warm_start=False,
+    )
+    adam_scaling: Literal["none", "sde"] = key(
+        "none | sde: with sqrt, Adam's betas and epsilon follow the batch too (Malladi et al. 2022)",
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
+    gradient_clipping_threshold: float = key(
+        "largest global norm of the update's gradient; 0: no clipping", fixes=_PROGRAM, bounds=_FROM_ZERO
+    )
+    gradient_noise_scale: bool = key(
+        "measure the gradient noise scale from the parts of a batch (McCandlish et al. 2018)",
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
+    max_consecutive_skips: int = key(
+        "updates in a row skipped as non-finite that end the run; >= 1",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="updates",
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """Model."""
+
+    base_emb_dim: int = key("D: width of the residual stream", fixes=_MODEL, bounds=_COUNT)
+    base_num_query_heads: int = key(
+        "H: query heads; a multiple of base_num_kv_heads", fixes=_MODEL, bounds=_COUNT, unit="heads"
+    )
+    base_num_kv_heads: int = key(
+        "K: key and value heads (grouped-query attention where K < H)", fixes=_MODEL, bounds=_COUNT, unit="heads"
+    )
+    head_dim: int = key("h: width of a head; even", fixes=_MODEL, bounds=_FROM_TWO)
+    base_mlp_dim: int = key("F: hidden width of the gated MLP", fixes=_MODEL, bounds=_COUNT)
+    base_num_decoder_layers: int = key("layers", fixes=_MODEL, bounds=_COUNT, unit="layers")
+    vocab_size: int = key(
+        "V: rows of the embedding; at least the tokenizer's vocabulary",
+        fixes=_MODEL,
+        bounds=_COUNT,
+        unit="rows of the embedding",
+    )
+    logits_via_embedding: bool = key("true: the output projection is the embedding, transposed", fixes=_MODEL)
+    decoder_block: Choice = key(
+        "form of a layer: llama2 | mistral | qwen2 | qwen3 | gemma2 | gemma3 | olmo2 | phi3 | gpt2 (docs/models.md)",
+        fixes=_MODEL,
+        choices=tuple(BLOCKS),
+    )
+    mlp_activations: Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"] = key(
+        "silu,linear | gelu,linear | gelu_exact,linear (gated) | gelu | gelu_exact (not gated); gelu is by tanh",
+        fixes=_MODEL,
+    )
+    attention_bias: bool = key("true: query, key and value projections have biases", fixes=_MODEL)
+    attention_out_bias: bool = key(
+        "true: the projection after attention has a bias; gpt2 has one always", fixes=_MODEL, maxtext=OURS
+    )
+    mlp_projection_bias: bool = key(
+        "true: the projections of the MLP have biases; gpt2 has them always", fixes=_MODEL, maxtext=OURS
+    )
+    use_qk_norm: bool = key("true: queries and keys are normalised, as the decoder_block does it", fixes=_MODEL)
+    attention_type: str = key(
+        "global | local_sliding, or a pattern that repeats over the layers: local_sliding,global", fixes=_MODEL
+    )
+    sliding_window_size: int = key(
+        "tokens that a local_sliding layer sees, its own included; 0: there is no such layer",
+        fixes=_MODEL,
+        bounds=_FROM_ZERO,
+        unit="tokens",
+    )
+    attn_logits_soft_cap: float = key("c > 0: scores s become c tanh(s / c); 0: off", fixes=_MODEL, bounds=_FROM_ZERO)
+    final_logits_soft_cap: float = key("c > 0: logits s become c tanh(s / c); 0: off", fixes=_MODEL, bounds=_FROM_ZERO)
+    query_pre_attn_scalar: float | None = key(
+        "scores are divided by its root; null: head_dim", fixes=_MODEL, bounds=_POSITIVE, maxtext=OURS
+    )
+    trainable_position_size: int = key(
+        "positions with an embedding of their own, in place of RoPE; -1: RoPE",
+        fixes=_MODEL,
+        bounds=_COUNT_OR_OFF,
+        unit="positions",
+    )
+    rope_max_timescale: float = key("RoPE base (Su et al. 2021)", fixes=_MODEL, bounds=_POSITIVE)
+    local_rope_max_timescale: float = key(
+        "RoPE base of local_sliding layers, without rope_type; -1: rope_max_timescale, and as the others",
+        fixes=_MODEL,
+        bounds=Bounds(above=0, also=-1),
+    )
+    rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope"] = key(
+        "default | linear | llama3.1 | yarn | longrope: how RoPE is stretched to longer texts", fixes=_MODEL
+    )
+    rope_factor: float = key("stretches wavelengths; >= 1", fixes=_MODEL, bounds=_COUNT)
+    rope_low_freq_factor: float = key(
+        "llama3.1: wavelengths longer than the original length over it are stretched in full",
+        fixes=_MODEL,
+        bounds=_POSITIVE,
+        maxtext=OURS,
+    )
+    rope_high_freq_factor: float = key(
+        "llama3.1: wavelengths shorter than the original length over it are not stretched",
+        fixes=_MODEL,
+        bounds=_POSITIVE,
+        maxtext=OURS,
+    )
+    original_max_position_embeddings: int = key(
+        "llama3.1, yarn, longrope: tokens of the texts before stretching", fixes=_MODEL, bounds=_COUNT, unit="tokens"
+    )
+    beta_fast: float = key(
+        "yarn: pairs that turn more often over the original length are not stretched", fixes=_MODEL, bounds=_POSITIVE
+    )
+    beta_slow: float = key("yarn: pairs that turn less often are stretched in full", fixes=_MODEL, bounds=_POSITIVE)
+    rope_attention_factor: float | None = key(
+        "yarn, longrope: scales queries and keys; null: 0.1 ln(rope_factor) + 1 (yarn), sqrt(1 + ln(rope_factor) "
+        "/ ln(original length)) (longrope)",
+        fixes=_MODEL,
+        bounds=_POSITIVE,
+        maxtext=OURS,
+    )
+    rope_short_factors: str = key(
+        "longrope: what stretches each pair of a head in rows of at most the original length: head_dim / 2 numbers",
+        fixes=_MODEL,
+        maxtext=OURS,
+    )
+    rope_long_factors: str = key("longrope: the same in longer rows", fixes=_MODEL, maxtext=OURS)
+    normalization_layer_epsilon: float = key("epsilon of the norms", fixes=_MODEL, bounds=_POSITIVE)
+    dtype: Literal["float32", "bfloat16"] = key("compute: float32 | bfloat16", fixes=_PROGRAM)
+    weight_dtype: Literal["float32", "bfloat16"] = key(
+        "parameters and optimizer state: float32 | bfloat16", fixes=_MODEL
+    )
+    attention: Literal["auto", "dot_product", "cudnn", "splash"] = key(
+        "auto (splash on TPU, cudnn on GPU, where dtype and shapes allow; else dot_product) | dot_product | cudnn"
+        " | splash",
+        fixes=_PROGRAM,
+    )
+    scan_layers: bool = key(
+        "true: one compiled layer in a loop (compiles faster); false: unrolled (runs faster on CPU)", fixes=_PROGRAM
+    )
+    init_weights_seed: int = key("seed of the parameters", fixes=_MODEL, bounds=_SEED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematConfig(Section):
+    """What the backward pass computes again."""
+
+    remat_policy: Literal[
+        "none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"
+    ] = key(
+        "none | minimal (keep matrix products) | minimal_with_context (and attention) | save_qkv_proj | "
+        "save_out_proj | full (keep layer inputs) | custom (the next nine keys)",
+        fixes=_PROGRAM,
+    )
+    decoder_layer_input: Literal["device", "offload"] = key(
+        "custom: device | offload (to the host's memory): where the input of each layer is kept", fixes=_PROGRAM
+    )
+    query_proj: Literal["remat", "device", "offload"] = key(
+        "custom: queries: remat (computed again) | device (kept) | offload (kept in the host's memory)", fixes=_PROGRAM
+    )
+    key_proj: Literal["remat", "device", "offload"] = key("custom: keys: remat | device | offload", fixes=_PROGRAM)
+    value_proj: Literal["remat", "device", "offload"] = key("custom: values: remat | device | offload", fixes=_PROGRAM)
+    context: Literal["remat", "device", "offload"] = key(
+        "custom: the attention kernel's output (splash): remat | device | offload", fixes=_PROGRAM
+    )
+    out_proj: Literal["remat", "device", "offload"] = key(
+        "custom: attention's last projection: remat | device | offload", fixes=_PROGRAM
+    )
+    mlpwi_0: Literal["remat", "device", "offload"] = key(
+        "custom: the MLP's gate, or its only first product: remat | device | offload", fixes=_PROGRAM
+    )
+    mlpwi_1: Literal["remat", "device", "offload"] = key(
+        "custom: the MLP's projection beside the gate: remat | device | offload", fixes=_PROGRAM
+    )
+    mlpwo: Literal["remat", "device", "offload"] = key(
+        "custom: the MLP's last projection: remat | device | offload", fixes=_PROGRAM
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Section):
+    """Low-rank adapters (LoRA) over the model of load_parameters_path."""
+
+    lora_rank: int = key(
+        "rank of the adapters, which alone are trained and saved; 0: no adapters",
+        fixes=_PROGRAM | Fixes.ADAPTERS,
+        bounds=_FROM_ZERO,
+        maxtext=OURS,
+        warm_start=False,
+    )
+    lora_alpha: float = key(
+        "adapters are added times lora_alpha / lora_rank",
+        fixes=_PROGRAM | Fixes.ADAPTERS,
+        bounds=_POSITIVE,
+        maxtext=OURS,
+    )
+    lora_targets: str = key(
+        "all, or a list of matrices of a layer: query,key,value,out,gate,up,down",
+        fixes=_PROGRAM | Fixes.ADAPTERS,
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Data: what fixes stream[0], stream[1] and all that follow."""
+
+    dataset_type: Literal[
+        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic"
+    ] = key(
+        "python_stdlib | synthetic | text | jsonl | parquet | arrayrecord | tokens (see prepare); rl: arithmetic "
+        "| jsonl | parquet",
+        fixes=Fixes.RECORDS,
+    )
+    dataset_path: DataPaths = key(
+        'a file, a folder or a glob; a list of them; a mixture: "a,0.7;b,0.3", its file (*.yml), or by position '
+        '"{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"',
+        fixes=Fixes.CONTENT,
+    )
+    eval_dataset_path: DataPaths = key(
+        'held-out data of the same type, a list too; "": eval_fraction',
+        fixes=Fixes.CONTENT,
+        maxtext=OURS,
+        warm_start=False,
+    )
+    eval_fraction: float = key(
+        "share of the documents that is held out, evenly spread; python_stdlib holds out a fixed list",
+        fixes=Fixes.CONTENT,
+        bounds=_BELOW_ONE,
+        unit="share of the documents",
+        maxtext=OURS,
+        warm_start=False,
+    )
+    text_field: str = key(
+        "jsonl, parquet, arrayrecord examples: the field that holds the text",
+        fixes=Fixes.RECORDS,
+        maxtext="train_data_columns",
+        warm_start=False,
+    )
+    record_format: Literal["text", "example"] = key(
+        "arrayrecord: text (UTF-8) | example (tf.train.Example)", fixes=Fixes.RECORDS, maxtext=OURS
+    )
+    skip_bad_records: bool = key(
+        "true: records that cannot be read are left out and counted; false: they are an error",
+        fixes=Fixes.ROWS | Fixes.PROMPTS,
+        maxtext=OURS,
+    )
+    synthetic_samples: Quantity = key(
+        "synthetic: samples per epoch", fixes=Fixes.CONTENT, bounds=_COUNT, unit="samples per epoch", maxtext=OURS
+    )
+    packing: bool = key(
+        "true: documents are joined and cut into rows; false: one document (or part of one) a row", fixes=Fixes.ROWS
+    )
+    packing_strategy: Literal["concatenate", "best_fit"] = key(
+        "concatenate (cut every L tokens) | best_fit (documents of at most L tokens stay whole)",
+        fixes=Fixes.ROWS,
+        maxtext="grain_packing_type",
+        warm_start=False,
+    )
+    add_bos: bool = key("a beginning-of-text token before each document", fixes=Fixes.TOKENS | Fixes.PROMPTS)
+    add_eos: bool = key("an end-of-text token after each document", fixes=Fixes.TOKENS)
+    tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = key(
+        "byte (UTF-8 bytes and three special tokens) | huggingface | sentencepiece", fixes=Fixes.CONTENT
+    )
+    tokenizer_path: Place = key(
+        'tokenizer.json, a .model file, or a folder that holds one; "" for byte', fixes=Fixes.CONTENT
+    )
+    use_sft: bool = key(
+        "true: records are conversations (messages, or prompt and completion); best_fit where packed",
+        fixes=Fixes.CHAT,
+        warm_start=False,
+    )
+    sft_train_on_completion_only: bool = key(
+        "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all have",
+        fixes=Fixes.CHAT,
+    )
+    overlong: Literal["truncate", "drop", "error"] = key(
+        "use_sft, a record longer than a row: truncate (keep its beginning) | drop | error",
+        fixes=Fixes.CHAT,
+        maxtext=OURS,
+    )
+    enable_data_shuffling: bool = key("true: every epoch permutes the rows anew", fixes=Fixes.ORDER)
+    data_shuffle_seed: int = key(
+        "seed of the permutations (and of the synthetic data)", fixes=Fixes.ORDER, bounds=_SEED
+    )
+    grain_worker_count: int = key(
+        "processes that read rows; 0: threads of this one", fixes=_NOTHING, bounds=_FROM_ZERO, unit="processes"
+    )
+    grain_prefetch_buffer_size: int = key("rows read ahead; >= 1", fixes=_NOTHING, bounds=_COUNT, unit="rows")
+    data_cache_dir: LocalPath = key(
+        'tokenised data and its index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', fixes=_NOTHING, maxtext=OURS
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """Mesh: axis sizes within a slice (ici) and over slices (dcn); one of each may be -1: the rest."""
+
+    ici_data_parallelism: int = key("parameters replicated, batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    ici_fsdp_parallelism: int = key("parameters and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    ici_tensor_parallelism: int = key("heads, MLP and vocabulary split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    ici_context_parallelism: int = key("sequence split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    ici_pipeline_parallelism: int = key("layers split over pipeline stages", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    dcn_data_parallelism: int = key(
+        "over slices: parameters replicated, batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
+    )
+    dcn_fsdp_parallelism: int = key("over slices: parameters and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    dcn_tensor_parallelism: int = key(
+        "over slices: heads, MLP and vocabulary split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
+    )
+    dcn_context_parallelism: int = key("over slices: sequence split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    dcn_pipeline_parallelism: int = key(
+        "over slices: layers split over pipeline stages", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
+    )
+    trainer_devices_fraction: Exact = key(
+        "share of the devices that trains; both 1: the same devices train and sample; else disjoint, together at "
+        "most 1",
+        fixes=_PROGRAM,
+        bounds=_SOME,
+        unit="share of the devices",
+    )
+    sampler_devices_fraction: Exact = key(
+        "share of the devices that samples", fixes=_PROGRAM, bounds=_SOME, unit="share of the devices"
+    )
+    num_pipeline_microbatches: int = key(
+        "parts that the micro-batch is cut into for the pipeline; a multiple of its stages; -1: the stages",
+        fixes=_PROGRAM,
+        bounds=_COUNT_OR_OFF,
+        unit="parts",
+    )
+    num_pipeline_repeats: int = key(
+        "groups of layers that a stage holds, each pass goes round so often; layers divisible by stages x repeats",
+        fixes=_PROGRAM,
+        bounds=_COUNT,
+        unit="groups of layers",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    enable_checkpointing: bool = key("false: nothing is saved, nothing is resumed", fixes=_NOTHING)
+    checkpoint_period: int = key(
+        "updates between checkpoints; the last update is always saved", fixes=_NOTHING, bounds=_COUNT, unit="updates"
+    )
+    max_num_checkpoints_to_keep: int | None = key(
+        "newest checkpoints kept; null: all", fixes=_NOTHING, bounds=_COUNT, unit="checkpoints"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    """Eval."""
+
+    eval_per_device_batch_size: Exact | None = key(
+        "rows per device in one eval pass; null or 0: per_device_batch_size",
+        fixes=_BATCH,
+        bounds=_ROWS_OR_SAME,
+        unit="rows per device",
+    )
+    eval_interval: int = key(
+        "updates between evals, one at the end as well; -1: no eval",
+        fixes=_NOTHING,
+        bounds=_COUNT_OR_OFF,
+        unit="updates",
+        warm_start=False,
+    )
+    eval_steps: int = key(
+        "eval batches at most, so the samples follow the devices; -1: the whole held-out part",
+        fixes=_NOTHING,
+        bounds=_COUNT_OR_OFF,
+        unit="batches",
+    )
+    eval_samples: Quantity | None = key(
+        "eval samples at most, the same on any devices; null: the whole held-out part; suffixes K, M, B",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="samples",
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig(Section):
+    """What a person sees."""
+
+    log_to: Words = key(
+        "tensorboard, wandb, mlflow, or several: [tensorboard, wandb]; none (metrics.jsonl is always written)",
+        fixes=_NOTHING,
+        choices=("tensorboard", "wandb", "mlflow"),
+        maxtext="enable_tensorboard",
+        warm_start=False,
+    )
+    log_period: int = key(
+        "updates between printed lines (metrics.jsonl has every one)", fixes=_NOTHING, bounds=_COUNT, unit="updates"
+    )
+    profile_steps: str = key(
+        '"10:13" traces updates 10 to 12 into run_dir/profile',
+        fixes=_NOTHING,
+        maxtext="skip_first_n_steps_for_profiler and profiler_steps",
+        warm_start=False,
+    )
+    generate_prompt: str = key('start of the sample that ends a run; "": none', fixes=_NOTHING, maxtext="prompt")
+    peak_tflops_per_device: float | None = key(
+        "peak TFLOP/s, for MFU; null: that of the chip by its name; MFU is null for an unknown chip",
+        fixes=_NOTHING,
+        bounds=_POSITIVE,
+        unit="TFLOP/s",
+        maxtext=OURS,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompilingConfig(Section):
+    """Compiling."""
+
+    compilation_cache_dir: LocalPath = key(
+        'XLA\'s persistent cache; "": ~/.cache/maxbatch/xla; "none": off', fixes=_NOTHING, maxtext="jax_cache_dir"
+    )
+    libtpu_flags: str = key(
+        'auto: those that the TPU\'s version wants | none | "--flag=value ..."; flags in LIBTPU_INIT_ARGS win; '
+        "nothing without a TPU",
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
+    compiled_dir: Place = key(
+        'folder that maxbatch compile wrote: train loads its programs and compiles none; "": compiles',
+        fixes=_NOTHING,
+        maxtext="compiled_trainstep_file",
+    )
+
+
+SECTIONS: tuple[type[Section], ...] = (
+    RunConfig, LengthConfig, BatchConfig, RampConfig, PromptBatchConfig, RLConfig, RatesConfig, OptimizerConfig,
+    ModelConfig, RematConfig, AdapterConfig, DataConfig, MeshConfig, CheckpointConfig, EvaluationConfig, LoggingConfig,
+    CompilingConfig,
+)  # fmt: skip
+KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
+# What remat_policy=custom says of each tensor of a layer, the first choice being the default; MaxText's names.
+REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
+
+
+def names_fixing(what: Fixes) -> tuple[str, ...]:
+    """Returns the keys that fix any part of what is named, in the order of base.yml."""
+    return tuple(key.name for key in KEYS if key.fixes & what)
+
+
+def names_of(part: Part) -> tuple[str, ...]:
+    """Returns the keys of a statement, in the order of base.yml."""
+    return tuple(key.name for key in KEYS if key.part is part)
+
+
+def customised_tensors(values: Mapping[str, object]) -> list[str]:
+    """Returns the tensors of a layer whose place is not the default, which remat_policy=custom alone may state."""
+    return [name for name, (first, *_) in REMAT_TENSORS.items() if values[name] != first]

@@ -1,0 +1,15 @@
+"""The keys of a config that a decoder knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from maxbatch.config.sections import ModelConfig, RematConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """The model's keys, the longest row, and what the backward pass computes again."""
+
+    max_target_length: int
+    remat: RematConfig
