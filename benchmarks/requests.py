@@ -17,7 +17,7 @@ from maxbatch.cli import main
 from maxbatch.config.loading import load_config
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import train
-from maxbatch.training.recorder import Output
+from maxbatch.training.record.recorder import Output
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.tiny import TINY_MODEL
 

@@ -23,7 +23,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.pretraining import Pretraining
-from maxbatch.training.profiling import Profiler
+from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.session import Session
 
 BAR = 0.97

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.state import TrainState, init_state
+from maxbatch.training.update.state import TrainState, init_state
 
 LEARNING_RATE = np.float32(1e-3)
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
     from maxbatch.training.own import Loss, Rows, next_token_loss
-    from maxbatch.training.recorder import Output
+    from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
-    from maxbatch.training.state import MakeModel
+    from maxbatch.training.update.state import MakeModel
 
 __version__ = "0.1.0"
 
@@ -62,9 +62,9 @@ _HOME = {
     "FedBatch": "maxbatch.api",
     "LearningRate": "maxbatch.plan.learning_rate",
     "Loss": "maxbatch.training.own",
-    "MakeModel": "maxbatch.training.state",
+    "MakeModel": "maxbatch.training.update.state",
     "Outcome": "maxbatch.training.session",
-    "Output": "maxbatch.training.recorder",
+    "Output": "maxbatch.training.record.recorder",
     "RampupBatchManager": "maxbatch.plan.rampup",
     "Rows": "maxbatch.training.own",
     "Samples": "maxbatch.data.stream.own",

@@ -35,9 +35,9 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
 from maxbatch.training.own import Loss, Parts
-from maxbatch.training.recorder import Output, Record
+from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import Outcome
-from maxbatch.training.state import MakeModel
+from maxbatch.training.update.state import MakeModel
 
 
 def train(

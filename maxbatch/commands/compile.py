@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
     config, target, plan = planned(args)
     from maxbatch.training.compile.ladder import plan_shapes
-    from maxbatch.training.compile.lowering import Programs, step_name
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs
+    from maxbatch.training.programs import Programs, step_name
 
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
     programs = Programs(config, target.devices, plan.mesh, expansion)

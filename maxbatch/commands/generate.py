@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.parameters import config_of_model, load_parameters
+    from maxbatch.training.weights.parameters import config_of_model, load_parameters
 
     config = config_of_model(args.run_dir)
     use_persistent_cache(config)

@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         simulate_devices(args.simulate_devices)
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.parameters import config_of_model, load_parameters
     from maxbatch.training.scoring import Scorer
+    from maxbatch.training.weights.parameters import config_of_model, load_parameters
 
     stated = {text.split("=", 1)[0].strip() for text in args.overrides}
     overrides = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + args.overrides

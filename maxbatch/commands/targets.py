@@ -63,7 +63,7 @@ def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
       ConfigError: the devices cannot run the model, or a rule of the batch is broken.
     """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
-    from maxbatch.training.compile.lowering import checked_mesh_shape
+    from maxbatch.training.programs import checked_mesh_shape
 
     shape = checked_mesh_shape(config, target.devices)
     epoch = samples_per_epoch_if_cached(config)

@@ -6,7 +6,7 @@ Names and layouts are those of the transformers library (https://github.com/hugg
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,6 +14,11 @@ import numpy as np
 Array = TypeVar("Array", np.ndarray, jax.Array)
 ParameterPath = tuple[str, ...]
 Axes = tuple[tuple[int, ...], ...]
+
+
+def parameter_path(path: Any) -> ParameterPath:
+    """Returns the names that lead to a parameter, from its path in a tree of `jax.tree_util`."""
+    return tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
 
 
 class Layout(NamedTuple):

@@ -22,7 +22,7 @@ from maxbatch.rl.rollout import Roller, chunks, score
 from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.training.board import Board
+from maxbatch.training.record.board import Board
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8

@@ -20,9 +20,9 @@ from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
-from maxbatch.training.gradients import Accumulation, Sums
-from maxbatch.training.state import TrainState, abstract_model, abstract_state
-from maxbatch.training.step import StepMetrics, update
+from maxbatch.training.update.gradients import Accumulation, Sums
+from maxbatch.training.update.state import TrainState, abstract_model, abstract_state
+from maxbatch.training.update.step import StepMetrics, update
 
 
 class Learner:

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
-from maxbatch.training.gradients import Objective
+from maxbatch.training.update.gradients import Objective
 
 
 class Pairs(NamedTuple):

@@ -21,7 +21,7 @@ from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Rewards, Scores
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
-from maxbatch.training.state import abstract_model
+from maxbatch.training.update.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index is folded into its key in two words
 

@@ -28,12 +28,12 @@ from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
-from maxbatch.training.compile.ladder import compile_here
 from maxbatch.training.session import Outcome, Session
-from maxbatch.training.state import TrainState, init_opt_state
-from maxbatch.training.step import StepMetrics
 from maxbatch.training.task import Dispatched, TaskData, model_of
+from maxbatch.training.update.state import TrainState, init_opt_state
+from maxbatch.training.update.step import StepMetrics
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:

@@ -17,10 +17,10 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.parameters import restore_parameters
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome, Session
-from maxbatch.training.state import TrainState, init_state
+from maxbatch.training.update.state import TrainState, init_state
+from maxbatch.training.weights.parameters import restore_parameters
 
 FOLDER = "warm_start"
 

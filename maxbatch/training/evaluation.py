@@ -20,9 +20,9 @@ from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.training.compile.ladder import Background, MakeExecutable, compile_here
-from maxbatch.training.gradients import NEXT_TOKEN, Objective
-from maxbatch.training.state import abstract_model, with_layers
+from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
+from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
+from maxbatch.training.update.state import abstract_model, with_layers
 
 
 class EvalResult(NamedTuple):

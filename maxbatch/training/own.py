@@ -15,10 +15,10 @@ from ml_collections import ConfigDict
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.gradients import NEXT_TOKEN, Objective
-from maxbatch.training.recorder import Output
-from maxbatch.training.state import MakeModel, abstract_model, num_parameters
+from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
+from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
+from maxbatch.training.update.state import MakeModel, abstract_model, num_parameters
 
 
 class Rows(NamedTuple):

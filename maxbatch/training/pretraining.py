@@ -27,16 +27,17 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
-from maxbatch.training.compile.ladder import StepLadder, compile_here
-from maxbatch.training.compile.lowering import INIT, Programs, checked_mesh_shape, step_name
+from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
-from maxbatch.training.parameters import restore_full_state
+from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.session import Outcome, Session
-from maxbatch.training.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.task import Dispatched, TaskData
+from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
+from maxbatch.training.weights.parameters import restore_full_state
 
 CONFIGURED = Parts()  # all of it the config's
 

@@ -20,7 +20,7 @@ from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches
-from maxbatch.training.state import abstract_model, with_layers
+from maxbatch.training.update.state import abstract_model, with_layers
 
 _SHORTEST_ROW = 16
 _TOKENS_AT_ONCE = 4096  # of a batch shard

@@ -29,19 +29,19 @@ from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError, DivergedError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.terminal import TrainingConsole
-from maxbatch.training.board import Board
-from maxbatch.training.checkpoints import Checkpoints
+from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
-from maxbatch.training.compile.ladder import Background
-from maxbatch.training.loggers import check_loggers, open_loggers, settings_of
-from maxbatch.training.parameters import Reader, open_parameters
-from maxbatch.training.profiling import Profiler
-from maxbatch.training.progress import RunProgress
-from maxbatch.training.recorder import Output, Recorder
+from maxbatch.training.record.board import Board
+from maxbatch.training.record.loggers import check_loggers, open_loggers, settings_of
+from maxbatch.training.record.profiling import Profiler
+from maxbatch.training.record.progress import RunProgress
+from maxbatch.training.record.recorder import Output, Recorder
+from maxbatch.training.record.throughput import ThroughputMeter
 from maxbatch.training.signals import StopRequest
-from maxbatch.training.state import TrainState, num_parameters
 from maxbatch.training.task import B, Task
-from maxbatch.training.throughput import ThroughputMeter
+from maxbatch.training.update.state import TrainState, num_parameters
+from maxbatch.training.weights.checkpoints import Checkpoints
+from maxbatch.training.weights.parameters import Reader, open_parameters
 
 
 class Outcome(NamedTuple):

@@ -14,9 +14,9 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.training.checkpoints import model_identity
-from maxbatch.training.state import TrainState
-from maxbatch.training.step import StepMetrics
+from maxbatch.training.update.state import TrainState
+from maxbatch.training.update.step import StepMetrics
+from maxbatch.training.weights.checkpoints import model_identity
 
 
 class TaskData(NamedTuple):

@@ -29,7 +29,7 @@ from maxbatch.runs.position import committed_steps, read_record
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import as_path
-from maxbatch.training.array_files import plain_path
+from maxbatch.training.weights.array_files import plain_path
 
 LAPSE_S = 3.0
 MOMENTS = ("lease", "staging", "lines", "checkpoint", "done")

@@ -6,7 +6,7 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config import model_size
-from maxbatch.training.state import abstract_model, num_parameters
+from maxbatch.training.update.state import abstract_model, num_parameters
 from tests.helpers.published_models import PUBLISHED
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
-from maxbatch.training.state import abstract_state
+from maxbatch.training.update.state import abstract_state
 from tests.helpers.tiny import bytes_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "models").glob("*.yml"))

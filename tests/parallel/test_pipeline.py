@@ -19,10 +19,10 @@ from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, batch_sharding
 from maxbatch.training.evaluation import EvalResult, Evaluator
 from maxbatch.training.pretraining import train
-from maxbatch.training.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import LENGTH, bytes_of, read_metrics, some_rows, tiny_config
-from tests.training.test_step import assert_same_run, run_steps
+from tests.training.update.test_step import assert_same_run, run_steps
 
 MICRO_BATCH = 32
 SHORT = 16  # a length that no dimension of a weight has

@@ -13,8 +13,8 @@ from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.runs.noise_scale import NoiseScale
-from maxbatch.training.state import abstract_model, abstract_state, init_state
-from maxbatch.training.step import make_train_step
+from maxbatch.training.update.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.step import make_train_step
 from tests.helpers.tiny import LENGTH, tiny_config
 
 ROWS = 256

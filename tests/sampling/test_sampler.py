@@ -21,7 +21,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling import sampler
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
-from maxbatch.training.state import abstract_state, init_state
+from maxbatch.training.update.state import abstract_state, init_state
 from tests.helpers.collectives import collectives
 from tests.helpers.tiny import LENGTH, tiny_config
 

@@ -11,8 +11,8 @@ import pytest
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.state import abstract_state
-from maxbatch.training.step import make_train_step
+from maxbatch.training.update.state import abstract_state
+from maxbatch.training.update.step import make_train_step
 from tests.helpers.collectives import Collective, bytes_over, collectives
 from tests.helpers.tiny import LENGTH, bytes_of, tiny_config
 

@@ -20,11 +20,11 @@ from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.position import CheckpointRecord, read_record
 from maxbatch.system.errors import DivergedError
-from maxbatch.training.checkpoints import Checkpoints, Position
-from maxbatch.training.checksums import array_checksums, word_sum
-from maxbatch.training.parameters import load_parameters, open_model, restore_full_state
 from maxbatch.training.pretraining import train
-from maxbatch.training.state import TrainState, abstract_state
+from maxbatch.training.update.state import TrainState, abstract_state
+from maxbatch.training.weights.checkpoints import Checkpoints, Position
+from maxbatch.training.weights.checksums import array_checksums, word_sum
+from maxbatch.training.weights.parameters import load_parameters, open_model, restore_full_state
 from tests.helpers.tiny import read_metrics, tiny_config
 
 ONE = jax.devices()[:1]

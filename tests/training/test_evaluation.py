@@ -7,14 +7,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from maxbatch.training.compile.background import Background
 
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.compile.ladder import Background
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from tests.helpers.tiny import tiny_config
 
 CONFIG = tiny_config("eval_fraction=0.05", "enable_data_shuffling=false")  # 25 rows

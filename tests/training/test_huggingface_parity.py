@@ -19,12 +19,12 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
-from maxbatch.training.export import export_model
-from maxbatch.training.huggingface_reading import parameter_reader
-from maxbatch.training.parameters import load_parameters
-from maxbatch.training.peft import export_adapters
 from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
+from maxbatch.training.weights.export import export_model
+from maxbatch.training.weights.huggingface_reading import parameter_reader
+from maxbatch.training.weights.parameters import load_parameters
+from maxbatch.training.weights.peft import export_adapters
 from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.tiny import read_metrics

@@ -14,9 +14,9 @@ from maxbatch.runs.position import committed_steps
 from maxbatch.system.errors import StoreFailed
 from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.storage import as_path
-from maxbatch.training.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.pretraining import train
-from maxbatch.training.state import abstract_state, init_state
+from maxbatch.training.update.state import abstract_state, init_state
+from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.stores import Store
 from tests.helpers.tiny import tiny_config

@@ -18,8 +18,8 @@ from flax import nnx
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
-from maxbatch.training.state import TrainState, abstract_model, abstract_state, init_state
-from maxbatch.training.step import make_train_step
+from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
+from maxbatch.training.update.step import make_train_step
 from tests.helpers.batch_page import Checks
 from tests.helpers.tiny import LENGTH, some_rows, tiny_config
 

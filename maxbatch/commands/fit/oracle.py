@@ -26,11 +26,11 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.training.compile.compiler import Shortage
-from maxbatch.training.compile.lowering import Programs
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
+from maxbatch.training.programs import Programs
 
 _FORMAT = 4  # of an answer on disk
 

@@ -10,27 +10,15 @@ used as soon as they are ready. Shorter stages run on the steps that exist.
 from __future__ import annotations
 
 import math
-import os
-import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
-from maxbatch.training.compile.compiler import compile_program
+from maxbatch.training.compile.background import Background
 
 LONG_STAGE = 64  # updates that make a step of its own worth compiling for a stage
-
-# (name, function that lowers the program) -> the compiled program
-MakeExecutable = Callable[[str, Callable[[], Any]], Any]
-
-
-def compile_here(name: str, lower: Callable[[], Any]) -> Any:
-    """Returns the program, compiled here; the default `MakeExecutable`."""
-    return compile_program(lower())
 
 
 def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
@@ -115,37 +103,3 @@ class StepLadder:
 
     def __getitem__(self, shape: BatchShape) -> Any:
         return self._ready[shape]
-
-
-class Background:
-    """A thread that compiles ahead of training, at a lower priority.
-
-    A failure there fails the run: `check` raises it. Leaving the context drops the jobs that have not begun.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "maxbatch-compile", initializer=_give_way)
-        self._jobs: list[Future[Any]] = []
-
-    def start(self, job: Callable[[], Any]) -> Future[Any]:
-        """Adds a job to those of the thread."""
-        self._jobs.append(self._pool.submit(job))
-        return self._jobs[-1]
-
-    def check(self) -> None:
-        """Raises the exception of a job that failed."""
-        for job in self._jobs:
-            if job.done():
-                job.result()
-
-    def __enter__(self) -> Background:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
-def _give_way() -> None:
-    """Lowers the priority of the calling thread; only Linux has one for each thread."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -13,7 +13,7 @@ from maxbatch.data.feed.placement import Batch
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.compile.compiler import HBM, LACKS_HBM, Shortage, compile_program, is_out_of_memory, shortage_in
 from maxbatch.training.compile.target import Target
-from maxbatch.training.state import TrainState
+from maxbatch.training.update.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.parallel.mesh import lay_out
 from maxbatch.system.chips import TPUS, chip_of
-from maxbatch.training.compile.lowering import Programs, checked_mesh_shape
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import device_facts, find_target
+from maxbatch.training.programs import Programs, checked_mesh_shape
 from tests.helpers.command import maxbatch
 
 pytestmark = [

@@ -1,0 +1,1 @@
+"""The record of a run: metrics, boards, loggers, progress, throughput, profiles."""

@@ -1,0 +1,126 @@
+"""TensorBoard events of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.system.errors import ConfigError, StoreFull, TrainingError
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath
+from maxbatch.training.record.loggers import numbers_of
+
+_FLUSH_S = 120.0
+_UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload
+SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # beside the hyperparameters
+
+
+class Board:
+    """Writes the numbers of each record on the thread that records.
+
+    Events of updates after `step`, which will be redone, are purged. A disk that is full, or another failed write, ends
+    the events with a call of `warn`; training goes on, since `metrics.jsonl` holds what they show. What an object store
+    refuses or fails to do is raised.
+    """
+
+    def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
+        self._folder, self._files, self._warn = folder, 0, warn
+        self._writer: EventsWriter | None = None
+        self._stack = contextlib.ExitStack()
+        self._here = Path(str(folder))
+        if isinstance(folder, RemotePath):
+            # An object cannot grow: events go to a file here, which is uploaded for others to see.
+            self._here = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-")))
+        self._open()
+        self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._flushed = time.monotonic()
+
+    def _open(self) -> None:
+        with self._writing():
+            self._writer = EventsWriter(str(self._here / "events"), f".{self._files}" if self._files else "")
+        self._files += 1
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds the numbers of a record."""
+        shown = summary.Summary()
+        for name, value in numbers_of(record):
+            shown.MergeFrom(summary.scalar(name, value))
+        self._write(record[Metric.STEP], shown)
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self.sync()
+
+    def settings(self, settings: Mapping[str, bool | int | float | str]) -> None:
+        """Adds hyperparameters, by which TensorBoard compares the runs below a folder, such as a sweep's trials."""
+        merged = summary.Summary()
+        for part in summary.hparams(dict(settings), dict.fromkeys(SHOWN_RESULTS)):
+            merged.MergeFrom(part)
+        self._write(0, merged)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Adds a text."""
+        self._write(step, summary.text(name, text))
+
+    def _write(self, step: int, shown: Any) -> None:
+        self._add(Event(wall_time=time.time(), step=step, summary=shown))
+
+    def _add(self, event: Event) -> None:
+        with self._writing():
+            if self._writer:
+                self._writer.write_event(event)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, ConfigError | TrainingError) and not isinstance(error, StoreFull):
+                raise
+            self._give_up(error.strerror or str(error))
+
+    def _give_up(self, why: str) -> None:
+        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run goes on without them")
+        writer, self._writer = self._writer, None
+        with contextlib.suppress(OSError):  # what its buffer holds has no room either
+            if writer:
+                writer.close()
+
+    def sync(self) -> None:
+        """Returns once every event so far is with the system."""
+        with self._writing():
+            if self._writer:
+                self._writer.flush()
+            self._upload()
+        self._flushed = time.monotonic()
+
+    def _upload(self) -> None:
+        """Writes the events so far to an object store; a file that has grown large is followed by another one."""
+        if not isinstance(self._folder, RemotePath) or self._writer is None:
+            return
+        newest = Path(self._writer._file_name)
+        (self._folder / newest.name).write_bytes(newest.read_bytes())
+        if newest.stat().st_size > _UPLOADED_BYTES:
+            self._writer.close()
+            self._open()
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._stack:
+            try:
+                if isinstance(self._folder, RemotePath):
+                    self.sync()
+            finally:
+                self._close_file()
+
+    def _close_file(self) -> None:
+        with self._writing():
+            if self._writer:
+                self._writer.close()

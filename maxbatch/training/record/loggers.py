@@ -1,0 +1,252 @@
+"""The experiment trackers that `log_to` names beside TensorBoard: Weights & Biases and MLflow.
+
+Each tracked run is called by its folder and knows the config. A resumed run goes on as the same one; the tracker's id
+of it stands in `run_dir/trackers.json`. Trackers work on threads of their own, so that one that hangs holds up neither
+training nor the end of a run. One that fails is left out, with one warning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import is_remote
+from maxbatch.training.record.recorder import Output, Record
+
+IDS_FILE = "trackers.json"
+_FLUSH_S = 10.0
+_MOST_IN_A_CALL = 100  # parameters or, in tens, metrics that MLflow takes at once
+_BEGIN_S, _END_S = 120.0, 30.0  # in which a tracker has to begin a run, and to end it
+_MOST_WAITING = 10_000  # calls, of which each holds a record
+
+
+def check_loggers(config: ConfigDict) -> None:
+    """Imports what `log_to` names.
+
+    Raises:
+      ConfigError: one of them is not installed.
+    """
+    for name in _stated(config):
+        _imported(name)
+
+
+def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
+    """Returns the trackers that `log_to` names, begun or gone on with.
+
+    Raises:
+      ConfigError: a tracker cannot be reached or does not let the user in.
+    """
+    file = folder.path / IDS_FILE
+    ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run") or {}
+    loggers: list[Output] = []
+    for name in _stated(config):
+        worker = _Worker(name)
+        logger = _begun(name, config, ids.get(name), worker)
+        ids[name] = logger.run_id
+        loggers.append(Guarded(name, logger, worker, warn))
+    if loggers:
+        write_json(file, ids)
+    return loggers
+
+
+def _begun(name: str, config: ConfigDict, run_id: str | None, worker: _Worker) -> Wandb | MLflow:
+    module, begun = _imported(name), []
+    worker.call(lambda: begun.append(TRACKERS[name](module, config, run_id)))
+    is_idle = worker.wait(_BEGIN_S)
+    if worker.error is None and is_idle:
+        return begun[0]
+    # Of a service: no user, no network, a wrong address.
+    said = shown_error(worker.error) if worker.error else f"no answer within {_BEGIN_S:g} s"
+    works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
+    raise ConfigError(f"log_to={config.log_to}: {name} cannot be used ({said}); works: {works[name]}")
+
+
+def shown_error(error: BaseException) -> str:
+    """Returns what an error of a tracker says, in one line that is not long."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def _stated(config: ConfigDict) -> list[str]:
+    return [name for name in config.log_to.split(",") if name and name != "tensorboard"]
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(f"log_to={name}: is not installed; pip install 'maxbatch[{name}]'") from None
+
+
+def run_name(config: ConfigDict) -> str:
+    """Returns the name of a run: the last parts of its folder, so that the trials of a sweep are told apart."""
+    return "/".join(config.run_dir.rstrip("/").split("/")[-2:])
+
+
+def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
+    """Yields the finite numbers of a record by name, those of each source of a mixture too."""
+    by_source: Mapping[str, int] = record.get(Metric.SAMPLES_BY_SOURCE, {})
+    numbers = record | {f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()}
+    for name, value in numbers.items():
+        if isinstance(value, int | float) and math.isfinite(value) and name != Metric.STEP:
+            yield name, value
+
+
+def settings_of(config: ConfigDict) -> dict[str, bool | int | float | str]:
+    """Returns the config as a tracker shows it; a key that is null is left out."""
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in config.items()
+        if value is not None
+    }
+
+
+class _Worker:
+    """A thread that makes the calls of a tracker, in their order, until one fails; the process ends without it."""
+
+    def __init__(self, name: str) -> None:
+        self.error: Exception | None = None  # of the call that failed
+        self._calls: queue.Queue[tuple[Callable[[], object], bool]] = queue.Queue(_MOST_WAITING)
+        threading.Thread(target=self._work, name=f"maxbatch-{name}", daemon=True).start()
+
+    def call(self, call: Callable[[], object], also_after_failure: bool = False) -> bool:
+        """Adds a call; returns whether there was room for it."""
+        try:
+            self._calls.put_nowait((call, also_after_failure))
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until every call so far is made, so long at most; returns whether they are."""
+        done = threading.Event()
+        return self.call(done.set, also_after_failure=True) and done.wait(seconds)
+
+    def _work(self) -> None:
+        while True:
+            call, also_after_failure = self._calls.get()
+            try:
+                if self.error is None or also_after_failure:
+                    call()
+            except Exception as error:
+                self.error = error
+
+
+class Guarded(Output):
+    """A tracker whose failure, or silence, does not stop training."""
+
+    def __init__(self, name: str, logger: Output, worker: _Worker, warn: Callable[[str], None]) -> None:
+        self._name, self._logger, self._worker, self._warn = name, logger, worker, warn
+        self._is_left_out = False
+
+    def append(self, record: Record) -> None:
+        """Hands a record on."""
+        self._hand_on(lambda: self._logger.append(record))
+
+    def sync(self) -> None:
+        """Asks for what was kept back to be sent; `metrics.jsonl` holds every record, so nobody waits for it."""
+        self._hand_on(self._logger.sync)
+
+    def close(self) -> None:
+        """Ends the tracker's run, and waits for that for `_END_S` at most."""
+        self._hand_on(self._logger.close)
+        if not self._is_left_out and not self._worker.wait(_END_S):
+            self._leave_out(f"did not end within {_END_S:g} s")
+        self._check()
+
+    def _hand_on(self, call: Callable[[], None]) -> None:
+        self._check()
+        if not self._is_left_out and not self._worker.call(call):
+            self._leave_out(f"has not answered for {_MOST_WAITING:,} updates")
+
+    def _check(self) -> None:
+        if self._worker.error is not None:
+            self._leave_out(f"failed ({shown_error(self._worker.error)})")
+
+    def _leave_out(self, why: str) -> None:
+        if not self._is_left_out:
+            self._warn(f"{self._name} {why}; the run goes on without it")
+        self._is_left_out = True
+
+
+class Wandb(Output):
+    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it on this machine, until `wandb sync`.
+
+    Its project is `WANDB_PROJECT`, else "maxbatch".
+    """
+
+    def __init__(self, wandb: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+        self.run_id = run_id or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "maxbatch"),
+            name=run_name(config),
+            id=self.run_id,
+            config=settings_of(config),
+            dir=None if is_remote(config.run_dir) else config.run_dir,
+            resume="allow",
+        )
+
+    def append(self, record: Record) -> None:
+        """Logs the numbers of a record; it leaves out steps that a resume does again."""
+        self._run.log(dict(numbers_of(record)), step=record[Metric.STEP])
+
+    def close(self) -> None:
+        """Waits until what was logged is sent, or written."""
+        self._run.finish()
+
+
+class MLflow(Output):
+    """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else "maxbatch"."""
+
+    def __init__(self, mlflow: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+        from mlflow.entities import Metric as Point
+        from mlflow.entities import Param
+
+        self._point, self._client = Point, mlflow.MlflowClient()
+        self.run_id = run_id or self._begin(config)
+        params = [Param(name, str(value)[:6000]) for name, value in settings_of(config).items()]
+        if run_id is None:
+            for first in range(0, len(params), _MOST_IN_A_CALL):
+                self._client.log_batch(self.run_id, params=params[first : first + _MOST_IN_A_CALL])
+        self._waiting: list[Any] = []
+        self._flushed = time.monotonic()
+
+    def _begin(self, config: ConfigDict) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "maxbatch")
+        experiment = self._client.get_experiment_by_name(name)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        return str(self._client.create_run(experiment_id, run_name=run_name(config)).info.run_id)
+
+    def append(self, record: Record) -> None:
+        """Keeps the numbers of a record until there are enough of them."""
+        now = int(time.time() * 1000)
+        self._waiting += [self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)]
+        if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:
+            self.sync()
+
+    def sync(self) -> None:
+        """Sends what was kept."""
+        for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
+            self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL])
+        self._waiting, self._flushed = [], time.monotonic()
+
+    def close(self) -> None:
+        """Ends the run."""
+        self.sync()
+        self._client.set_terminated(self.run_id)
+
+
+TRACKERS: dict[str, Callable[[ModuleType, ConfigDict, str | None], Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}

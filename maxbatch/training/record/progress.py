@@ -1,0 +1,68 @@
+"""The progress of a run: plain greppable lines, and below them a bar on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.system.bars import progress_bar
+from maxbatch.system.terminal import PlainConsole
+from maxbatch.training.record.recorder import not_finite
+
+
+class RunProgress:
+    """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
+
+    A run starts after `first_step` updates of `total_steps`; `num_stages` is 1 without a ramp.
+    """
+
+    def __init__(self, console: Console, total_steps: int, first_step: int, num_stages: int, log_period: int) -> None:
+        self._console, self._total = console, total_steps
+        self._num_stages, self._log_period = num_stages, log_period
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = progress_bar(PlainConsole())
+            self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Shows a record of `metrics.jsonl`."""
+        step, line = record[Metric.STEP], self._line(record)
+        remarks = []
+        if record[Metric.SKIPPED]:
+            remarks.append(f"skipped: {not_finite(record)} is not finite")
+        if Metric.EVAL_LOSS in record:
+            remarks.append(f"eval loss {record[Metric.EVAL_LOSS]:.4f}")
+        if Metric.EVAL_PASS_AT_1 in record:
+            greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
+            remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
+        if self._bar is not None:
+            self._bar.start()  # once: not before the first update, so that what is printed until then stays whole
+            self._bar.update(self._task, completed=step, description=line)
+        if remarks or step % self._log_period == 0 or step in (1, self._total):
+            console = self._bar.console if self._bar is not None else self._console
+            console.print(" | ".join([line, *remarks]))
+
+    def _line(self, record: dict[str, Any]) -> str:
+        reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
+        parts = (
+            f"step {record[Metric.STEP]}/{self._total}",
+            "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:.4f}",
+            None if reward is None else f"reward {reward:.3f}",
+            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}",
+            f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,
+            f"lr {record[Metric.LEARNING_RATE]:.2e}",
+            f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",
+            None if mfu is None else f"MFU {mfu:.1%}",
+        )
+        return " | ".join(filter(None, parts))
+
+    def sync(self) -> None:
+        """Does nothing: nothing is held back."""
+
+    def close(self) -> None:
+        """Ends the bar."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,150 @@
+"""The record of each update: a line of `metrics.jsonl`, points in TensorBoard, progress on the console."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+from ml_collections import ConfigDict
+
+from maxbatch.data.stream.fingerprint import to_hex
+from maxbatch.plan.rampup import RampupBatchManager
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.position import Position
+from maxbatch.system.errors import DivergedError
+from maxbatch.training.compile.cache import CompileCounter
+from maxbatch.training.record.throughput import ThroughputMeter
+from maxbatch.training.task import Dispatched
+from maxbatch.training.update.step import StepMetrics
+
+Record = dict[str, Any]
+
+
+class Output(Protocol):
+    """A place that the records of a run go to; a subclass states what it needs of the three.
+
+    The first host calls it, on the thread that trains.
+    """
+
+    def append(self, record: Record) -> None:
+        """Takes the record of one update: the fields of its line in `metrics.jsonl`."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Returns once every record so far is safe; called before a checkpoint commits."""
+        return
+
+    def close(self) -> None:
+        """Releases what it holds; called once, when the run ends or fails."""
+        return
+
+
+class Recorder:
+    """Writes the record of each update while the next one runs; `position` follows the recorded updates."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        manager: RampupBatchManager,
+        position: Position,
+        compiles: CompileCounter,
+        meter: ThroughputMeter,
+        outputs: Sequence[Output],
+    ) -> None:
+        self._manager, self.position = manager, position
+        rows_per_sample = config.num_generations if config.batch_size else 1
+        self._slots_per_sample = rows_per_sample * config.max_target_length
+        self._measures_noise = config.gradient_noise_scale
+        self._max_skips = config.max_consecutive_skips
+        self._meter, self._compiles, self._outputs = meter, compiles, outputs
+        self._unrecorded: Dispatched | None = None
+        self._last_done = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last update (an eval, a save) out of the next step's."""
+        self._last_done = time.perf_counter()
+
+    def add(self, update: Dispatched) -> None:
+        """Takes an update that was dispatched, and records the one before it."""
+        self.catch_up()
+        self._unrecorded = update
+
+    def catch_up(self, evaluate: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Waits for the update that was added last and records it.
+
+        Args:
+          evaluate: called once the update is done and timed; its figures join the record.
+
+        Raises:
+          DivergedError: it was the last of `max_consecutive_skips` skipped ones.
+        """
+        if self._unrecorded is None:
+            return
+        update, self._unrecorded = self._unrecorded, None
+        metrics = jax.device_get(update.metrics)
+        seconds, self._last_done = time.perf_counter() - self._last_done, time.perf_counter()
+        self._advance(update, metrics)
+        record = self._record(update, metrics, seconds) | dict(evaluate() if evaluate else {})
+        for output in self._outputs:
+            output.append(record)
+        if self.position.consecutive_skips >= self._max_skips:
+            raise DivergedError(
+                f"{self.position.consecutive_skips} updates in a row had {not_finite(record)} that is not finite "
+                f"(the last: step {self.position.step}, samples_seen {self.position.samples_seen}); the parameters are "
+                "those before them. Lower learning_rate, or look at the data there with `maxbatch data`"
+            )
+
+    def _record(self, update: Dispatched, metrics: StepMetrics, seconds: float) -> Record:
+        planned, position = update.planned, self.position
+        record = {
+            Metric.STEP: position.step,
+            Metric.SAMPLES_SEEN: position.samples_seen,
+            Metric.TOKENS_SEEN: position.samples_seen * self._slots_per_sample,
+            Metric.GLOBAL_BATCH_SIZE: planned.num_rows,
+            Metric.STAGE: planned.stage,
+            Metric.LOSS: float(metrics.loss) if metrics.weight > 0 else None,
+            Metric.LEARNING_RATE: update.learning_rate,
+            Metric.GRAD_NORM: float(metrics.grad_norm),
+            Metric.DATA_FINGERPRINT: to_hex(metrics.fingerprint),
+            **self._meter(planned.num_rows, seconds)._asdict(),
+            Metric.DATA_WAIT_S: update.data_wait_s,
+            Metric.DATA_WAIT_FRACTION: update.data_wait_s / seconds,
+            Metric.LOSS_WEIGHT: float(metrics.weight),
+            Metric.MICRO_BATCH_SIZE: update.micro_batch_size,
+            Metric.NUM_MICRO_BATCHES: update.num_micro_batches,
+            Metric.SKIPPED: bool(metrics.skipped),
+            Metric.SKIPPED_UPDATES: position.skipped_updates,
+            Metric.COMPILES: self._compiles.count,
+        }
+        if self._measures_noise:
+            samples = position.noise_scale.samples
+            record[Metric.GRADIENT_NOISE_SCALE] = samples
+            record[Metric.CRITICAL_BATCH_ESTIMATE] = None if samples is None else max(1, round(samples))
+        return {str(name): value for name, value in (record | dict(update.figures)).items()}
+
+    def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:
+        skipped, before = bool(metrics.skipped), self.position
+        norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
+        is_weightless = not skipped and not weight > 0
+        self.position = Position(
+            **self._manager.state_at(update.planned.step),
+            skipped_updates=before.skipped_updates + skipped,
+            consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
+            noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
+            weightless_updates=before.weightless_updates + is_weightless,
+        )
+
+    def sync(self) -> None:
+        """Returns once every record is on disk; a checkpoint may commit only then."""
+        for output in self._outputs:
+            output.sync()
+
+
+def not_finite(record: Record) -> str:
+    """Returns which part of a skipped update was not finite."""
+    loss = record[Metric.LOSS]  # None of a batch without loss weight
+    is_before = (loss is None or math.isfinite(loss)) and math.isfinite(record[Metric.GRAD_NORM])
+    return "a new state" if is_before else "a gradient"

@@ -1,0 +1,1 @@
+"""One optimizer update: the state, the gradients of a batch, the optimizers, adapters."""

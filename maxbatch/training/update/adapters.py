@@ -1,0 +1,145 @@
+"""Low-rank adapters (LoRA): a matrix W of the layers becomes W + alpha / rank x A B, and only A and B are trained.
+
+Reference: Hu et al. 2021 (https://arxiv.org/abs/2106.09685), section 4.1; A begins as in Hugging Face PEFT (uniform,
+within 1 / sqrt(inputs)), B at zero.
+
+The sum is formed before the layers run, in float32, and rounded to `weight_dtype`: the model that is trained is the
+one that is exported. Flax's `nnx.LoRA` and Qwix adapt linear layers, and the matrices here belong to none.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.values import nearest_name, shown
+from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.update.optimizers import MATRICES
+
+ALL = "all"
+_A, _B = "_lora_a", "_lora_b"
+
+
+class Target(NamedTuple):
+    """A stacked matrix that has an adapter."""
+
+    path: ParameterPath
+    shape: tuple[int, ...]  # layers, inputs, outputs
+    logical_axes: tuple[str, ...]
+    num_inputs: int  # axes of inputs, which come before those of outputs
+
+    @property
+    def a_path(self) -> ParameterPath:
+        """The path of A, [layers, inputs, rank]."""
+        return (*self.path[:-1], self.path[-1] + _A)
+
+    @property
+    def b_path(self) -> ParameterPath:
+        """The path of B, [layers, rank, outputs]."""
+        return (*self.path[:-1], self.path[-1] + _B)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapters of a run.
+
+    Attributes:
+      rank: columns of A.
+      alpha: over the rank, the factor of A B.
+      names: of the matrices that have adapters; all if empty.
+    """
+
+    rank: int
+    alpha: float
+    names: frozenset[str]
+
+    @classmethod
+    def from_config(cls, config: ConfigDict) -> Adapters | None:
+        """Returns None unless `lora_rank` is set."""
+        if not config.lora_rank:
+            return None
+        names = [name.strip() for name in config.lora_targets.split(",")]
+        return cls(config.lora_rank, float(config.lora_alpha), frozenset() if names == [ALL] else frozenset(names))
+
+    @property
+    def scale(self) -> float:
+        """The factor of A B."""
+        return self.alpha / self.rank
+
+    def targets(self, base: nnx.State) -> list[Target]:
+        """Returns the matrices that have adapters, in the order of their paths.
+
+        Raises:
+          ConfigError: the model has no matrix of a name in `lora_targets`.
+        """
+        matrices = sorted(_matrices(base))
+        known = {target.path[-1] for target in matrices}
+        if not known:
+            raise ConfigError(
+                f"lora_rank={self.rank}: this model has no matrices that adapters know; works: lora_rank=0"
+            )
+        for name in sorted(self.names - known):
+            works = nearest_name(name, known) or ALL
+            raise ConfigError(
+                f"lora_targets: {shown(repr(name))} names no matrix of this model, which has "
+                f"{', '.join(sorted(known))}; works: lora_targets={works}"
+            )
+        return [target for target in matrices if not self.names or target.path[-1] in self.names]
+
+    def init(self, base: nnx.State, seed: jax.typing.ArrayLike) -> nnx.State:
+        """Returns the first adapters, with which the model is that of `base`, whose shapes alone count."""
+        found: dict[ParameterPath, nnx.Param] = {}
+        for target in self.targets(base):
+            layers, inputs, outputs = _parts(target, target.shape)
+            key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(target.path).encode()))
+            most = 1 / math.sqrt(math.prod(inputs))
+            a = jax.random.uniform(key, (*layers, *inputs, self.rank), jnp.float32, -most, most)
+            layer_axes, input_axes, output_axes = _parts(target, target.logical_axes)
+            found[target.a_path] = nnx.Param(a, logical_axes=(*layer_axes, *input_axes, "rank"))
+            b = jnp.zeros((*layers, self.rank, *outputs), jnp.float32)
+            found[target.b_path] = nnx.Param(b, logical_axes=(*layer_axes, "rank", *output_axes))
+        return nnx.from_flat_state(found)
+
+    def abstract(self, base: nnx.State) -> nnx.State:
+        """Returns the shapes of the adapters."""
+        return jax.eval_shape(lambda: self.init(base, 0))
+
+    def merged(self, base: nnx.State, adapters: nnx.State) -> nnx.State:
+        """Returns the parameters of the adapted model, in the types of `base`."""
+        arrays = {parameter_path(path): array for path, array in jax.tree.leaves_with_path(adapters)}
+
+        def adapted(path: Any, matrix: jax.Array) -> jax.Array:
+            *folder, name = parameter_path(path)
+            a, b = (arrays.get((*folder, name + part)) for part in (_A, _B))
+            if a is None or b is None:
+                return matrix
+            product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(a, b)
+            return (matrix.astype(jnp.float32) + self.scale * product).astype(matrix.dtype)
+
+        return jax.tree.map_with_path(adapted, base)
+
+
+def _matrices(base: nnx.State) -> Iterator[Target]:
+    """Yields the stacked matrices of a model's layers."""
+    leaves = jax.tree.leaves_with_path(base, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for path, variable in leaves:
+        names = parameter_path(path)
+        axes = variable.get_metadata().get("logical_axes", ())
+        if names[0] == "layers" and names[-1] in MATRICES:
+            inputs, outputs = MATRICES[names[-1]]
+            if len(axes) == 1 + len(inputs) + len(outputs):
+                yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(inputs))
+
+
+def _parts(target: Target, axes: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+    """Returns what belongs to the layers, the inputs and the outputs of a matrix."""
+    return axes[:1], axes[1 : 1 + target.num_inputs], axes[1 + target.num_inputs :]

@@ -1,0 +1,210 @@
+"""The gradients of an update, added up over its micro-batches and reduced once.
+
+Shapes: M rows in a micro-batch, L tokens in a row, d shards of the data axis.
+
+`optax.MultiSteps` accumulates sums and never emits: its state lives inside one update, so no NaN outlives it and no
+checkpoint holds it. The backward pass of layers that run in a loop adds up their gradients itself (`SummingLayers`).
+Each data shard has its own partial gradient, so the one reduction over the data axis waits for the last micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from maxbatch.config.sections import MeshConfig, RematConfig
+from maxbatch.data.feed.placement import Batch
+from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.loss import loss_sums
+from maxbatch.parallel.pipeline import make_pipeline
+from maxbatch.parallel.remat import Remat
+from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
+from maxbatch.training.update.adapters import Adapters
+from maxbatch.training.update.layer_gradients import SummingLayers
+from maxbatch.training.update.state import MakeModel, abstract_model, with_layers
+
+_NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
+
+
+class Objective(NamedTuple):
+    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums)`.
+
+    The sums are float32 scalars of a micro-batch, the others by name. Rows are a NamedTuple of [M, L] arrays, of which
+    the first three are those of `Batch`.
+    """
+
+    sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+    others: tuple[str, ...] = ()  # names of the other sums
+    make_model: MakeModel | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
+
+
+def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
+    return *loss_sums(decoder, *rows, batch_shards=batch_shards), {}
+
+
+NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each token
+
+
+class NoiseParts(NamedTuple):
+    """The input of the gradient noise scale from the first micro-batch: float32 sums over its data shards.
+
+    One micro-batch is enough for an unbiased estimate; reading the gradients of all would slow the update down.
+    """
+
+    gradient_squares: jax.Array  # of the squared norm of a shard's summed gradient
+    weights: jax.Array  # of a shard's loss weight; 0 if the batch is one shard only
+    weight_squares: jax.Array  # of its square
+
+
+class Sums(NamedTuple):
+    """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
+
+    accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
+    layers: nnx.State  # those of the layers, float32, if their backward pass adds them up; else empty
+    losses_d: jax.Array
+    weights_d: jax.Array
+    others_d: dict[str, jax.Array]
+    noise_parts_d: NoiseParts
+    fingerprints_dx4: jax.Array
+
+
+class Weights(NamedTuple):
+    """The parameters that gradients are taken at."""
+
+    trained: nnx.State
+    frozen: nnx.State | None  # those of the model, if adapters are trained
+
+
+class Totals(NamedTuple):
+    """The sums of a whole global batch, reduced over the data axis."""
+
+    gradient: nnx.State  # of the summed losses
+    loss: jax.Array
+    weight: jax.Array
+    others: dict[str, jax.Array]
+    noise_parts: NoiseParts
+    fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+
+
+class Accumulation:
+    """The sums of an objective over micro-batches, added up inside of a program."""
+
+    def __init__(self, config: ConfigDict, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
+        self._objective = objective
+        self._pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
+        remat = Remat.of(RematConfig.of(config))
+        # Outside of the pipeline its devices share the rows of the embedding and of the loss.
+        row_axes = ("fsdp", "pipeline")
+        constrain = activation_constraint(mesh, row_axes)
+        self._adapters = adapters = Adapters.from_config(config)
+        is_own = objective.make_model is not None
+        self._sums_layers = config.scan_layers and self._pipeline is None and not is_own and not adapters
+        row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        self.data_shards = mesh.shape["data"]
+        # Refuses a stated attention here.
+        _, params_shape = abstract_model(config, constrain, self._pipeline, objective.make_model)
+        trained_shape = adapters.abstract(params_shape) if adapters else params_shape
+        self._partial_sharding = jax.tree.map(
+            lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)
+        )
+        self._accumulator = optax.MultiSteps(
+            optax.identity(), every_k_schedule=lambda _: jnp.int32(_NEVER), use_grad_mean=False
+        )
+
+        def loss_fn(
+            params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
+        ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            summing = SummingLayers(layer_sums["layers"], remat, constrain) if layer_sums else None
+            graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
+            whole = self._staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
+            loss, weight, figures = objective.sums(nnx.merge(graphdef, whole), rows, row_shards)
+            return loss, (weight, figures)
+
+        self._partial_gradients = jax.vmap(
+            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True), in_axes=(None, 0, None, 0), spmd_axis_name="data"
+        )
+        self._add_fingerprints = jax.vmap(
+            lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
+        )
+
+    def staged(self, params: nnx.State, frozen: nnx.State | None = None) -> Weights:
+        """Returns the parameters in the order in which the model's layers run, for `start` and `add`.
+
+        Adapters keep their own order: the model is put in order once they are part of it.
+        """
+        return Weights(params if self._adapters else self._staged(params), frozen)
+
+    def _staged(self, params: nnx.State) -> nnx.State:
+        return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
+
+    def start(self, weights: Weights, sums_layers: bool = True) -> Sums:
+        """Returns the sums of no micro-batch, for `staged` parameters.
+
+        With `sums_layers`, the backward pass of layers that run in a loop adds their gradients up.
+        """
+        shards = self.data_shards
+        zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), weights.trained)
+        zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
+        nothing = jnp.zeros(shards, jnp.float32)
+        others = dict.fromkeys(self._objective.others, nothing)
+        limbs = jnp.zeros((shards, 4), jnp.uint32)
+        layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
+        layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
+        noise_parts = NoiseParts(nothing, nothing, nothing)
+        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs)
+
+    def _apart(self, params: nnx.State, sums_layers: bool) -> tuple[nnx.State, nnx.State]:
+        """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest."""
+        if not sums_layers:
+            return nnx.State({}), params
+        return nnx.split_state(params, nnx.PathContains("layers"), ...)
+
+    def add(self, weights: Weights, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
+        """Returns the sums with one more micro-batch, for `staged` parameters.
+
+        Args:
+          rows: [M, L] arrays, as the objective takes them.
+          measures_noise: whether to take the parts of the noise scale from it, the first of its update.
+        """
+        shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
+        of_layers, rest = self._apart(weights.trained, bool(sums.layers))
+        others = of_layers if weights.frozen is None else weights.frozen
+        (loss_d, (weight_d, others_d)), (gradients, layers) = self._partial_gradients(rest, sums.layers, others, shards)
+        with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
+            _, accumulator = self._accumulator.update(gradients, sums.accumulator)
+        noise_parts_d = sums.noise_parts_d
+        if measures_noise is not False:  # of the first micro-batch, whose gradients the sums are
+            first = (accumulator.acc_grads, layers)
+            noise_parts_d = jax.lax.cond(measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d)
+        return Sums(
+            accumulator,
+            layers,
+            sums.losses_d + loss_d,
+            sums.weights_d + weight_d,
+            jax.tree.map(jnp.add, sums.others_d, others_d),
+            noise_parts_d,
+            self._add_fingerprints(sums.fingerprints_dx4, tuple(shards)[:3]),
+        )
+
+    def total(self, sums: Sums) -> Totals:
+        """Returns the sums over all shards, the gradient in the order of the parameters."""
+        gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
+        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0), (gradients, *sums[2:])))
+        if self._pipeline and not self._adapters:
+            totals = totals._replace(gradient=with_layers(totals.gradient, self._pipeline.layer_order))
+        return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
+
+
+def _noise_parts(gradients: Any, weight_d: jax.Array) -> NoiseParts:
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)]
+    return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))

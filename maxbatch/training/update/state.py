@@ -1,0 +1,187 @@
+"""The state that an update reads and writes: parameters and optimizer state, sharded from birth.
+
+Accumulation leaves no trace here, and neither does the position in the data: that is two Python integers beside
+the state, since 32-bit counters overflow at 2.1 billion tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from maxbatch.model.decoder import Decoder, LayerRunner
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.update.adapters import Adapters
+from maxbatch.training.update.optimizers import make_optimizer
+
+
+class MakeModel(Protocol):
+    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
+
+    def __call__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Any:
+        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
+
+
+class TrainState(NamedTuple):
+    """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them.
+
+    In a run with adapters the parameters are the adapters, and `frozen` are those of the model that they adapt.
+    """
+
+    params: nnx.State
+    opt_state: Any
+    frozen: nnx.State | None = None  # not trained, and in no checkpoint
+
+    @property
+    def saved(self) -> TrainState:
+        """What a checkpoint holds."""
+        return self._replace(frozen=None)
+
+    @property
+    def model(self) -> nnx.State:
+        """The parameters of the model, without its adapters."""
+        return self.params if self.frozen is None else self.frozen
+
+
+def abstract_model(
+    config: ConfigDict,
+    constrain: Constrain = unconstrained,
+    layer_runner: LayerRunner | None = None,
+    make_model: MakeModel | None = None,
+) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Returns the model's graph and its parameters' shapes, without allocating any.
+
+    Without `make_model` it is the config's `Decoder`. A user's model places its activations and runs its layers itself.
+
+    Raises:
+      ConfigError: a user's model has variables other than parameters.
+    """
+
+    def model() -> Any:
+        if make_model is not None:
+            return make_model(config, rngs=nnx.Rngs(0))
+        return Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
+
+    module = nnx.eval_shape(model)
+    if make_model is not None:
+        _, _, others = nnx.split(module, nnx.Param, ...)
+        kinds = {type(v).__name__ for v in jax.tree.leaves(others, is_leaf=lambda x: isinstance(x, nnx.Variable))}
+        if kinds:
+            raise ConfigError(
+                f"model: has variables of {', '.join(sorted(kinds))}, and an update depends on parameters (nnx.Param) "
+                "and the batch alone; leave out dropout and running statistics"
+            )
+    return nnx.split(module, nnx.Param)
+
+
+def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
+    """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers."""
+
+    def changed(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        return change(x) if getattr(path[0], "key", None) == "layers" else x
+
+    return jax.tree.map_with_path(changed, params)
+
+
+def num_parameters(params: nnx.State) -> int:
+    """Returns the number of values in parameters, or in their abstract shapes, over all devices."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None = None) -> TrainState:
+    """Returns the train state's shapes, dtypes and shardings, without allocating any."""
+    _, base = abstract_model(config, make_model=make_model)
+    adapters = Adapters.from_config(config)
+    params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
+    shardings = parameter_shardings(params, mesh)
+    frozen_shardings = parameter_shardings(base, mesh) if adapters else None
+    optimizer = make_optimizer(config, 0.0)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    whole = NamedSharding(mesh, P())
+
+    def is_masked(moment: Any) -> bool:
+        return isinstance(moment, optax.MaskedNode)  # a parameter that another part of the optimizer takes
+
+    def place_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
+        if is_masked(moment):
+            return moment
+        return sharding if moment.shape == param.shape else whole
+
+    # Shapes are asked for again below; they must not compile the zeros that they begin with.
+    abstract_optimizer = optax.GradientTransformation(
+        lambda params: jax.eval_shape(optimizer.init, params), optimizer.update
+    )
+    opt_shardings = optax.tree.map_params(
+        abstract_optimizer,
+        place_moment,
+        opt_state,
+        params,
+        shardings,
+        transform_non_params=lambda _: whole,
+        is_leaf=is_masked,
+    )
+
+    def with_sharding(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    state = TrainState(params, opt_state, frozen)
+    return jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
+
+
+def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel | None = None) -> TrainState:
+    """Returns a new state, of which each device makes its own shard; none ever holds the whole.
+
+    The values depend on `init_weights_seed` alone, not on the mesh.
+    """
+
+    def init(seed: jax.Array) -> TrainState:
+        key = jax.random.key(seed)
+        if make_model is None:
+            model: Any = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=key))
+        else:
+            model = make_model(config, rngs=nnx.Rngs(key))
+        params = nnx.state(model, nnx.Param)
+        return _started(config, params, seed)
+
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
+
+
+def init_opt_state(config: ConfigDict, abstract: TrainState, params: nnx.State) -> TrainState:
+    """Returns a state that starts from given parameters, with a fresh optimizer."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    if abstract.frozen is None:
+        opt_state = jax.jit(make_optimizer(config, 0.0).init, out_shardings=shardings.opt_state)(params)
+        return TrainState(params, opt_state)
+
+    def start(seed: jax.Array) -> TrainState:
+        return _started(config, abstract.model, seed).saved
+
+    made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
+    return made._replace(frozen=params)
+
+
+def _started(config: ConfigDict, model: nnx.State, seed: jax.Array) -> TrainState:
+    """Returns the first state of a run that begins from a model's parameters."""
+    adapters = Adapters.from_config(config)
+    params = adapters.init(model, seed) if adapters else model
+    return TrainState(params, make_optimizer(config, 0.0).init(params), model if adapters else None)
+
+
+def compile_merging(config: ConfigDict, abstract: TrainState) -> Callable[[nnx.State, nnx.State], nnx.State]:
+    """Returns the compiled program that merges adapters into the model that they adapt, (model, adapters) -> model."""
+    adapters = Adapters.from_config(config)
+    assert adapters is not None, "the run trains adapters"
+    shardings = jax.tree.map(lambda x: x.sharding, abstract.model)
+    return jax.jit(adapters.merged, out_shardings=shardings).lower(abstract.model, abstract.params).compile()

@@ -1,0 +1,142 @@
+"""The whole update: accumulate over micro-batches, reduce once, divide once, clip, step.
+
+Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Of the A micro-batches the first
+`num_micro_batches` are trained on; the number is an argument, so one executable serves every stage of a ramp that
+keeps M.
+
+Loss and gradient are the weighted mean over the global batch (sum of losses over sum of weights), so the update does
+not depend on how the batch is cut; a batch without weight changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from maxbatch.data.feed.placement import Batch
+from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
+from maxbatch.training.update.optimizers import make_optimizer
+from maxbatch.training.update.state import TrainState
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one update, on device."""
+
+    loss: jax.Array  # float32, weighted mean over the global batch
+    weight: jax.Array  # float32, sum of loss weights
+    grad_norm: jax.Array  # float32, global norm of the mean gradient before clipping
+    skipped: jax.Array  # bool, gradient or new state were not finite, and the state stayed as it was
+    noise_parts: NoiseParts
+    fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    others: dict[str, jax.Array]  # float32, the objective's other sums
+
+
+def make_train_step(
+    config: ConfigDict,
+    mesh: Mesh,
+    abstract: TrainState,
+    arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
+    objective: Objective = NEXT_TOKEN,
+) -> Any:
+    """Builds the jitted, donated update of pre-training.
+
+    Args:
+      config: the run's config.
+      mesh: the device mesh.
+      abstract: shapes and shardings of the state.
+      arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
+      objective: what is minimised.
+
+    Returns:
+      `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
+      `state` donated, `num_micro_batches` an int32 scalar, `learning_rate` and `batch_ratio` (of the batch to the
+      reference batch, for `adam_scaling=sde`) float32 scalars.
+    """
+    accumulation = Accumulation(config, mesh, objective)
+
+    def train_step(
+        state: TrainState, batch: Batch, num_micro_batches: jax.Array, learning_rate: jax.Array, batch_ratio: jax.Array
+    ) -> tuple[TrainState, StepMetrics]:
+        params = accumulation.staged(state.params, state.frozen)
+        max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        measures_noise = config.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
+
+        def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
+            micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
+            return accumulation.add(params, sums, arrange(micro), (j == 0) if measures_noise else False)
+
+        sums = accumulation.start(params, sums_layers=max_micro_batches > 1)
+        if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
+            sums = add_micro_batch(jnp.int32(0), sums)
+        else:
+            sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
+        return update(config, state, accumulation.total(sums), learning_rate, batch_ratio)
+
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    whole = NamedSharding(mesh, P())
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, None, whole, whole, whole),
+        out_shardings=(shardings, whole),
+    )
+
+
+def update(
+    config: ConfigDict, state: TrainState, totals: Totals, learning_rate: jax.Array, batch_ratio: jax.Array
+) -> tuple[TrainState, StepMetrics]:
+    """Returns the state after the update, and its metrics; one that is not finite or has no weight changes nothing."""
+    denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
+    norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
+
+    def stepped(state: TrainState, gradient_sum: nnx.State) -> TrainState:
+        gradient = jax.tree.map(lambda g: g / denominator, gradient_sum)
+        if config.gradient_clipping_threshold:
+            shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
+            gradient = jax.tree.map(lambda g: g * shrink, gradient)
+        gradient = optax.tree.cast_like(gradient, state.params)
+        optimizer = make_optimizer(config, learning_rate, batch_ratio)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+
+    finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
+    finite &= jax.lax.cond(
+        finite & _may_overflow(config, learning_rate),
+        lambda *inputs: _all_finite(stepped(*inputs).saved),
+        lambda *inputs: jnp.bool_(True),
+        state,
+        totals.gradient,
+    )
+    applies = finite & (totals.weight > 0)
+    new = stepped(state, totals.gradient)
+    state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
+    loss = totals.loss / denominator
+    parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
+    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others)
+
+
+def _may_overflow(config: ConfigDict, learning_rate: jax.Array) -> jax.Array | bool:
+    """Returns whether a finite gradient can give a state that is not finite, for which the state must be checked.
+
+    The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an
+    optimizer reaches 1e32. A rate and a decay of at most 1 then take no parameter to 1e38, however long the run.
+    """
+    has_usual_settings = (
+        1e-12 <= config.adam_eps <= 1
+        and max(config.adam_b1, config.adam_b2) <= 1 - 1e-6
+        and config.adam_scaling == "none"
+    )
+    rate = learning_rate * min(max(1.0, config.adam_weight_decay), 1e30)
+    return ~(rate <= 1) if has_usual_settings else True
+
+
+def _all_finite(state: TrainState) -> jax.Array:
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(state)]).all()

@@ -1,0 +1,1 @@
+"""Parameters on disk: checkpoints, sources of parameters, Hugging Face folders, adapters as files."""

@@ -1,0 +1,193 @@
+"""Arrays of a checkpoint for a command or for another run: the checkpoint that is named, whole, or an error.
+
+Every array is checked against its checksum when it has been read; nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.keys import Fixes
+from maxbatch.config.loading import load_config
+from maxbatch.config.sections import names_fixing
+from maxbatch.config.values import shown
+from maxbatch.parallel.hosts import gather, warn
+from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
+from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.update.state import TrainState
+from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
+from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
+
+_ITEMS = ("params", "opt_state", "position")
+
+
+class StoredCheckpoint:
+    """A checkpoint that is to be read.
+
+    Args:
+      path: a run folder (its newest checkpoint), or one of its `checkpoints/STEP`.
+
+    Attributes:
+      folder: the checkpoint's folder.
+      record: what its JSON says.
+
+    Raises:
+      ConfigError: there is no checkpoint, or its JSON cannot be trusted.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        self.folder = find_checkpoint(path)
+        try:
+            self.record: CheckpointRecord = read_record(self.folder)
+        except DamagedError as error:
+            raise _damaged(self.folder, str(error)) from None
+
+    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+        """Returns the config of its run, with "key=value" texts over it.
+
+        Raises:
+          ConfigError: `config.yml` cannot be read, or states another model than the checkpoint does.
+        """
+        file, stored = str(self.folder.parent.parent / "config.yml"), self.record.identity["model"]
+        config = load_config(file)
+        names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else ())
+        for key in names:
+            if key in stored and stored[key] != config[key]:
+                there, here = (shown(repr(value)) for value in (config[key], stored[key]))
+                raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
+        return load_config(file, overrides) if overrides else config
+
+    def check_shapes(self, abstract_params: nnx.State, key: str = "load_parameters_path") -> None:
+        """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
+        shapes = self._shapes()
+        for keys, x in jax.tree.leaves_with_path(abstract_params):
+            name = parameter_name(keys)
+            there = shapes.get(name, x.shape)
+            if there != x.shape:
+                raise self._misfit(f"{name} is {there} there, {x.shape} here", key)
+        if self.record.parameters is not None:
+            wanted = {parameter_name(keys) for keys, _ in jax.tree.leaves_with_path(abstract_params)}
+            for name in sorted(wanted ^ shapes.keys()):
+                raise self._misfit(f"{name} is only {'there' if name in shapes else 'here'}", key)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        if self.record.parameters is not None:
+            return {name: stored.shape for name, stored in self.record.parameters.items()}
+        if not isinstance(self.folder, Path):
+            return {}
+        try:
+            stored = arrays_handler().metadata(self.folder / "params")
+        except (OSError, ValueError, KeyError):
+            return {}  # it is damaged: reading it says how
+        # Orbax keeps a parameter as a dict, whose one entry is "value".
+        return {parameter_name(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
+
+    def _misfit(self, why: str, key: str = "load_parameters_path") -> ConfigError:
+        return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
+
+    def parameters(self, abstract_params: nnx.State, partial: bool = False) -> nnx.State:
+        """Returns parameters, placed as `abstract_params` says; `partial`: the checkpoint holds others too.
+
+        Raises:
+          ConfigError: they are damaged, or cannot be read.
+        """
+        stored = self.record.parameters
+        if stored is None:
+            _warn_of_no_checksums(self.folder)
+            return self._restore("params", abstract_params, partial)
+        leaves, tree = jax.tree.flatten_with_path(abstract_params)
+        if all(stored[parameter_name(keys)].dtype == str(x.dtype) for keys, x in leaves):
+            return self._checked(stored, abstract_params, partial)
+        # They are checked in their own types; one at a time, since they may not fit beside each other.
+        return jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
+
+    def _converted(self, stored: dict[str, StoredParameter], keys: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        """Returns a parameter in another type than it is stored in."""
+        path = tuple(entry.key for entry in keys if hasattr(entry, "key"))
+        there = jax.ShapeDtypeStruct(wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding)
+        part = nnx.from_flat_state({path: nnx.Param(there)})
+        (array,) = jax.tree.leaves(self._checked(stored, part, partial=True))
+        return array.astype(wanted.dtype)
+
+    def _checked(self, stored: dict[str, StoredParameter], abstract_params: nnx.State, partial: bool) -> nnx.State:
+        params = self._restore("params", abstract_params, partial)
+        if damage := damage_of_parameters(stored, params, array_checksums(params)):
+            raise _damaged(self.folder, damage)
+        return params
+
+    def full_state(self, abstract: TrainState) -> TrainState:
+        """Returns the parameters and the optimizer's state, placed as `abstract` says.
+
+        Raises:
+          ConfigError: they are damaged, or are those of another model or optimizer.
+        """
+        self.check_shapes(abstract.params, "load_full_state_path")
+        params = self._restore("params", abstract.params)
+        state = TrainState(params, self._restore("opt_state", abstract.opt_state))
+        if damage := damage_of_state(self.record, state, array_checksums):
+            raise _damaged(self.folder, damage)
+        return state
+
+    def _restore(self, item: str, abstract: Any, partial: bool = False) -> Any:
+        found, damage = None, None
+        with plain_path(self.folder) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
+            try:
+                found = checkpointer.restore(folder / item, args=restore_as(abstract, partial))
+            except (MemoryError, jax.errors.JaxRuntimeError):
+                raise
+            except Exception as error:  # a damaged file can make the reader raise anything
+                if failure := os_error(error, self.folder):
+                    raise cannot_read(self.folder, failure) from None
+                damage = reason(error)
+        damage = next(filter(None, gather(damage)), None)
+        if damage and OTHER_ARRAYS in damage:
+            raise self._other_arrays(item, damage)
+        if damage:
+            raise _damaged(self.folder, damage)
+        return found
+
+    def _other_arrays(self, item: str, why: str) -> ConfigError:
+        if item == "params" and self.record.parameters is not None:  # which agree with the model
+            return _damaged(self.folder, why)
+        if item == "params":
+            return self._misfit(why)
+        return ConfigError(
+            f"load_full_state_path={self._path}: is of another model or optimizer ({why}); "
+            "load_parameters_path takes the parameters alone"
+        )
+
+
+def find_checkpoint(path: str | Path) -> AnyPath:
+    """Returns the folder of the newest checkpoint of a run, or of the one that is named; never that of another.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    folder = as_path(path).absolute()
+    if any((folder / item).is_dir() for item in _ITEMS):
+        return folder
+    if steps := committed_steps(folder):
+        return folder / "checkpoints" / str(steps[0])
+    raise ConfigError(
+        f"{folder}: no checkpoint here; give a run folder with checkpoints/, one of checkpoints/STEP, or "
+        "a Hugging Face folder (config.json)"
+    )
+
+
+def _damaged(folder: AnyPath, damage: str) -> ConfigError:
+    return ConfigError(f"{folder}: is damaged ({damage}); no other checkpoint takes its place: name another to use it")
+
+
+@functools.cache
+def _warn_of_no_checksums(folder: AnyPath) -> None:
+    warn(f"{folder}: was made before parameters had checksums; they are not checked")

@@ -1,0 +1,334 @@
+"""Checkpoints: asynchronous, keyed by completed updates.
+
+A checkpoint is `params`, `opt_state` (sharded arrays) and `position` (JSON, `maxbatch.runs.position.CheckpointRecord`).
+It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
+be read ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from ml_collections import ConfigDict
+from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
+
+from maxbatch.config.keys import Fixes
+from maxbatch.config.loading import keys
+from maxbatch.config.sections import names_fixing
+from maxbatch.config.values import shown
+from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
+from maxbatch.system.errors import ConfigError, LeaseLost, cannot_read, cannot_write
+from maxbatch.system.fences import BUILDING, ask
+from maxbatch.system.object_stores import PATIENCE
+from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
+from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
+from maxbatch.training.update.state import TrainState
+from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
+from maxbatch.training.weights.checksums import (
+    CHECKSUMS,
+    array_checksums,
+    combined,
+    damage_of_state,
+    lower_checksums,
+    stored_parameters,
+)
+from maxbatch.training.weights.orbax_files import COMMIT_S, staged_below
+from maxbatch.training.weights.parameters import base_identity
+
+_POLL_S, _LOOK_S = 0.05, 10.0
+
+
+class Restored(NamedTuple):
+    """A checkpoint, its arrays on their devices."""
+
+    state: TrainState
+    position: Position
+
+
+def model_identity(config: ConfigDict) -> dict[str, Any]:
+    """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state."""
+    identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
+    if config.lora_rank:
+        identity |= {key: config[key] for key in names_fixing(Fixes.ADAPTERS)}
+        identity["base"] = base_identity(config.load_parameters_path)
+    return identity
+
+
+def _items(state: TrainState) -> list[tuple[str, Any]]:
+    """Returns the names and the arrays of what a checkpoint holds."""
+    return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    All hosts call its methods alike. The first host looks at the folder, and the others follow it.
+
+    Args:
+      run_dir: the run's folder; checkpoints lie in `run_dir/checkpoints/STEP`.
+      keep: newest checkpoints kept, None for all.
+      identity: what a checkpoint must agree with to be resumed: `{"data": {...}, "model": {...}}`.
+      warn: told of every checkpoint that is set aside.
+      num_loading_hosts: hosts that load data, written down for the next run.
+    """
+
+    def __init__(
+        self,
+        run_dir: AnyPath,
+        keep: int | None,
+        identity: dict[str, dict[str, Any]],
+        warn: Callable[[str], None],
+        num_loading_hosts: int = 1,
+    ) -> None:
+        self._run_dir = run_dir.absolute()
+        self._folder = self._run_dir / "checkpoints"
+        self._keep, self._identity, self._warn = keep, identity, warn
+        self._hosts = (jax.process_count(), num_loading_hosts)
+        self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
+        self._opened: ocp.CheckpointManager | None = None
+        self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager, opened at first use: a run that is refused before never starts its threads."""
+        self._opened = self._opened or self._open()
+        return self._opened
+
+    def _open(self) -> ocp.CheckpointManager:
+        self._folder.mkdir(exist_ok=True)
+        is_remote = isinstance(self._folder, RemotePath)
+        # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
+        staged = None
+        if isinstance(self._folder, RemotePath):
+            staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
+        mode = AtomicityMode.COMMIT_FILE if is_remote else AtomicityMode.AUTO
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep,
+            cleanup_tmp_directories=not is_remote,
+            enable_async_checkpointing=True,
+            lightweight_initialize=is_remote,  # else it reads an object of every checkpoint, for times that nobody asks
+            atomicity_options=AtomicityOptions(mode=mode),
+            temporary_path_class=staged,
+            async_options=AsyncOptions(timeout_secs=COMMIT_S),
+        )
+        handlers = {name: arrays_handler() for name in ("params", "opt_state")}
+        handlers["position"] = ocp.JsonCheckpointHandler()
+        path = self._stack.enter_context(plain_path(self._folder))
+        manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
+        return self._stack.enter_context(contextlib.closing(manager))
+
+    def _remove_unfinished(self) -> None:
+        """Removes from an object store what another start of the run left of a checkpoint.
+
+        The folders that checkpoints are copied from go first: a start that was stopped cannot go on to copy.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            for name in sorted(subfolders(self._folder), key=lambda name: not name.startswith(BUILDING)):
+                if name.startswith(BUILDING) or not is_committed(self._folder / name):
+                    remove_tree(self._folder / name)
+
+    def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
+        """Starts compiling what a save runs on device, so that the first save need not."""
+        if self._checksums is array_checksums:
+            compiled = background.start(partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved)))
+            self._checksums = lambda state: jax.device_get(compiled.result()(state))
+
+    def newest(self) -> CheckpointRecord | None:
+        """Returns the record of the newest checkpoint whose JSON is sound; None if there is none.
+
+        Raises:
+          ConfigError: the checkpoint is of another dataset, seed, tokenizer or model, or cannot be read.
+        """
+
+        def look() -> dict[str, Any] | None:
+            if isinstance(self._folder, RemotePath):
+                self._remove_unfinished()
+            records = (self._look(step)[1] for step in committed_steps(self._run_dir))
+            return next(filter(None, records), None)
+
+        found = broadcast(look)
+        return CheckpointRecord.from_json(found) if found else None
+
+    def _look(self, step: int) -> tuple[str | None, Any]:
+        """Returns how the JSON of a checkpoint is damaged, and the JSON if it is sound."""
+        try:
+            record = read_record(self._folder / str(step))
+        except DamagedError as error:
+            return str(error), None
+        for part, mine in self._identity.items():
+            theirs = (
+                {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
+            )
+            theirs |= record.identity[part]  # a key that is newer than the checkpoint had its default
+            changes = [
+                f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
+                for key in sorted(mine.keys() | theirs.keys())
+                if mine.get(key) != theirs.get(key)
+            ]
+            if changes:
+                raise ConfigError(
+                    f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run "
+                    f"({', '.join(changes)}); "
+                    "give another run_dir, or start from its parameters with load_parameters_path"
+                )
+        return None, record.to_json()
+
+    def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
+        """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
+
+        Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program of the checksums.
+
+        Raises:
+          ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
+        """
+        restored, damages = None, {}
+        for step in broadcast(partial(committed_steps, self._run_dir)):
+            damage, saved = broadcast(partial(self._look, step))
+            if not damage:
+                record = CheckpointRecord.from_json(saved)
+                state, damage = self._restore_arrays(record, abstract, make)
+            if not damage:
+                restored = Restored(state, record.position)
+                self._started = self._saved = step
+                break
+            damages[step] = damage
+        if not restored and any(OTHER_ARRAYS in damage for damage in damages.values()):
+            raise ConfigError(
+                f"run_dir={self._run_dir}: no checkpoint has the arrays of this optimizer; set its keys to those of "
+                "config.yml there, give another run_dir, or start from the parameters with load_parameters_path"
+            )
+        for step, damage in damages.items():
+            self._set_aside(step, damage, restored.position.step if restored else 0)
+        return restored
+
+    def _restore_arrays(
+        self, record: CheckpointRecord, abstract: TrainState, make: MakeExecutable
+    ) -> tuple[Any, str | None]:
+        """Returns the state, or None and how it is damaged for one of the hosts."""
+        state: Any = None
+        damage, step = None, record.position.step
+        items = {name: restore_as(part) for name, part in _items(abstract)}
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+            state = TrainState(restored["params"], restored["opt_state"])
+        except (MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # a damaged file can make the reader raise anything
+            if failure := os_error(error, self._folder):
+                raise cannot_read(self._folder / str(step), failure) from error
+            damage = reason(error)
+        damage = next(filter(None, gather(damage)), None)
+        if damage:
+            return None, damage
+        if record.parameters is not None and self._checksums is array_checksums:
+            program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
+            self._checksums = lambda state: jax.device_get(program(state))
+        damage = damage_of_state(record, state, self._checksums)
+        return (None, damage) if damage else (state, None)
+
+    def _set_aside(self, step: int, damage: str, resumed: int) -> None:
+        self.close()
+
+        def move() -> str:
+            target = self._run_dir / "checkpoints-damaged" / str(step)
+            while target.exists():
+                target = target.with_name(target.name + "+")
+            with self._writing():
+                target.parent.mkdir(exist_ok=True)
+                move_tree(self._folder / str(step), target)
+            return str(target)
+
+        self._warn(
+            f"checkpoint {step} cannot be read ({damage}); moved to {broadcast(move)}, "
+            f"training goes on from step {resumed}"
+        )
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Starts saving; returns once the arrays may be overwritten, the files follow in the background.
+
+        Raises:
+          TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
+          ConfigError: the folder cannot be written.
+        """
+        sums = self._checksums(state.saved)
+        parameters = stored_parameters(state.params, sums)
+        record = CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters)
+        with self._writing():
+            items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
+            items["position"] = ocp.args.JsonSave(record.to_json())
+            self._wait()
+            self._manager.save(position.step, args=ocp.args.Composite(**items))
+            self._started, self._saved = position.step, self._started  # it waited for the save before
+
+    def has(self, step: int) -> bool:
+        """Returns whether a checkpoint of this step is saved or being saved."""
+        return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
+
+    def close(self) -> None:
+        """Waits for the last save to commit; raises what `save` does."""
+        with self._writing():
+            self._wait()
+            if self._opened:
+                self._opened = None
+                self._stack.close()
+                self._saved = self._started
+
+    @property
+    def fate(self) -> str:
+        """What is known to be saved, in words."""
+        with contextlib.suppress(Exception):  # of a save that failed, which is told elsewhere
+            if self._opened and not self._opened.is_saving_in_progress():
+                self._opened.wait_until_finished()  # raises the error of its thread, which check_for_errors does not
+                self._saved = self._started
+        saved = f"step {self._saved}" if self._saved else "nothing"
+        return f"{saved} is saved" + ("" if self._started == self._saved else f", and perhaps step {self._started}")
+
+    def _wait(self) -> None:
+        """Waits for the last save. If it takes long, looks whether the store still takes writes, and else gives it up.
+
+        TensorStore tries again for minutes what a full or closed bucket refuses.
+        """
+        looked_at = time.monotonic()
+        while isinstance(self._run_dir, RemotePath) and self._opened and self._opened.is_saving_in_progress():
+            time.sleep(_POLL_S)
+            if time.monotonic() < looked_at + _LOOK_S and not PATIENCE.gave_up:
+                continue
+            probe(self._run_dir)
+            looked_at = time.monotonic()
+        if isinstance(self._run_dir, RemotePath) and self._opened:
+            self._opened.wait_until_finished()
+            self._saved = self._started
+
+    def _give_up(self) -> None:
+        """Leaves the threads of a save to a store that fails behind: nobody waits for them, or is told once more."""
+        if isinstance(self._run_dir, RemotePath):
+            self._opened = None
+            self._stack.pop_all()
+            PATIENCE.left_behind = True
+            PATIENCE.give_up()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if failure := os_error(error, self._folder):
+                self._give_up()
+                raise cannot_write(self._folder, failure) from error
+            try:
+                ask(str(self._folder / "a checkpoint"))
+            except LeaseLost:  # what failed may be the work of the process that holds the folder now
+                self._give_up()
+                raise
+            raise

@@ -1,0 +1,117 @@
+"""Checksums of arrays, computed where the arrays are: the same for any sharding, number of devices and of hosts.
+
+The checksum of an array is the sum modulo 2^32 of a hash of each word and its place. A word that changes always
+changes it; words that trade places, or another array in its stead, go unnoticed once in 2^32 cases.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.data.stream.fingerprint import mixed
+from maxbatch.model.huggingface import parameter_path
+from maxbatch.runs.position import CheckpointRecord, StoredParameter
+
+CHECKSUMS = "checksums"  # name of the compiled program
+# Of the Fibonacci lattice, so that no two places of an array that fits a device share a number by their pattern.
+_AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
+
+
+def array_checksums(arrays: Any) -> np.ndarray:
+    """Returns the checksum of every array of a tree, uint32[leaves]; every host of their mesh must call it."""
+    return jax.device_get(_program(_whole_on_all(arrays))(arrays))
+
+
+def lower_checksums(abstract: Any) -> jax.stages.Lowered:
+    """Returns the program that sums the arrays of a tree, lowered for their shapes and places."""
+    return _program(_whole_on_all(abstract)).lower(abstract)
+
+
+def combined(sums: np.ndarray) -> int:
+    """Returns one checksum, of 32 bits, for those of many arrays."""
+    return zlib.crc32(np.asarray(sums).astype("<u4").tobytes())
+
+
+@jax.jit
+def word_sum(arrays: Any) -> jax.Array:
+    """Returns a uint32 sum of the words of every array, which older checkpoints have; it ignores their places."""
+    return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(dtype=jnp.uint32)
+
+
+def stored_parameters(params: nnx.State, sums: np.ndarray) -> dict[str, StoredParameter]:
+    """Returns what a checkpoint says of its parameters, by name; `sums` begins with their checksums."""
+    leaves = jax.tree.leaves_with_path(params)
+    return {
+        parameter_name(path): StoredParameter(tuple(leaf.shape), str(leaf.dtype), int(checksum))
+        for (path, leaf), checksum in zip(leaves, sums, strict=False)
+    }
+
+
+def damage_of_parameters(stored: dict[str, StoredParameter], params: nnx.State, sums: np.ndarray) -> str | None:
+    """Returns how parameters, some or all of a checkpoint's, differ from what it says of them; None if they do not."""
+    names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    differing = [
+        name
+        for name, found in zip(names, sums, strict=False)
+        if name not in stored or stored[name].checksum != int(found)
+    ]
+    return f"{differing[0]} does not match its checksum" if differing else None
+
+
+def damage_of_state(record: CheckpointRecord, state: Any, sums_of: Callable[[Any], np.ndarray]) -> str | None:
+    """Returns how restored parameters and optimizer state differ from what their checkpoint says; None if they do not.
+
+    Args:
+      record: the checkpoint's JSON.
+      state: a `TrainState`, as it is saved.
+      sums_of: gives the checksums of its arrays.
+    """
+    if record.parameters is None:
+        return None if int(word_sum(state)) == record.checksum else "its arrays do not match their checksum"
+    sums = sums_of(state)
+    if damage := damage_of_parameters(record.parameters, state.params, sums):
+        return damage
+    return None if combined(sums) == record.checksum else "the optimizer's state does not match its checksum"
+
+
+def parameter_name(path: Any) -> str:
+    """Returns the name of a parameter in a checkpoint's JSON and in messages."""
+    return ".".join(parameter_path(path))
+
+
+@functools.cache
+def _program(place: Sharding) -> Any:
+    def sums(arrays: Any) -> jax.Array:
+        return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(arrays)])
+
+    return jax.jit(sums, out_shardings=place)
+
+
+def _whole_on_all(arrays: Any) -> Sharding:
+    sharding: Sharding = jax.tree.leaves(arrays)[0].sharding
+    return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    words = _words(x)
+    place = jnp.zeros(words.shape, jnp.uint32)
+    for axis in range(words.ndim):
+        place = place * _AXIS + jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    return mixed(words ^ (place * _PLACE)).sum(dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    word = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)

@@ -1,0 +1,164 @@
+"""Models as Hugging Face folders: `config.json`, `generation_config.json`, safetensors and the tokenizer's files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.families import Json
+from maxbatch.config.huggingface import CONFIG_FILE, GENERATION_FILE, is_huggingface_folder, read_config_json
+from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
+from maxbatch.config.values import shown_path
+from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.model.huggingface import parameter_path
+from maxbatch.runs.json_file import write_json
+from maxbatch.system.atomic_files import BUILDING, writing_folder
+from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
+from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.weights.huggingface import Place, parameter_places, tensor_shapes
+from maxbatch.training.weights.parameters import StoredModel, open_model
+
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+)  # fmt: skip
+_MOST_BYTES = 5_000_000_000  # of one file of tensors
+
+
+def export_model(model: str, output: str, dtype: str | None) -> str:
+    """Writes a model as a Hugging Face folder, whole or not at all; returns what was written, for a person.
+
+    Args:
+      model: a run folder, one of its checkpoints, or a Hugging Face folder.
+      output: the folder to write, new or empty.
+      dtype: of the tensors; None: that of the checkpoint or the folder, so that nothing is rounded.
+
+    Raises:
+      ConfigError: there is no such model, its family cannot say what its keys state, or the output is not empty.
+    """
+    target = new_folder(output)
+    imported = is_huggingface_folder(model)
+    # Of the types that are read, float32 holds every value of the others.
+    overrides = ["weight_dtype=float32"] if imported else []
+    opened = open_model(model, overrides)
+    config = opened.config
+    written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
+    source = _source(config)
+    fields = config_json(config, written_as, source or _token_ids(config))
+    generation = _generation(config, fields)
+    try:
+        with writing_folder(target, last=CONFIG_FILE) as folder:
+            num_files, num_bytes = _write_parameters(opened, folder, written_as)
+            copy_tokenizer(config, folder)
+            write_json(folder / GENERATION_FILE, generation)
+            write_json(folder / CONFIG_FILE, fields)
+    except OSError as error:
+        raise cannot_write(output, error) from error
+    files = "1 file" if num_files == 1 else f"{num_files} files"
+    return f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
+
+
+def new_folder(output: str) -> AnyPath:
+    """Returns the path of a folder to write; raises ConfigError unless it is new or empty."""
+    target = as_path(output)
+    if target.exists() and not (target.is_dir() and all(p.name.startswith(BUILDING) for p in target.iterdir())):
+        raise ConfigError(f"--output {shown_path(target)}: must be a new folder or an empty one")
+    return target
+
+
+def _dtype_of_folder(model: str) -> str:
+    stored = next(iter(stored_tensors(as_path(model)).values())).dtype
+    return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
+
+
+def _source(config: ConfigDict) -> Json:
+    """Returns the fields of the folder that the parameters were imported from, if it is still there."""
+    path = config.load_parameters_path
+    return read_config_json(path) if path and is_huggingface_folder(path) else {}
+
+
+def _token_ids(config: ConfigDict) -> Json:
+    tokenizer = make_tokenizer(config)
+    return dict(zip(TOKEN_IDS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
+
+
+def _generation(config: ConfigDict, fields: Json) -> Json:
+    """Returns the `generation_config.json` of the folder that a model was imported from, else its token ids."""
+    path = config.load_parameters_path
+    if path and (as_path(path) / GENERATION_FILE).is_file():
+        return read_config_json(path, GENERATION_FILE)
+    return {name: fields.get(name) for name in TOKEN_IDS}
+
+
+def _write_parameters(opened: StoredModel, target: AnyPath, dtype: str) -> tuple[int, int]:
+    """Writes the tensors in files of at most 5 GB, one parameter at a time; returns the files' number and bytes."""
+    places = parameter_places(opened.config.decoder_block, opened.abstract)
+    shapes, width = tensor_shapes(places), DTYPES[DTYPE_NAMES[dtype]].itemsize
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in _names_in_order(places):
+        num_bytes = math.prod(shapes[name]) * width
+        if files[-1] and size + num_bytes > _MOST_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
+    tensors = _tensors(places, opened, DTYPES[DTYPE_NAMES[dtype]])
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(files, 1):
+        one = len(files) == 1
+        file = "model.safetensors" if one else f"model-{number:05}-of-{len(files):05}.safetensors"
+        write_tensors(target / file, DTYPE_NAMES[dtype], {name: shapes[name] for name in names}, tensors)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(math.prod(shape) for shape in shapes.values()) * width
+    if len(files) > 1:
+        write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return len(files), total
+
+
+def _groups(places: dict[tuple[str, ...], Place]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yields the parameters that share tensors, each once."""
+    for path, place in places.items():
+        group = place.layout.joined or (path,)
+        if path == group[0]:
+            yield group
+
+
+def _names_in_order(places: dict[tuple[str, ...], Place]) -> Iterator[str]:
+    for group in _groups(places):
+        yield from places[group[0]].names
+
+
+def _tensors(places: dict[tuple[str, ...], Place], opened: StoredModel, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
+    all_of_them = dict(nnx.to_flat_state(opened.abstract))
+    for group in _groups(places):
+        part = opened.read(nnx.from_flat_state({path: all_of_them[path] for path in group}))
+        found = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
+        here = [np.asarray(found[path]) for path in group]
+        place = places[group[0]]
+        for layer in range(place.num_layers or 1):
+            of_layer = [array if place.num_layers is None else array[layer] for array in here]
+            parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_layer, strict=True)]
+            joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
+            yield np.ascontiguousarray(joined.astype(dtype))
+
+
+def copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
+    """Copies the files of a run's tokenizer, if it has any."""
+    if not config.tokenizer_path:
+        return
+    path = as_path(config.tokenizer_path)
+    folder = path if path.is_dir() else path.parent
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            (target / name).write_bytes((folder / name).read_bytes())
+    if config.tokenizer_type == "sentencepiece" and path.is_file():
+        (target / "tokenizer.model").write_bytes(path.read_bytes())

@@ -1,0 +1,95 @@
+"""Tensors of a Hugging Face folder onto the devices of several hosts, each of which reads a share of them.
+
+A device's part of a parameter rarely lies in one piece of a file: where the mesh splits the columns of a tensor, every
+host would read nearly all of it. So every device is given as many rows as any other, which are one piece, and the
+devices exchange them for their parts, one layer's tensor at a time. All hosts together read each tensor once.
+
+Shapes: R rows and C columns of a tensor, or of the part of it that is a parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
+from maxbatch.system.safetensors import StoredTensor
+from maxbatch.training.weights.huggingface import Place
+
+
+def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns a parameter of matrices. Every host of its mesh must call this, for the same parameters in one order.
+
+    Args:
+      stored: the tensors by name.
+      place: of the parameter; each of its tensors has two axes.
+      abstract: the parameter's shape, its type, and its place on the mesh.
+    """
+    assert isinstance(abstract.sharding, NamedSharding)
+    exchange = _exchange(place, abstract.sharding, len(abstract.shape))
+    add = _adder(place, abstract.sharding, exchange)
+    found = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
+    with ThreadPoolExecutor() as threads:
+        for layer, name in enumerate(place.names):
+            tensor_RxC = _by_rows(stored[name], place, exchange[0], abstract.dtype, threads)
+            # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
+            found = add(found.block_until_ready(), tensor_RxC, np.int32(layer))
+    return found.block_until_ready()
+
+
+def _exchange(place: Place, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
+    """Returns the shardings that a tensor has one after another, from an equal share of rows to the parameter's parts.
+
+    Along mesh axes that do not split the parameter the rows are gathered, then the others exchange them. In one move
+    the compiler would give every device the whole tensor.
+    """
+    by_axis = [*sharding.spec, *[None] * (num_axes - len(sharding.spec))][num_axes - len(place.shape) :]
+    of_tensor = [by_axis[axes[0]] for axes in place.layout.axes]
+    splitting = [axis for axes in of_tensor for axis in ((axes,) if isinstance(axes, str) else axes or ())]
+    others = [axis for axis in sharding.mesh.axis_names if axis not in splitting]
+    steps = [P((*splitting, *others)), P(tuple(splitting)), P(*of_tensor)]
+    return [NamedSharding(sharding.mesh, step) for step in steps]
+
+
+def _by_rows(
+    tensor: StoredTensor, place: Place, sharding: NamedSharding, dtype: np.dtype, threads: ThreadPoolExecutor
+) -> jax.Array:
+    """Returns a parameter's part of a tensor, split evenly by rows, with rows of zeros at its end."""
+    num_rows, num_columns = place.part_shape
+    share = -(-num_rows // sharding.num_devices)
+    shape = (share * sharding.num_devices, num_columns)
+
+    def rows_of(item: tuple[jax.Device, tuple[slice, ...]]) -> jax.Array:
+        device, index = item
+        first = index[0].indices(shape[0])[0]
+        last = min(first + share, num_rows)
+        rows = empty_aligned([share, num_columns], dtype)
+        rows[max(0, last - first) :] = 0
+        if first < last:
+            copy_by_lines(place.rows(tensor, first, last), rows[: last - first])
+        return jax.device_put(rows, device)
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(threads.map(rows_of, indices.items())))
+
+
+def _adder(
+    place: Place, sharding: NamedSharding, exchange: list[NamedSharding]
+) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
+    """Returns a compiled function that puts the tensor of a layer into the parameter."""
+
+    def add(found: jax.Array, tensor_RxC: jax.Array, layer: np.int32) -> jax.Array:
+        for step in exchange:
+            tensor_RxC = jax.lax.with_sharding_constraint(tensor_RxC, step)
+        parameter = place.layout.to_parameter(tensor_RxC[: place.part_shape[0]], place.shape)
+        stacked_axes = len(found.shape) - len(place.shape)
+        layers = jnp.arange(place.num_layers or 1).reshape([-1] * stacked_axes + [1] * len(place.shape))
+        return jnp.where(layers == layer, parameter, found)
+
+    return jax.jit(add, donate_argnums=0, out_shardings=sharding)

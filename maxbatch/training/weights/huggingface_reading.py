@@ -1,0 +1,117 @@
+"""Parameters from a Hugging Face folder, shard by shard onto their devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.values import shown, shown_path
+from maxbatch.model.huggingface import NOT_PARAMETERS, PREFIX, TIED_OUTPUT, parameter_path
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
+from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
+from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.weights.huggingface import Place, parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface_exchange import read_shared
+
+_MOST_NAMES = 3  # of tensors in a message
+
+
+def parameter_reader(
+    path: str | Path, config: ConfigDict, abstract_params: nnx.State
+) -> Callable[[nnx.State], nnx.State]:
+    """Returns a function that reads parameters of a Hugging Face folder: those of `abstract_params`, or some of them.
+
+    It is given their shapes, types and places. A host cuts the parts of its devices from memory maps of the files, one
+    tensor at a time, each once, and turns them into the parameter's order of axes. Of several hosts each reads a share
+    of the rows. The largest parameters come first, while there is most room.
+
+    Raises:
+      ConfigError: tensors are missing, unexpected, of another shape than the config says, or of another type.
+    """
+    folder = as_path(path)
+    stored = stored_tensors(folder)
+    if config.decoder_block == "gpt2" and not any(name.startswith(PREFIX) for name in stored):
+        stored = {PREFIX + name: tensor for name, tensor in stored.items()}
+    places = parameter_places(config.decoder_block, abstract_params)
+    _check_tensors(folder, stored, tensor_shapes(places), bool(config.logits_via_embedding))
+
+    def read(abstract_params: nnx.State) -> nnx.State:
+        leaves = jax.tree.leaves_with_path(abstract_params)
+        found: dict[int, jax.Array] = {}
+        for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+            place, abstract = leaves[number]
+            found[number] = _read(stored, places[parameter_path(place)], abstract)
+        return jax.tree.unflatten(jax.tree.structure(abstract_params), [found[i] for i in range(len(leaves))])
+
+    return read
+
+
+Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter
+
+
+def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns one parameter, of which each device is given its own part."""
+    assert abstract.sharding is not None
+    if not abstract.sharding.is_fully_addressable and len(place.part_shape) > 1:
+        return read_shared(stored, place, abstract)
+    cuts: dict[jax.Device, Cut] = {}
+    for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
+        edges = (cut.indices(size)[:2] for cut, size in zip(index or (), abstract.shape, strict=True))
+        cuts[device] = tuple(edges)
+    parts = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
+    arrays = [jax.device_put(parts[cut], device) for device, cut in cuts.items()]
+    array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype)
+    return array.block_until_ready()  # of accelerators; the parts are then no longer needed
+
+
+def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype: np.dtype) -> dict[Cut, np.ndarray]:
+    """Returns parts of a parameter; each of its tensors is read once."""
+    parts = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
+    with ThreadPoolExecutor() as threads:
+        for layer, name in enumerate(place.names):
+            rows = {cut: _row_of_layer(cut, part, layer, place) for cut, part in parts.items()}
+            wanted = {cut: row for cut, row in rows.items() if row is not None}
+            if not wanted:
+                continue
+            tensor = place.cut(stored[name].array())
+            inside = (tuple(slice(*edges) for edges in cut[len(cut) - row.ndim :]) for cut, row in wanted.items())
+            list(threads.map(copy_by_lines, [tensor[cut] for cut in inside], wanted.values()))
+    return parts
+
+
+def _row_of_layer(cut: Cut, part: np.ndarray, layer: int, place: Place) -> np.ndarray | None:
+    """Returns a view of a layer in a part of the parameter, None if it is not in it."""
+    if place.num_layers is None:
+        return part
+    begin, end = cut[0]
+    return part[layer - begin] if begin <= layer < end else None
+
+
+def _check_tensors(
+    folder: AnyPath, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], is_tied: bool
+) -> None:
+    if missing := [name for name in expected if name not in stored]:
+        raise ConfigError(f"{shown_path(folder)}: lacks {_some(missing)}, which a model of these keys has")
+    known = {name for name in stored if name.endswith(NOT_PARAMETERS) or (is_tied and name == TIED_OUTPUT)}
+    if unexpected := sorted(stored.keys() - expected.keys() - known):
+        raise ConfigError(f"{shown_path(folder)}: holds {_some(unexpected)}, which a model of these keys does not have")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            theirs, ours = (list(shape) for shape in (stored[name].shape, shape))
+            raise ConfigError(f"{shown_path(folder)}: {name} has the shape {theirs}; the model keys make it {ours}")
+        if stored[name].dtype not in DTYPES:
+            dtype, works = shown(stored[name].dtype), ", ".join(DTYPES)
+            raise ConfigError(f"{shown_path(folder)}: {name} has the type {dtype}; must be one of {works}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(map(shown, names[:_MOST_NAMES]))}{more}"

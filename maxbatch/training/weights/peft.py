@@ -1,0 +1,139 @@
+"""Adapters as Hugging Face's PEFT saves them: `adapter_config.json` and `adapter_model.safetensors`.
+
+Names and layouts are those of https://github.com/huggingface/peft, `src/peft/tuners/lora`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch.config.families import Json
+from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.runs.json_file import write_json
+from maxbatch.system.atomic_files import writing_folder
+from maxbatch.system.errors import cannot_write
+from maxbatch.system.safetensors import DTYPES, write_tensors
+from maxbatch.training.update.adapters import Adapters, Target
+from maxbatch.training.weights.export import DTYPE_NAMES, copy_tokenizer, new_folder
+from maxbatch.training.weights.huggingface import Place, parameter_places
+from maxbatch.training.weights.parameters import load_adapters
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of PEFT's names
+
+
+class Part(NamedTuple):
+    """A target's part of a linear module."""
+
+    target: Target
+    place: Place
+
+
+class Module(NamedTuple):
+    """A linear module of the family, which may join several matrices, and its adapted parts."""
+
+    name: str  # with {layer}
+    parts: tuple[Part, ...]
+    num_outputs: int
+
+    def adapter(self, layer: int, arrays: dict[ParameterPath, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns A, [n R, inputs], and B, [outputs, n R], of its n parts: the ranks of joined matrices add up."""
+        a_parts, columns = [], []
+        for part in self.parts:
+            a, b = arrays[part.target.a_path][layer], arrays[part.target.b_path][layer]
+            rank = a.shape[-1]
+            b_OxR = b.reshape(rank, -1).T
+            column = np.zeros((self.num_outputs, rank), b.dtype)
+            column[part.place.first : part.place.first + len(b_OxR)] = b_OxR
+            a_parts.append(a.reshape(-1, rank).T)
+            columns.append(column)
+        return np.concatenate(a_parts), np.concatenate(columns, axis=1)
+
+
+def export_adapters(run: str, output: str, dtype: str | None) -> str:
+    """Writes the adapters of a run as a PEFT folder, whole or not at all; returns what was written, for a person.
+
+    Args:
+      run: a run folder, or one of its checkpoints.
+      output: the folder to write, new or empty.
+      dtype: of the tensors; None: float32, in which they are trained.
+
+    Raises:
+      ConfigError: there is no such run, it has no adapters, or the output is not empty.
+    """
+    target = new_folder(output)
+    config, base, params = load_adapters(run)
+    arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    adapters = Adapters.from_config(config)
+    assert adapters is not None, "the run has adapters"
+    modules = _modules(config, adapters, base)
+    stored_as = DTYPE_NAMES[dtype or "float32"]
+    tensors = {
+        name: tensor.astype(DTYPES[stored_as])
+        for name, tensor in _tensors(modules, config.base_num_decoder_layers, arrays)
+    }
+    try:
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        with writing_folder(target, last=CONFIG_FILE) as folder:
+            write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
+            copy_tokenizer(config, folder)
+            write_json(folder / CONFIG_FILE, _config_json(config, adapters, modules))
+    except OSError as error:
+        raise cannot_write(output, error) from error
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
+
+
+def _modules(config: ConfigDict, adapters: Adapters, base: nnx.State) -> list[Module]:
+    places = parameter_places(config.decoder_block, base)
+    targets = {target.path: target for target in adapters.targets(base)}
+    found = {}
+    for path in targets:
+        layout = places[path].layout
+        group = layout.joined or (path,)
+        parts = tuple(Part(targets[path], places[path]) for path in group if path in targets)
+        num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
+        num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
+        found[layout.name] = Module(layout.name.removesuffix(".weight"), parts, num_outputs)
+    return list(found.values())
+
+
+def _tensors(
+    modules: list[Module], num_layers: int, arrays: dict[ParameterPath, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for module in modules:
+        for layer in range(num_layers):
+            name = _PREFIX + module.name.format(layer=layer)
+            a, b = module.adapter(layer, arrays)
+            yield f"{name}.lora_A.weight", a
+            yield f"{name}.lora_B.weight", b
+
+
+def _config_json(config: ConfigDict, adapters: Adapters, modules: list[Module]) -> Json:
+    # Two components, since GPT-2's attention and MLP both have a c_proj.
+    names = {module: ".".join(module.name.split(".")[-2:]) for module in modules}
+    joined = {names[module]: len(module.parts) for module in modules if len(module.parts) > 1}
+    base = config.load_parameters_path
+    alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base if is_huggingface_folder(base) else None,
+        "inference_mode": True,
+        "r": adapters.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": config.decoder_block == "gpt2",
+        "target_modules": sorted(names.values()),
+        "rank_pattern": {name: number * adapters.rank for name, number in joined.items()},
+        "alpha_pattern": {name: number * alpha for name, number in joined.items()},
+    }

@@ -1,0 +1,176 @@
+"""Each optimizer trains, sees each layer by itself, and holds no learning rate."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from ml_collections import ConfigDict
+
+from maxbatch import load_config
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.update.optimizers import DIRECTIONS, make_optimizer
+from tests.helpers.tiny import TINY_MODEL
+
+NUM_LAYERS = 2
+ALL = sorted(DIRECTIONS)
+
+
+def config_of(opt_type: str, *overrides: str) -> ConfigDict:
+    sizes = ("base_emb_dim=128", "base_mlp_dim=160", f"base_num_decoder_layers={NUM_LAYERS}")
+    return load_config(overrides=[*TINY_MODEL, *sizes, f"opt_type={opt_type}", *overrides])
+
+
+def parameters_of(config: ConfigDict) -> nnx.State:
+    return nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+
+
+def random_like(tree: Any, seed: int) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, noise)
+
+
+@partial(jax.jit, static_argnums=0)
+def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
+    config = config_of(*opt)
+    updates, state = make_optimizer(config, learning_rate).update(gradient, state, parameters)
+    return optax.apply_updates(parameters, updates), state
+
+
+def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
+    state = make_optimizer(config_of(*opt), 0.0).init(parameters)
+    for gradient in gradients:
+        parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
+    return parameters
+
+
+def unstacked(tree: nnx.State) -> dict[str, Any]:
+    """The same values as separate layers, under names that say nothing of a stack."""
+    pure = nnx.to_pure_dict(tree)
+    layers = pure.pop("layers")
+    return pure | {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
+
+
+@pytest.mark.parametrize("opt_type", ALL)
+def test_stacked_layers_are_updated_as_separate_ones(opt_type: str) -> None:
+    parameters = parameters_of(config_of(opt_type))
+    gradients = [random_like(parameters, seed) for seed in (1, 2)]
+    stacked = after_two_updates((opt_type,), parameters, gradients)
+    separate = after_two_updates((opt_type,), unstacked(parameters), [unstacked(g) for g in gradients])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), unstacked(stacked), separate)
+
+
+@pytest.mark.parametrize("opt_type", ALL)
+def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
+    parameters = parameters_of(config_of(opt_type))
+    target = random_like(parameters, 3)
+
+    def loss(parameters: Any) -> jax.Array:
+        return sum(
+            0.5 * jnp.sum(jnp.square(a - b))
+            for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
+        )
+
+    state = make_optimizer(config_of(opt_type), 0.0).init(parameters)
+    start = float(loss(parameters))
+    moved = parameters
+    for _ in range(5):
+        moved, state = updated((opt_type,), moved, state, jax.grad(loss)(moved), jnp.float32(0.05))
+    assert loss(moved) < 0.95 * start
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(parameters), strict=True):
+        assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize("opt_type", ALL)
+def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None:
+    parameters = parameters_of(config_of(opt_type))
+    gradients = [random_like(parameters, 1)]
+    with_decay, without = (
+        after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients) for decay in (0.5, 0.0)
+    )
+
+    def check(path: Any, a: jax.Array, b: jax.Array, before: jax.Array) -> None:
+        decay = 0.0 if "scale" in jax.tree_util.keystr(path) else 0.01 * 0.5
+        np.testing.assert_allclose(b - a, decay * before, atol=1e-6)
+
+    jax.tree.map_with_path(check, with_decay, without, parameters)
+
+
+@pytest.mark.parametrize("opt_type", ALL)
+def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
+    parameters = parameters_of(config_of(opt_type, "adam_weight_decay=0"))
+    gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
+    start = make_optimizer(config_of(*opt), 0.0).init(parameters)
+    one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
+    two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
+    jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
+    jax.tree.map(lambda a, b, p: np.testing.assert_allclose(b - p, 2 * (a - p), atol=1e-6), one, two, parameters)
+    assert jax.tree.structure(state_one) == jax.tree.structure(start)
+    assert [x.shape for x in jax.tree.leaves(state_one)] == [x.shape for x in jax.tree.leaves(start)]
+
+
+@pytest.mark.parametrize(
+    ("opt_type", "least", "most"), [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)]
+)
+def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
+    config = config_of(opt_type)
+    parameters = jax.eval_shape(lambda: parameters_of(config))
+    state = jax.eval_shape(make_optimizer(config, 0.0).init, parameters)
+    size = sum(x.size for x in jax.tree.leaves(parameters))
+    state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert least * size <= state_bytes <= most * size + 64
+
+
+def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
+    opt = ("muon", "adam_weight_decay=0")
+    parameters = parameters_of(config_of(*opt))
+    moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
+    updates = nnx.to_pure_dict(jax.tree.map(lambda a, b: a - b, moved, parameters))
+    layers = updates["layers"]
+    matrices = {name: layers["attention"][name].reshape(NUM_LAYERS, 128, -1) for name in ("query", "key", "value")}
+    matrices |= {"out": layers["attention"]["out"].reshape(NUM_LAYERS, -1, 128), **layers["mlp"]}
+    for name, update in matrices.items():
+        values = np.linalg.svd(update, compute_uv=False)
+        assert values.max() / values.min() < 4, name
+    embedding = np.linalg.svd(updates["embedding"], compute_uv=False)
+    assert embedding.max() / embedding.min() > 4
+
+
+def test_bfloat16_parameters_keep_their_dtype() -> None:
+    for opt_type in ALL:
+        opt = (opt_type, "weight_dtype=bfloat16")
+        parameters = parameters_of(config_of(*opt))
+        moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
+        assert {x.dtype for x in jax.tree.leaves(moved)} == {jnp.dtype("bfloat16")}
+
+
+def test_an_unknown_name_is_refused() -> None:
+    config = ConfigDict({"opt_type": "adam"})
+    with pytest.raises(ConfigError, match=r"opt_type='adam'.*adamw"):
+        make_optimizer(config, 0.1)
+
+
+def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
+    """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition 4)."""
+    scaled = config_of("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
+    plain = config_of("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
+    parameters = parameters_of(plain)
+    gradient = random_like(parameters, 1)
+    results = []
+    for optimizer in (make_optimizer(scaled, 0.1, np.float32(4)), make_optimizer(plain, 0.1)):
+        state = optimizer.init(parameters)
+        for _ in range(3):
+            updates, state = optimizer.update(gradient, state, parameters)
+        results.append(updates)
+    for ours, wanted in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=2e-5)

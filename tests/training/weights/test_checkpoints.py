@@ -1,0 +1,348 @@
+"""A checkpoint commits whole or not at all, and one that cannot be trusted is passed over, never trained on."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import resource
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.system.errors import TrainingError
+from maxbatch.training.pretraining import train
+from maxbatch.training.update.state import TrainState, abstract_state, init_state
+from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
+from maxbatch.training.weights.parameters import restore_parameters
+from tests.helpers.tiny import read_metrics, tiny_config
+
+DATA = {"dataset_type": "synthetic", "data_shuffle_seed": 0}
+
+
+class Saved:
+    """Three checkpoints of one state, at steps 1, 2 and 3."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = tiny_config()
+        self.abstract = abstract_state(self.config, make_mesh(self.config, jax.devices()[:1]))
+        self.state = init_state(self.config, self.abstract)
+        self.warnings: list[str] = []
+        with self.open() as checkpoints:
+            for step in (1, 2, 3):
+                checkpoints.save(self.state, Position(step, 10 * step))
+
+    @contextmanager
+    def open(self, data: dict[str, Any] = DATA, *overrides: str) -> Iterator[Checkpoints]:
+        identity = {"data": data, "model": model_identity(tiny_config(*overrides))}
+        checkpoints = Checkpoints(self.folder, 3, identity, self.warnings.append)
+        yield checkpoints
+        checkpoints.close()
+
+
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.fixture
+def saved(saved_once: Saved, tmp_path: Path) -> Saved:
+    """A copy of its own for each test."""
+    own = copy.copy(saved_once)
+    own.folder, own.warnings = tmp_path / "run", []
+    shutil.copytree(saved_once.folder, own.folder)
+    return own
+
+
+def largest_file(folder: Path) -> Path:
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def newest_of(checkpoints: Checkpoints) -> tuple[Position, tuple[int, int]]:
+    record = checkpoints.newest()
+    assert record is not None
+    return record.position, record.hosts
+
+
+def assert_equal(a: TrainState, b: TrainState) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
+    mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
+    abstract = abstract_state(saved.config, mesh)
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        restored = checkpoints.restore(abstract)
+    assert restored is not None and restored.position == Position(3, 30)
+    assert_equal(restored.state, saved.state)
+    for leaf, planned in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True):
+        assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
+
+
+def flip_a_bit(step: Path) -> None:
+    file = largest_file(step / "params")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut_in_half(step: Path) -> None:
+    for file in [p for p in (step / "params").rglob("*") if p.is_file()]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def lose_the_parameters(step: Path) -> None:
+    shutil.rmtree(step / "params" / "d")
+
+
+def lose_the_position(step: Path) -> None:
+    (step / "position" / "metadata").unlink()
+
+
+def garble_the_position(step: Path) -> None:
+    (step / "position" / "metadata").write_text('{"position": 3}')
+
+
+def flip_the_samples(step: Path) -> None:
+    change_the_position(step, lambda saved: saved["position"].update(samples_seen=50))
+
+
+def other_samples_than_the_metrics(step: Path) -> None:
+    """As a version wrote it whose JSON had no checksum."""
+    change_the_position(step, lambda saved: (saved.pop("json_checksum"), saved["position"].update(samples_seen=50)))
+    line = {"step": 3, "samples_seen": 30, "tokens_seen": 960, "global_batch_size": 10, "stage": 0, "loss": 1.0}
+    (step.parent.parent / "metrics.jsonl").write_text(json.dumps(line | {"learning_rate": 0.1}) + "\n")
+
+
+def name_it_anew(step: Path) -> None:
+    shutil.rmtree(step)
+    shutil.copytree(step.with_name("1"), step)
+
+
+def change_the_position(step: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = step / "position" / "metadata"
+    saved = json.loads(path.read_text())
+    change(saved)
+    path.write_text(json.dumps(saved))
+
+
+def lose_everything(step: Path) -> None:
+    for file in [p for p in step.rglob("*") if p.is_file()]:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        cut_in_half,
+        lose_the_parameters,
+        lose_the_position,
+        garble_the_position,
+        flip_the_samples,
+        other_samples_than_the_metrics,
+        name_it_anew,
+        lose_everything,
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved: Saved, damage: Callable[[Path], None]) -> None:
+    damage(saved.folder / "checkpoints" / "3")
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) in ((Position(2, 20), (1, 1)), (Position(3, 30), (1, 1)))
+        restored = checkpoints.restore(saved.abstract)
+        assert restored is not None and restored.position == Position(2, 20)
+        assert_equal(restored.state, saved.state)
+        checkpoints.save(restored.state, Position(3, 30))  # nothing blocks the same step's next save
+    (warning,) = saved.warnings
+    assert "checkpoint 3" in warning and "checkpoints-damaged" in warning
+    assert (saved.folder / "checkpoints-damaged" / "3").is_dir(), "set aside, not deleted"
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+
+
+def test_where_every_checkpoint_is_damaged_there_is_none(saved: Saved) -> None:
+    for step in "123":
+        cut_in_half(saved.folder / "checkpoints" / step)
+    with saved.open() as checkpoints:
+        assert checkpoints.restore(saved.abstract) is None
+    assert len(saved.warnings) == 3
+
+
+@pytest.mark.parametrize("strerror", ["Permission denied", "Input/output error"])
+@pytest.mark.parametrize("by_python", [True, False])
+def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, strerror: str, by_python: bool
+) -> None:
+    code = {"Permission denied": errno.EACCES, "Input/output error": errno.EIO}[strerror]
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if by_python:
+            raise OSError(code, strerror)
+        raise ValueError(f"Failed to open: {strerror} [os_error_code='{code}'] [tensorstore_spec='']")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", refuse)
+    with saved.open() as checkpoints, pytest.raises(ConfigError) as error:
+        checkpoints.restore(saved.abstract)
+    assert str(error.value) == f"{saved.folder / 'checkpoints' / '3'}: cannot be read ({strerror})"
+    assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
+
+
+def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Saved) -> None:
+    other = tiny_config("opt_type=adafactor", "adam_b1=0")
+    abstract = abstract_state(other, make_mesh(other, jax.devices()[:1]))
+    with saved.open() as checkpoints, pytest.raises(ConfigError, match="no checkpoint has the arrays of this"):
+        checkpoints.restore(abstract)
+    assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
+
+
+@pytest.mark.parametrize("name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"])
+def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, name: str) -> None:
+    saved.folder = tmp_path / name / "run"
+    saved.folder.mkdir(parents=True)
+    with saved.open() as checkpoints:
+        checkpoints.save(saved.state, Position(4, 40))
+    with saved.open() as checkpoints:
+        restored = checkpoints.restore(saved.abstract)
+        assert checkpoints.has(4) and not checkpoints.has(3)
+    assert restored is not None and restored.position == Position(4, 40) and not saved.warnings
+    assert_equal(restored.state, saved.state)
+    assert [path.name for path in (saved.folder / "checkpoints").iterdir()] == ["4"]
+    restore_parameters(saved.folder, saved.config, saved.abstract.params)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Writing more raises EFBIG, as a full disk raises ENOSPC."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def wait_for_the_writers(folder: Path) -> None:
+    """Orbax's other threads go on for a moment after one has failed; a real run ends with its error."""
+    before = None
+    while (now := sorted(folder.rglob("*"))) != before:
+        before = now
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_disk_that_is_full_during_a_save_is_one_error(
+    saved: Saved, capfd: pytest.CaptureFixture[str], closes: bool
+) -> None:
+    capfd.readouterr()
+    refused = pytest.raises(ConfigError, match=r"checkpoints: cannot be written \(File too large\)")
+    with refused, saved.open() as checkpoints, files_of_at_most(8000):
+        checkpoints.save(saved.state, Position(4, 40))
+        if closes:
+            checkpoints.close()
+        checkpoints.save(saved.state, Position(5, 50))
+    assert "Traceback" not in capfd.readouterr().err
+    wait_for_the_writers(saved.folder / "checkpoints")
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        checkpoints.save(saved.state, Position(4, 40))  # with room again it goes on
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(4, 40), (1, 1))
+    assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"2", "3", "4"}
+
+
+def test_a_full_disk_says_so(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("RESOURCE_EXHAUSTED: Failed writing [os_error_code='28']")
+
+    monkeypatch.setattr(ocp.CheckpointManager, "save", refuse)
+    with saved.open() as checkpoints, pytest.raises(TrainingError, match="checkpoints: no space left on the disk"):
+        checkpoints.save(saved.state, Position(4, 40))
+
+
+def test_a_half_written_checkpoint_does_not_count(saved: Saved) -> None:
+    unfinished = saved.folder / "checkpoints" / "4.orbax-checkpoint-tmp" / "params"
+    unfinished.mkdir(parents=True)
+    (unfinished / "part").write_text("half")
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
+        restored = checkpoints.restore(saved.abstract)
+    assert restored is not None and restored.position.step == 3 and not saved.warnings
+
+
+@pytest.mark.parametrize(
+    ("data", "overrides", "names"),
+    [
+        ({**DATA, "data_shuffle_seed": 1}, (), ["data_shuffle_seed", "0", "1"]),
+        ({"dataset_type": "text", "content": "abc"}, (), ["dataset_type", "content", "data_shuffle_seed"]),
+        (DATA, ("base_emb_dim=64", "vocab_size=300"), ["base_emb_dim", "32", "64", "vocab_size"]),
+        (DATA, ("opt_type=lion",), ["opt_type", "adamw", "lion"]),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_with_the_differing_keys(
+    saved: Saved, data: dict[str, Any], overrides: tuple[str, ...], names: list[str]
+) -> None:
+    with saved.open(data, *overrides) as checkpoints, pytest.raises(ConfigError) as error:
+        checkpoints.newest()
+    assert all(name in str(error.value) for name in names) and "\n" not in str(error.value)
+
+
+def test_only_the_newest_are_kept(saved: Saved) -> None:
+    with saved.open() as checkpoints:
+        checkpoints.save(saved.state, Position(4, 40))
+    assert sorted(p.name for p in (saved.folder / "checkpoints").iterdir()) == ["2", "3", "4"]
+
+
+def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
+    with saved.open() as checkpoints:
+        checkpoints.save(saved.state, Position(4, 2**53 + 1))
+    with saved.open() as checkpoints:
+        assert newest_of(checkpoints) == (Position(4, 2**53 + 1), (1, 1))
+    record = json.loads((saved.folder / "checkpoints" / "4" / "position" / "metadata").read_text())
+    assert record["position"]["samples_seen"] == 2**53 + 1
+
+
+def test_parameters_alone_start_another_run(saved: Saved) -> None:
+    params = restore_parameters(saved.folder, saved.config, saved.abstract.params)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(saved.state.params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(ConfigError, match="no checkpoint here"):
+        restore_parameters(saved.folder / "nothing", saved.config, saved.abstract.params)
+    wider = abstract_state(tiny_config("base_emb_dim=64"), make_mesh(saved.config, jax.devices()[:1]))
+    with pytest.raises(ConfigError, match="do not fit"):
+        restore_parameters(saved.folder, saved.config, wider.params)
+
+
+def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:
+    """The archive was made at commit 629f1b4, the last one before the package was divided into rooms.
+
+    maxbatch train run_dir=old steps=8 checkpoint_period=4 enable_rampup_batch_size=true per_device_batch_size=4
+    per_device_batch_size_start=2 per_device_batch_size_increment=1 global_rampup_samples=12
+    gradient_accumulation_steps=2 and the smallest model (the rest is in its config.yml), on one CPU device.
+    `uninterrupted.jsonl` is its metrics.jsonl; `run` is its folder as if it was killed after update 6.
+    """
+    with tarfile.open(Path(__file__).parent / "data" / "run_before_rooms.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    config = load_config(tmp_path / "run" / "config.yml", [f"run_dir={tmp_path / 'run'}"])
+    outcome = train(config, jax.devices()[:1])
+    assert outcome.position.step == 8 and not (tmp_path / "run" / "checkpoints-damaged").exists()
+    ours = read_metrics(tmp_path / "run")
+    theirs = [json.loads(line) for line in (tmp_path / "uninterrupted.jsonl").read_text().splitlines()]
+    for mine, their in zip(ours, theirs, strict=True):
+        for key in ("step", "samples_seen", "tokens_seen", "global_batch_size", "stage", "data_fingerprint"):
+            assert mine[key] == their[key], (mine["step"], key)
+        for key in ("loss", "learning_rate", "grad_norm"):
+            assert mine[key] == pytest.approx(their[key], rel=1e-5), (mine["step"], key)

@@ -1,0 +1,142 @@
+"""Tensors onto the devices of several hosts: each row is read once, and the devices exchange the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from maxbatch import load_config
+from maxbatch.cli import main
+from maxbatch.config.huggingface_export import config_json
+from maxbatch.model.huggingface import parameter_path
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.system.safetensors import StoredTensor, stored_tensors, write_tensors
+from maxbatch.training.update.state import abstract_model
+from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface_exchange import _adder, _exchange, read_shared
+from maxbatch.training.weights.parameters import load_parameters
+from tests.helpers.command import maxbatch
+from tests.helpers.stores import Store
+
+SIZES = (
+    "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=4", "base_mlp_dim=24",
+    "base_num_decoder_layers=2", "vocab_size=41",
+)  # fmt: skip
+KEYS = {
+    "llama2": ("logits_via_embedding=false",),
+    "phi3": ("logits_via_embedding=false",),
+    "gpt2": (
+        "logits_via_embedding=true", "mlp_activations=gelu", "trainable_position_size=32", "attention_bias=true",
+        "normalization_layer_epsilon=1e-5",
+    ),
+}  # fmt: skip
+
+
+def random_folder(folder: Path, decoder_block: str) -> Path:
+    config = load_config(
+        overrides=[f"decoder_block={decoder_block}", "max_target_length=16", *SIZES, *KEYS[decoder_block]]
+    )
+    shapes = tensor_shapes(parameter_places(decoder_block, abstract_model(config)[1]))
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    arrays = (rng.normal(size=shape).astype(np.float32) for shape in shapes.values())
+    write_tensors(folder / "model.safetensors", "F32", shapes, arrays)
+    (folder / "config.json").write_text(json.dumps(config_json(config, "float32", {})))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("decoder_block", "axes"),
+    [
+        ("llama2", {"fsdp": 8}),
+        ("llama2", {"fsdp": 3}),
+        ("llama2", {"tensor": 2, "fsdp": 2, "data": 2}),
+        ("phi3", {"tensor": 2, "fsdp": 2}),
+        ("gpt2", {"pipeline": 2, "fsdp": 2}),
+    ],
+)
+def test_every_row_is_read_once_and_reaches_the_devices_that_hold_it(
+    decoder_block: str, axes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = random_folder(tmp_path / "model", decoder_block)
+    overrides = ["ici_fsdp_parallelism=1", *(f"ici_{axis}_parallelism={size}" for axis, size in axes.items())]
+    overrides += ["weight_dtype=bfloat16", "max_target_length=16"]
+    mesh = make_mesh(load_config(overrides=overrides), jax.devices()[: int(np.prod(list(axes.values())))])
+    config, _, expected = load_parameters(folder, overrides, mesh)
+    abstract = abstract_model(config)[1]
+    stored, places = stored_tensors(folder), parameter_places(decoder_block, abstract)
+    count: Counter[str] = Counter()
+    names = {tensor.offset: name for name, tensor in stored.items()}
+    rows = StoredTensor.rows
+
+    def counted(tensor: StoredTensor, first: int, last: int) -> np.ndarray:
+        count[names[tensor.offset]] += last - first
+        return rows(tensor, first, last)
+
+    monkeypatch.setattr(StoredTensor, "rows", counted)
+    shardings = jax.tree.leaves(parameter_shardings(abstract, mesh))
+    wanted = {}
+    for (path, parameter), sharding in zip(jax.tree.leaves_with_path(expected), shardings, strict=True):
+        place = places[parameter_path(path)]
+        if len(place.part_shape) < 2:
+            continue
+        shape = jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=sharding)
+        found = read_shared(stored, place, shape)
+        assert found.sharding == parameter.sharding
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(parameter), err_msg=str(path))
+        # Parameters that are columns of one tensor each read its rows.
+        readings = len(place.layout.joined) if place.layout.joined and place.layout.joined_axis == 1 else 1
+        wanted |= {name: readings * stored[name].shape[0] for name in place.names}
+    assert count == wanted and len(wanted) > 2
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 4}, {"pipeline": 2, "tensor": 2, "fsdp": 2}])
+def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int]) -> None:
+    sizes = ["base_emb_dim=64", "base_mlp_dim=256", "base_num_decoder_layers=2"]
+    config = load_config(overrides=[*sizes, *(f"ici_{axis}_parallelism={size}" for axis, size in axes.items())])
+    mesh, abstract = make_mesh(config), abstract_model(config)[1]
+    place = parameter_places("llama2", abstract)["layers", "mlp", "gate"]
+    sharding = parameter_shardings(abstract, mesh)["layers"]["mlp"]["gate"].get_value()
+    exchange = _exchange(place, sharding, 3)
+    whole = jax.ShapeDtypeStruct((2, *place.shape), np.float32, sharding=sharding)
+    rows = jax.ShapeDtypeStruct(place.part_shape, np.float32, sharding=exchange[0])
+    compiled = _adder(place, sharding, exchange).lower(whole, rows, np.int32(0)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * math.prod(place.part_shape) * 4
+
+
+@pytest.mark.stores
+@pytest.mark.slow
+def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> None:
+    bucket = store.bucket()
+    folder = random_folder(tmp_path / "model", "llama2")
+    there = f"{bucket}/model"
+    assert main(["export", str(folder), "--output", there]) == 0
+    losses = []
+    for hosts, path in ((1, str(folder)), (2, there)):
+        run_dir = tmp_path / f"run-{hosts}"
+        store.forget()
+        maxbatch(
+            "train", "model_name=auto", f"load_parameters_path={path}", "dataset_type=synthetic", "steps=2",
+            "max_target_length=16", "per_device_batch_size=1", "eval_interval=-1", "enable_checkpointing=false",
+            f"run_dir={run_dir}", "--simulate-devices", "2", "--simulate-hosts", str(hosts),
+        )  # fmt: skip
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    file = (folder / "model.safetensors").read_bytes()
+    header = int.from_bytes(file[:8], "little")
+    # Every host reads the header; a store's description of the object, which is not asked with `alt=media` of Google's,
+    # and its answers about the index that is not there do not count either.
+    content = r"^GET .*model\.safetensors" + (r".*alt=media" if store.scheme == "gs" else "$")
+    read = [size for _, method, path, size, _ in store.requests() if re.search(content, f"{method} {path}")]
+    of_tensors = [size for size in read if size not in (8, header)]
+    total = len(file) - 8 - header
+    assert total <= sum(of_tensors) <= 1.3 * total, read
