@@ -12,7 +12,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
     from maxbatch.cli import main as run
 
-    return run()
+    code = run()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is done keeps its exit code while Python ends
+    return code
 
 
 if __name__ == "__main__":
