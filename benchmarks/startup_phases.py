@@ -38,11 +38,12 @@ def main(output: str, began: str, *overrides: str) -> None:
     import jax
 
     from maxbatch.config.loading import load_config
+    from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.stream.stream import open_stream
 
     config = load_config(overrides=overrides)
     passed("config")
-    use_persistent_cache(config)
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
     devices = jax.devices()
     passed("devices")
     stream = open_stream(config)

@@ -34,6 +34,7 @@ from maxbatch.training.session import Outcome, Session
 from maxbatch.training.task import Dispatched, TaskData, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -79,7 +80,7 @@ class PolicyTraining:
         self._source = PromptSource(session.config)
         self._prompts = self._source.train()
         self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
-        self.model = model_of(session.config)
+        self.model = model_of(UpdateConfig.of(session.config), session.config.load_parameters_path)
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # what an eval found; joins the first record
         self._warned = False
@@ -136,7 +137,7 @@ class PolicyTraining:
     def prepare(self, restored: TrainState | None) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
         config, session, abstract = self._config, self._session, self.abstract
-        state = restored or init_opt_state(config, abstract, first_parameters(session, abstract))
+        state = restored or init_opt_state(UpdateConfig.of(config), abstract, first_parameters(session, abstract))
         if config.grpo_beta:
             self._learner.refer_to(first_parameters(session, abstract))
         transcripts = Transcripts(session.folder, session.board, session.position.step)

@@ -13,6 +13,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.system.atomic_files import write_atomically
@@ -20,6 +21,7 @@ from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome, Session
 from maxbatch.training.update.state import TrainState, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import restore_parameters
 
 FOLDER = "warm_start"
@@ -69,7 +71,7 @@ def first_parameters(session: Session[Any], abstract: TrainState) -> nnx.State:
     """Returns the parameters before the first update of reinforcement learning."""
     config = session.config
     if config.warm_start_steps:
-        return restore_parameters(str(as_path(config.run_dir) / FOLDER), config, abstract.params)
+        return restore_parameters(str(as_path(config.run_dir) / FOLDER), ModelConfig.of(config), abstract.params)
     if read := session.open_parameters():
         return read(abstract.params)
-    return init_state(config, abstract).params
+    return init_state(UpdateConfig.of(config), abstract).params

@@ -13,11 +13,13 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
+from maxbatch.config.sections import AdapterConfig, EvaluationConfig
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
@@ -30,13 +32,14 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
-from maxbatch.training.compile.saved import SavedPrograms
+from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
-from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
+from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.session import Outcome, Session
 from maxbatch.training.task import Dispatched, TaskData
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import restore_full_state
 
 CONFIGURED = Parts()  # all of it the config's
@@ -64,10 +67,10 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
         return Session(config, devices or jax.devices(), task, stack, parts.outputs).run()
 
 
-def _check(parts: Parts, config: ConfigDict) -> None:
-    if config.compiled_dir and (parts.model or parts.objective):
+def _check(parts: Parts, compiled_dir: str) -> None:
+    if compiled_dir and (parts.model or parts.objective):
         raise ConfigError(
-            f"compiled_dir={config.compiled_dir}: holds programs of the config's own model and loss, and train() was "
+            f"compiled_dir={compiled_dir}: holds programs of the config's own model and loss, and train() was "
             'given others; works: compiled_dir=""'
         )
 
@@ -80,12 +83,14 @@ class Pretraining:
 
     def __init__(self, session: Session[StagedBatch], parts: Parts = CONFIGURED) -> None:
         self._session, config, self._parts = session, session.config, parts
-        _check(parts, config)
+        _check(parts, config.compiled_dir)
         self.takes_turns = must_take_turns(session.devices)
-        self._mesh_shape = checked_mesh_shape(config, session.devices)
+        self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), session.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.model, self._objective = task_model(parts, config), objective_of(parts)
+        make_model = partial(parts.model, config) if parts.model else None
+        self.model = task_model(make_model, UpdateConfig.of(config), config.load_parameters_path)
+        self._objective = objective_of(parts.objective, make_model)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
@@ -127,10 +132,14 @@ class Pretraining:
     def build(self) -> None:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
         config = self._session.config
-        self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion, self._objective)
+        self._programs = Programs(
+            ProgramsConfig.of(config), self._session.devices, self._mesh_shape, self._expansion, self._objective
+        )
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
         self.placement = self._programs.placement
-        self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
+        self._saved = (
+            SavedPrograms(config.compiled_dir, program_keys(config), self.mesh) if config.compiled_dir else None
+        )
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         if self._saved is not None and name in self._saved:
@@ -168,7 +177,7 @@ class Pretraining:
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         if self.abstract.frozen is not None:
-            self._merging = compile_merging(self._session.config, self.abstract)
+            self._merging = compile_merging(AdapterConfig.of(self._session.config), self.abstract)
         self._evaluator = self._open_evaluator()
         self.evaluates = self._evaluator is not None
         return state
@@ -187,7 +196,7 @@ class Pretraining:
         if config.load_full_state_path:
             return restore_full_state(config.load_full_state_path, self.abstract)
         if read := self._session.open_parameters():
-            return init_opt_state(config, self.abstract, read(self.abstract.model))
+            return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
         return self.executable(INIT, self._programs.init)()
 
     def _open_evaluator(self) -> Evaluator | None:
@@ -200,7 +209,8 @@ class Pretraining:
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
         if not num_rows:
             return None
-        return Evaluator(config, self.placement, held_out, num_rows, batch_size, self._objective)
+        update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
+        return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
     def step(
         self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float

@@ -18,6 +18,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
+from maxbatch.config.sections import ModelConfig
+from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
@@ -32,10 +34,10 @@ from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.record.board import Board
-from maxbatch.training.record.loggers import check_loggers, open_loggers, settings_of
+from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, Recorder
+from maxbatch.training.record.recorder import Output, RecordConfig, Recorder
 from maxbatch.training.record.throughput import ThroughputMeter
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Task
@@ -78,9 +80,9 @@ class Session(Generic[B]):
         outputs: Sequence[Output] = (),
     ) -> None:
         self.config, self.devices, self.stack, self._outputs = config, devices, stack, outputs
-        use_persistent_cache(config)
+        use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
         if is_first():
-            check_loggers(config)
+            check_loggers(config.log_to)
         self.console = TrainingConsole(quiet=not is_first())
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.stop = stack.enter_context(StopRequest())
@@ -142,7 +144,7 @@ class Session(Generic[B]):
         """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none."""
         path = self.config.load_parameters_path
         if path and self._read_parameters is None:
-            self._read_parameters = open_parameters(path, self.config, self.task.abstract.model)
+            self._read_parameters = open_parameters(path, ModelConfig.of(self.config), self.task.abstract.model)
         return self._read_parameters
 
     @property
@@ -198,15 +200,17 @@ class Session(Generic[B]):
             if isinstance(output, Board):
                 self.board = output
                 output.settings(settings_of(self.config))
-        meter = ThroughputMeter(self.config, self.devices, self.task.model.flops_per_token)
-        return Recorder(self.config, self.plan.manager, self.position, compiles, meter, opened)
+        length, peak_tflops = self.config.max_target_length, self.config.peak_tflops_per_device
+        meter = ThroughputMeter(length, self.task.model.flops_per_token, self.devices, peak_tflops)
+        return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
-        yield from open_loggers(self.config, self.folder, warn)
+        tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
+        yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
         yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
         yield from self._outputs
 

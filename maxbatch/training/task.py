@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import model_identity
 
 
@@ -35,9 +34,9 @@ class TaskModel(NamedTuple):
     flops_per_token: int  # of training, forward and backward
 
 
-def model_of(config: ConfigDict) -> TaskModel:
-    """Returns the model that the config describes."""
-    return TaskModel(model_identity(config), model_flops_per_token(DecoderConfig.of(config)))
+def model_of(config: UpdateConfig, base: str) -> TaskModel:
+    """Returns the model that the config describes; its adapters, if it has any, adapt the model at `base`."""
+    return TaskModel(model_identity(config, base), model_flops_per_token(config))
 
 
 class Dispatched(NamedTuple):
