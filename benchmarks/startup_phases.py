@@ -32,7 +32,7 @@ def main(output: str, began: str, *overrides: str) -> None:
         passed(f"import {library}")
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.pretraining import Pretraining
-    from maxbatch.training.session import Session
+    from maxbatch.training.session import RunContext, Session
 
     passed("import the rest of maxbatch")
     import jax
@@ -50,10 +50,11 @@ def main(output: str, began: str, *overrides: str) -> None:
     stream.read(0, 1)
     passed("data")
     with ExitStack() as stack:
-        session = Session(config, devices, Pretraining, stack)
+        context = RunContext(config, devices, stack)
+        session = Session(context, Pretraining(context))
         passed("session")
-        with session.task.feed():
-            session.task.prepare(None)
+        with session.task.feed(session.start):
+            session.task.prepare(None, session.start)
         passed("state, compile the update")
     Path(output).write_text(json.dumps(seconds))
 

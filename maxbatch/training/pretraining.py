@@ -36,8 +36,8 @@ from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
-from maxbatch.training.session import Outcome, Session
-from maxbatch.training.task import Dispatched, TaskData
+from maxbatch.training.session import Outcome, RunContext, Session
+from maxbatch.training.task import Dispatched, Start, TaskData
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import restore_full_state
@@ -63,8 +63,8 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     give_cpu_devices_threads()
     config = with_flags(config)
     with ExitStack() as stack:
-        task = partial(Pretraining, parts=parts)
-        return Session(config, devices or jax.devices(), task, stack, parts.outputs).run()
+        context = RunContext(config, devices or jax.devices(), stack)
+        return Session(context, Pretraining(context, parts), parts.outputs).run()
 
 
 def _check(parts: Parts, compiled_dir: str) -> None:
@@ -81,11 +81,11 @@ class Pretraining:
     evaluates = False
     steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
 
-    def __init__(self, session: Session[StagedBatch], parts: Parts = CONFIGURED) -> None:
-        self._session, config, self._parts = session, session.config, parts
+    def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
+        self._context, config, self._parts = context, context.config, parts
         _check(parts, config.compiled_dir)
-        self.takes_turns = must_take_turns(session.devices)
-        self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), session.devices)
+        self.takes_turns = must_take_turns(context.devices)
+        self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         make_model = partial(parts.model, config) if parts.model else None
@@ -96,7 +96,7 @@ class Pretraining:
         self._evaluator: Evaluator | None = None
 
     def _open_stream(self) -> Stream:
-        config, own = self._session.config, self._parts.stream
+        config, own = self._context.config, self._parts.stream
         return open_stream(config) if own is None else as_stream(own, config)
 
     def _agree_on_data(self) -> TaskData:
@@ -115,25 +115,25 @@ class Pretraining:
         ]
         if differing:
             raise ConfigError(
-                f"dataset_path={self._session.config.dataset_path!r}: the hosts see different data "
+                f"dataset_path={self._context.config.dataset_path!r}: the hosts see different data "
                 f"({', '.join(differing[:8])} differ from host 0); give every host the same files"
             )
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
     def plan(self, resume: Resume) -> BatchPlan:
         return BatchPlan.on_mesh(
-            self._session.config,
+            self._context.config,
             self._mesh_shape,
             jax.process_count(),
             samples_per_epoch=self.data.samples_per_epoch,
             resume=resume,
         )
 
-    def build(self) -> None:
+    def build(self, plan: BatchPlan) -> None:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
-        config = self._session.config
+        config = self._context.config
         self._programs = Programs(
-            ProgramsConfig.of(config), self._session.devices, self._mesh_shape, self._expansion, self._objective
+            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._expansion, self._objective
         )
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
         self.placement = self._programs.placement
@@ -146,13 +146,13 @@ class Pretraining:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
 
-    def feed(self) -> Feed:
+    def feed(self, start: Start) -> Feed:
         """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
 
         def compile_step(shape: BatchShape) -> Any:
             return self.executable(step_name(shape), lambda: self._programs.step(shape))
 
-        manager, position = self._session.plan.manager, self._session.position
+        manager, position = start.plan.manager, start.position
         ahead = manager.stages[manager.stage_at(position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
         self.steps = StepLadder(
@@ -163,12 +163,12 @@ class Pretraining:
         )
         return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
 
-    def introduction(self) -> Iterable[str]:
-        return [self.steps.describe()] if len(self._session.plan.manager.stages) > 1 else []
+    def introduction(self, plan: BatchPlan) -> Iterable[str]:
+        return [self.steps.describe()] if len(plan.manager.stages) > 1 else []
 
-    def prepare(self, restored: TrainState | None) -> TrainState:
+    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Compiles the first step while the state is made, and warms it up."""
-        making_state = self._session.background.start(partial(self._state, restored))
+        making_state = self._context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state = making_state.result()
         for shape, step in compiled:
@@ -177,8 +177,8 @@ class Pretraining:
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         if self.abstract.frozen is not None:
-            self._merging = compile_merging(AdapterConfig.of(self._session.config), self.abstract)
-        self._evaluator = self._open_evaluator()
+            self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
+        self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
         self.evaluates = self._evaluator is not None
         return state
 
@@ -187,21 +187,21 @@ class Pretraining:
             return self._first_state()
         if self.abstract.frozen is None:
             return restored
-        read = self._session.open_parameters()
+        read = self._context.open_parameters(self.abstract.model)
         assert read is not None, "adapters adapt a loaded model"
         return restored._replace(frozen=read(self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
-        config = self._session.config
+        config = self._context.config
         if config.load_full_state_path:
             return restore_full_state(config.load_full_state_path, self.abstract)
-        if read := self._session.open_parameters():
+        if read := self._context.open_parameters(self.abstract.model):
             return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
         return self.executable(INIT, self._programs.init)()
 
-    def _open_evaluator(self) -> Evaluator | None:
+    def _open_evaluator(self, batch_size: int) -> Evaluator | None:
         """Returns None if no eval is wanted or nothing is held out."""
-        config, batch_size = self._session.config, self._session.plan.eval_batch_size
+        config = self._context.config
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
             return None
@@ -229,9 +229,9 @@ class Pretraining:
         )
 
     def compile_rest(self) -> None:
-        self.steps.compile_rest(self._session.background)
+        self.steps.compile_rest(self._context.background)
         if self._evaluator:
-            self._evaluator.compile(self.abstract.model, self._session.background, self.executable)
+            self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
         assert self._evaluator is not None, "an eval was asked for"
@@ -243,7 +243,7 @@ class Pretraining:
 
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of what the model learned, and what to type next."""
-        config, prompt = self._session.config, self._session.config.generate_prompt
+        config, prompt = self._context.config, self._context.config.generate_prompt
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:
