@@ -23,6 +23,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 1.05
 CUTS = (1, 4, 16)
@@ -33,8 +34,8 @@ def measure(quick: bool) -> list[Measurement]:
     model = QUICK_MODEL if quick else ()
     config = load_config(overrides=[*model, *RUN])
     mesh = make_mesh(config)
-    abstract = abstract_state(config, mesh)
-    train_step = make_train_step(config, mesh, abstract)
+    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    train_step = make_train_step(UpdateConfig.of(config), mesh, abstract)
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
 
     placement = Placement(batch_sharding(mesh), config.max_target_length)

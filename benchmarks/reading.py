@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from maxbatch.config.huggingface_export import config_json
 from maxbatch.config.loading import load_config
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.update.state import abstract_model
@@ -63,7 +64,7 @@ def measure(quick: bool) -> list[Measurement]:
 def _write_model(folder: Path, overrides: tuple[str, ...]) -> int:
     """Writes a folder of random weights; returns their bytes."""
     config = load_config(overrides=["model_name=llama3.2-3b", *overrides])
-    shapes = tensor_shapes(parameter_places(config.decoder_block, abstract_model(config)[1]))
+    shapes = tensor_shapes(parameter_places(config.decoder_block, abstract_model(DecoderConfig.of(config))[1]))
     block = np.random.default_rng(0).integers(0, 0x3F80, _BLOCK, np.uint16)
 
     def arrays(names: list[str]) -> Iterator[np.ndarray]:

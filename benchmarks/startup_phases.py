@@ -32,27 +32,29 @@ def main(output: str, began: str, *overrides: str) -> None:
         passed(f"import {library}")
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.pretraining import Pretraining
-    from maxbatch.training.session import Session
+    from maxbatch.training.session import RunContext, Session
 
     passed("import the rest of maxbatch")
     import jax
 
     from maxbatch.config.loading import load_config
+    from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.stream.stream import open_stream
 
     config = load_config(overrides=overrides)
     passed("config")
-    use_persistent_cache(config)
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
     devices = jax.devices()
     passed("devices")
     stream = open_stream(config)
     stream.read(0, 1)
     passed("data")
     with ExitStack() as stack:
-        session = Session(config, devices, Pretraining, stack)
+        context = RunContext(config, devices, stack)
+        session = Session(context, Pretraining(context))
         passed("session")
-        with session.task.feed():
-            session.task.prepare(None)
+        with session.task.feed(session.start):
+            session.task.prepare(None, session.start)
         passed("state, compile the update")
     Path(output).write_text(json.dumps(seconds))
 

@@ -24,7 +24,7 @@ from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.pretraining import Pretraining
 from maxbatch.training.record.profiling import Profiler
-from maxbatch.training.session import Session
+from maxbatch.training.session import RunContext, Session
 
 BAR = 0.97
 TOLERANCE = 2e-4
@@ -99,12 +99,12 @@ def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_p
 def _seconds_in_turns(
     config: ConfigDict, num_micro_batches: int, updates_per_turn: int, stack: ExitStack
 ) -> dict[str, list[float]]:
-    session = Session(config, jax.devices(), Pretraining, stack)
+    context = RunContext(config, jax.devices(), stack)
+    task = Pretraining(context)
+    session = Session(context, task)
     session.console.quiet = True
-    task = session.task
-    assert isinstance(task, Pretraining)
-    feed = stack.enter_context(task.feed())
-    session.state = task.prepare(None)
+    feed = stack.enter_context(task.feed(session.start))
+    session.state = task.prepare(None, session.start)
     shape = task.steps.shape_for(session.plan.manager.stages[-1], True)
     trainer = TrainerStep(config, task.mesh, task.abstract, task.steps[shape], shape)
     handwritten = HandwrittenStep(

@@ -13,6 +13,7 @@ from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import TrainState, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 
 LEARNING_RATE = np.float32(1e-3)
 
@@ -68,7 +69,7 @@ class TrainerStep:
     ) -> None:
         self._executable, self._shape = executable, shape
         self._placement = Placement(batch_sharding(mesh), config.max_target_length)
-        self.state = init_state(config, abstract)
+        self.state = init_state(UpdateConfig.of(config), abstract)
 
     def __call__(self, rows: Rows, num_micro_batches: int) -> tuple[float, float]:
         """Takes one update; returns its loss and gradient norm once it is done."""

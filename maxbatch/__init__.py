@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
-    from maxbatch.training.own import Loss, Rows, next_token_loss
+    from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
-    from maxbatch.training.update.state import MakeModel
 
 __version__ = "0.1.0"
 
@@ -62,7 +61,7 @@ _HOME = {
     "FedBatch": "maxbatch.api",
     "LearningRate": "maxbatch.plan.learning_rate",
     "Loss": "maxbatch.training.own",
-    "MakeModel": "maxbatch.training.update.state",
+    "MakeModel": "maxbatch.training.own",
     "Outcome": "maxbatch.training.session",
     "Output": "maxbatch.training.record.recorder",
     "RampupBatchManager": "maxbatch.plan.rampup",

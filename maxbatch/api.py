@@ -34,10 +34,9 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
-from maxbatch.training.own import Loss, Parts
+from maxbatch.training.own import Loss, MakeModel, Parts
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import Outcome
-from maxbatch.training.update.state import MakeModel
 
 
 def train(

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     config, target, plan = planned(args)
     from maxbatch.training.compile.ladder import plan_shapes
     from maxbatch.training.compile.memory import known_parts
-    from maxbatch.training.compile.saved import save_programs
-    from maxbatch.training.programs import Programs, step_name
+    from maxbatch.training.compile.saved import program_keys, save_programs
+    from maxbatch.training.programs import Programs, ProgramsConfig, step_name
 
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
-    programs = Programs(config, target.devices, plan.mesh, expansion)
+    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, expansion)
     shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])
     hlo = _made_folder(args.hlo)
     say = (lambda text: None) if args.json else note
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
     executables = {name: one.executable for name, one in done.items()}
-    size = save_programs(folder, config, target.devices, shapes, executables)
+    size = save_programs(folder, program_keys(config), target.devices, shapes, executables)
     if args.json:
         steps = [done[step_name(shape)] for shape in shapes]
         record = _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
@@ -98,6 +98,7 @@ def _compile(
     name: str, lowered: Any, target: Target, config: ConfigDict, hlo: Path | None, shape: BatchShape | None = None
 ) -> _Compiled:
     """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
+    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.memory import compile_for
     from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
@@ -109,7 +110,8 @@ def _compile(
     text = executable.as_text()
     if hlo:
         write_atomically(hlo / f"{name}.hlo", text)
-    return _Compiled(verdict, executable, model_time(text, target, config, shape))
+    modelled = model_time(text, target, DecoderConfig.of(config), config.peak_tflops_per_device, shape)
+    return _Compiled(verdict, executable, modelled)
 
 
 def _made_folder(path: str | None) -> Path | None:

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prompt and its continuation by the newest checkpoint of a run; returns the exit code."""
+    from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import make_tokenizer
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import generate_text
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.parameters import config_of_model, load_parameters
 
     config = config_of_model(args.run_dir)
-    use_persistent_cache(config)
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
     tokenizer = make_tokenizer(config)
     # A prompt of an imported model begins as its tokenizer has it.
     imported = is_huggingface_folder(args.run_dir)

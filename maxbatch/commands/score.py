@@ -13,7 +13,9 @@ import numpy as np
 
 from maxbatch.commands.arguments import count, place
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import shown
+from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         from maxbatch.commands.simulation import simulate_devices
 
         simulate_devices(args.simulate_devices)
+    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.scoring import Scorer
@@ -78,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
     by_key = "add_bos" in stated or not (config.use_sft or is_huggingface_folder(args.model))
     records = _Encoder(config, by_key).records(lines, args.file)
     mesh = make_mesh(config)
-    use_persistent_cache(config)
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
     config, _, params = load_parameters(args.model, overrides, mesh)
-    found = Scorer(config, mesh, params)([record.tokens for record in records])
+    found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), mesh, params)([record.tokens for record in records])
     if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
         raise TrainingError(f"{args.model}: gives no token a finite log-probability; its parameters are not finite")
     scored = _figures(records, found)

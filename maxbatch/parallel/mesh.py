@@ -27,7 +27,7 @@ def must_take_turns(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
-def mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
+def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -> MeshShape:
     """Returns the axis sizes of a run's mesh; a run builds them once and passes them on.
 
     Raises:

@@ -17,23 +17,25 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
 from maxbatch.training.update.gradients import Accumulation, Sums
-from maxbatch.training.update.state import TrainState, abstract_model, abstract_state
+from maxbatch.training.update.model_on_mesh import ModelOnMesh
+from maxbatch.training.update.state import TrainState, abstract_state
 from maxbatch.training.update.step import StepMetrics, update
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 class Learner:
     """Trains on pairs, chunk by chunk, on the mesh of the devices that train."""
 
     def __init__(self, config: ConfigDict, mesh: Mesh) -> None:
-        self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
+        keys = UpdateConfig.of(config)
+        self.abstract = abstract_state(keys, mesh)  # shapes and shardings of the state
         self._reference: nnx.State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        accumulation = Accumulation(config, mesh, policy_objective(config))
+        accumulation = Accumulation(keys, mesh, policy_objective(config))
 
         def begin(params: nnx.State, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params)
@@ -45,14 +47,13 @@ class Learner:
             return sums, sums.losses_d.sum()
 
         def step(state: TrainState, sums: Sums, *rates: jax.Array) -> tuple[TrainState, StepMetrics]:
-            return update(config, state, accumulation.total(sums), *rates)
+            return update(keys.optimizer, state, accumulation.total(sums), *rates)
 
-        graphdef, _ = abstract_model(config, activation_constraint(mesh, BATCH_AXES))
-        batch_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
 
         def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-            decoder = nnx.merge(graphdef, params)
-            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=batch_shards)[0]
+            decoder = model.module(model.staged(params))
+            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards)[0]
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
@@ -44,7 +45,7 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
         self._end_ids = end_tokens(config.load_parameters_path)
         self._prompt_length = config.max_prefill_predict_length
-        self._shardings = parameter_shardings(abstract_model(config)[1], mesh)
+        self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
 
     def take(self, params: nnx.State) -> nnx.State:

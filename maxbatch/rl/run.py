@@ -30,10 +30,11 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
-from maxbatch.training.session import Outcome, Session
-from maxbatch.training.task import Dispatched, TaskData, model_of
+from maxbatch.training.session import Outcome, RunContext, Session
+from maxbatch.training.task import Dispatched, Start, TaskData, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -48,8 +49,9 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
         raise ConfigError("maxbatch rl: must run on one host, and this is one of several")
     devices = list(devices or jax.devices())
     with ExitStack() as stack:
-        session = Session(config, devices, PolicyTraining, stack)
-        if not session.position.step and not session.stop.is_asked:
+        context = RunContext(config, devices, stack)
+        session = Session(context, PolicyTraining(context))
+        if not session.position.step and not context.stop.is_asked:
             assert session.plan.rl is not None, "the config states a batch of prompts"
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
@@ -71,21 +73,21 @@ class PolicyTraining:
     evaluates = False
     executable = staticmethod(compile_here)
 
-    def __init__(self, session: Session[PolicyBatch]) -> None:
-        self._session, self._config = session, session.config
-        _check(session.config)
-        self._rewards = session.stack.enter_context(Rewards(session.config))
-        self._timeline = session.stack.enter_context(Timeline())
-        self._source = PromptSource(session.config)
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._config = context, context.config
+        _check(context.config)
+        self._rewards = context.stack.enter_context(Rewards(context.config))
+        self._timeline = context.stack.enter_context(Timeline())
+        self._source = PromptSource(context.config)
         self._prompts = self._source.train()
         self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
-        self.model = model_of(session.config)
+        self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # what an eval found; joins the first record
         self._warned = False
 
     def plan(self, resume: Resume) -> BatchPlan:
-        devices = self._session.devices
+        devices = self._context.devices
         return BatchPlan.from_config(
             self._config,
             len(devices),
@@ -94,9 +96,9 @@ class PolicyTraining:
             resume=resume,
         )
 
-    def build(self) -> None:
+    def build(self, plan: BatchPlan) -> None:
         """Shares the devices out between those that train and those that sample."""
-        config, devices, plan = self._config, self._session.devices, self._session.plan
+        config, devices = self._config, self._context.devices
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
         shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
@@ -118,35 +120,35 @@ class PolicyTraining:
             temperature=config.decode_sampling_temperature,
         )
 
-    def feed(self) -> AbstractContextManager[Iterator[PolicyBatch]]:
+    def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
         """Returns the batches ahead; the pairs of one are collected while its first update is taken."""
-        return nullcontext(self._batches())
+        return nullcontext(self._batches(start))
 
-    def _batches(self) -> Iterator[PolicyBatch]:
+    def _batches(self, start: Start) -> Iterator[PolicyBatch]:
         first_sample = -1
-        for planned in self._session.plan.manager.steps_from(self._session.position.step):
+        for planned in start.plan.manager.steps_from(start.position.step):
             if planned.first_sample != first_sample:
                 first_sample = planned.first_sample
                 collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
             yield PolicyBatch(planned, collected)
 
-    def introduction(self) -> Iterable[str]:
+    def introduction(self, plan: BatchPlan) -> Iterable[str]:
         return ()
 
-    def prepare(self, restored: TrainState | None) -> TrainState:
+    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
-        config, session, abstract = self._config, self._session, self.abstract
-        state = restored or init_opt_state(config, abstract, first_parameters(session, abstract))
+        config, context, abstract = self._config, self._context, self.abstract
+        state = restored or init_opt_state(UpdateConfig.of(config), abstract, first_parameters(context, abstract))
         if config.grpo_beta:
-            self._learner.refer_to(first_parameters(session, abstract))
-        transcripts = Transcripts(session.folder, session.board, session.position.step)
-        self._transcripts = session.stack.enter_context(closing(transcripts))
-        self._evaluator = open_evaluator(config, self._source, session.plan, self._sampling_mesh, self._rewards)
+            self._learner.refer_to(first_parameters(context, abstract))
+        transcripts = Transcripts(context.folder, context.board, start.position.step)
+        self._transcripts = context.stack.enter_context(closing(transcripts))
+        self._evaluator = open_evaluator(config, self._source, start.plan, self._sampling_mesh, self._rewards)
         self.evaluates = self._evaluator is not None
-        if self.evaluates and session.position.step == 0:
+        if self.evaluates and start.position.step == 0:
             found = self.evaluate(state, 1)
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
-            session.console.print(
+            context.console.print(
                 f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
                 f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f})"
             )

@@ -6,20 +6,21 @@ That training is an ordinary run in `run_dir/warm_start`.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jax
 from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
-from maxbatch.training.session import Outcome, Session
+from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import restore_parameters
 
 FOLDER = "warm_start"
@@ -65,11 +66,11 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents:
     return changed.lock()
 
 
-def first_parameters(session: Session[Any], abstract: TrainState) -> nnx.State:
+def first_parameters(context: RunContext, abstract: TrainState) -> nnx.State:
     """Returns the parameters before the first update of reinforcement learning."""
-    config = session.config
+    config = context.config
     if config.warm_start_steps:
-        return restore_parameters(str(as_path(config.run_dir) / FOLDER), config, abstract.params)
-    if read := session.open_parameters():
+        return restore_parameters(str(as_path(config.run_dir) / FOLDER), ModelConfig.of(config), abstract.params)
+    if read := context.open_parameters(abstract.model):
         return read(abstract.params)
-    return init_state(config, abstract).params
+    return init_state(UpdateConfig.of(config), abstract).params

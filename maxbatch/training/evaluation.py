@@ -11,18 +11,16 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import MeshConfig, RematConfig
+from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
-from maxbatch.parallel.pipeline import make_pipeline
-from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
-from maxbatch.training.update.state import abstract_model, with_layers
+from maxbatch.training.update.model_on_mesh import ModelOnMesh
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 class EvalResult(NamedTuple):
@@ -40,7 +38,8 @@ class Evaluator:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: UpdateConfig,
+        bounds: EvaluationConfig,
         placement: Placement,
         stream: Stream | None,
         num_rows: int,
@@ -48,21 +47,16 @@ class Evaluator:
         objective: Objective = NEXT_TOKEN,
     ) -> None:
         mesh = placement.mesh
-        pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, BATCH_AXES)
-        row_axes = (*BATCH_AXES, "pipeline")
-        graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline, objective.make_model)
-        row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES, objective.make_model)
         self._stream, self._placement = stream, placement
         self._shape = BatchShape(batch_size, 1)
-        most = math.inf if config.eval_steps < 0 else config.eval_steps * batch_size
-        self._num_rows = int(min(num_rows, most, config.eval_samples or math.inf))
+        most = math.inf if bounds.eval_steps < 0 else bounds.eval_steps * batch_size
+        self._num_rows = int(min(num_rows, most, bounds.eval_samples or math.inf))
         arrange = placement.arrange(batch_size)
 
         def eval_step(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            if pipeline:
-                params = with_layers(params, pipeline.stage_order)
-            return objective.sums(nnx.merge(graphdef, params), rows, row_shards)[:2]
+            return objective.sums(model.module(model.staged(params)), rows, model.row_shards)[:2]
 
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[Any] | None = None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.data.stream.own import Samples
@@ -18,7 +19,8 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
-from maxbatch.training.update.state import MakeModel, abstract_model, num_parameters
+from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 class Rows(NamedTuple):
@@ -27,6 +29,13 @@ class Rows(NamedTuple):
     tokens: jax.Array  # int32[M, L]
     segments: jax.Array  # int32[M, L], 1.. per document within a row, 0 at padding
     weights: jax.Array  # float32[M, L], loss weight of each token as a target; 0 at padding
+
+
+class MakeModel(Protocol):
+    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
+
+    def __call__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Any:
+        """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
 
 
 class Loss(Protocol):
@@ -49,17 +58,17 @@ class Parts(NamedTuple):
     outputs: tuple[Output, ...] = ()
 
 
-def objective_of(parts: Parts) -> Objective:
-    """Returns what a run minimises."""
-    if parts.model is None and parts.objective is None:
+def objective_of(loss: Loss | None, make_model: ModelMaker | None) -> Objective:
+    """Returns the objective of a run: a user's loss, or that of a user's model; else the next token's."""
+    if make_model is None and loss is None:
         return NEXT_TOKEN
-    loss = parts.objective or next_token_loss
+    user_loss = loss or next_token_loss
 
     def sums(model: Any, rows: Any, _: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        loss_and_weight = loss(model, Rows(*rows[:3]))
+        loss_and_weight = user_loss(model, Rows(*rows[:3]))
         return *_checked(loss_and_weight), {}
 
-    return Objective(sums, make_model=parts.model)
+    return Objective(sums, make_model=make_model)
 
 
 def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
@@ -87,26 +96,27 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
     return loss, weight
 
 
-def task_model(parts: Parts, config: ConfigDict) -> TaskModel:
+def task_model(make_model: ModelMaker | None, config: UpdateConfig, base: str) -> TaskModel:
     """Returns the model of a run.
 
-    A user's is known by the shapes of its parameters. Its FLOPs are 6 per parameter and token, those of attention left
-    out (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
+    Without a user's model it is the config's, whose adapters adapt the model at `base`. A user's is known by the shapes
+    of its parameters. Its FLOPs are 6 per parameter and token, those of attention left out (Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, section 2.1).
 
     Raises:
       ConfigError: the model has variables other than parameters, or the config wants what only its own model can do.
     """
-    if parts.model is None:
-        return model_of(config)
-    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
+    if make_model is None:
+        return model_of(config, base)
+    stages = config.mesh.ici_pipeline_parallelism * config.mesh.dcn_pipeline_parallelism
     if stages != 1:
         raise ConfigError(
-            f"ici_pipeline_parallelism={config.ici_pipeline_parallelism}: stages of a pipeline need the layers of the "
-            "config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
+            f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a pipeline need the layers of "
+            "the config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
         )
-    if config.lora_rank:
-        raise ConfigError(f"lora_rank={config.lora_rank}: adapters are for the config's own model; works: lora_rank=0")
-    _, params = abstract_model(config, make_model=parts.model)
+    if rank := config.adapters.lora_rank:
+        raise ConfigError(f"lora_rank={rank}: adapters are for the config's own model; works: lora_rank=0")
+    _, params = abstract_model(config, make_model=make_model)
     shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
     settings = {key: config[key] for key in ("opt_type", "init_weights_seed")}

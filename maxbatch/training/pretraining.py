@@ -13,11 +13,13 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
+from maxbatch.config.sections import AdapterConfig, EvaluationConfig
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
@@ -30,13 +32,14 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
-from maxbatch.training.compile.saved import SavedPrograms
+from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
-from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
-from maxbatch.training.session import Outcome, Session
-from maxbatch.training.task import Dispatched, TaskData
+from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
+from maxbatch.training.session import Outcome, RunContext, Session
+from maxbatch.training.task import Dispatched, Start, TaskData
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import restore_full_state
 
 CONFIGURED = Parts()  # all of it the config's
@@ -60,14 +63,14 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     give_cpu_devices_threads()
     config = with_flags(config)
     with ExitStack() as stack:
-        task = partial(Pretraining, parts=parts)
-        return Session(config, devices or jax.devices(), task, stack, parts.outputs).run()
+        context = RunContext(config, devices or jax.devices(), stack)
+        return Session(context, Pretraining(context, parts), parts.outputs).run()
 
 
-def _check(parts: Parts, config: ConfigDict) -> None:
-    if config.compiled_dir and (parts.model or parts.objective):
+def _check(parts: Parts, compiled_dir: str) -> None:
+    if compiled_dir and (parts.model or parts.objective):
         raise ConfigError(
-            f"compiled_dir={config.compiled_dir}: holds programs of the config's own model and loss, and train() was "
+            f"compiled_dir={compiled_dir}: holds programs of the config's own model and loss, and train() was "
             'given others; works: compiled_dir=""'
         )
 
@@ -78,20 +81,22 @@ class Pretraining:
     evaluates = False
     steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
 
-    def __init__(self, session: Session[StagedBatch], parts: Parts = CONFIGURED) -> None:
-        self._session, config, self._parts = session, session.config, parts
-        _check(parts, config)
-        self.takes_turns = must_take_turns(session.devices)
-        self._mesh_shape = checked_mesh_shape(config, session.devices)
+    def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
+        self._context, config, self._parts = context, context.config, parts
+        _check(parts, config.compiled_dir)
+        self.takes_turns = must_take_turns(context.devices)
+        self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.model, self._objective = task_model(parts, config), objective_of(parts)
+        make_model = partial(parts.model, config) if parts.model else None
+        self.model = task_model(make_model, UpdateConfig.of(config), config.load_parameters_path)
+        self._objective = objective_of(parts.objective, make_model)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
 
     def _open_stream(self) -> Stream:
-        config, own = self._session.config, self._parts.stream
+        config, own = self._context.config, self._parts.stream
         return open_stream(config) if own is None else as_stream(own, config)
 
     def _agree_on_data(self) -> TaskData:
@@ -110,40 +115,44 @@ class Pretraining:
         ]
         if differing:
             raise ConfigError(
-                f"dataset_path={self._session.config.dataset_path!r}: the hosts see different data "
+                f"dataset_path={self._context.config.dataset_path!r}: the hosts see different data "
                 f"({', '.join(differing[:8])} differ from host 0); give every host the same files"
             )
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
     def plan(self, resume: Resume) -> BatchPlan:
         return BatchPlan.on_mesh(
-            self._session.config,
+            self._context.config,
             self._mesh_shape,
             jax.process_count(),
             samples_per_epoch=self.data.samples_per_epoch,
             resume=resume,
         )
 
-    def build(self) -> None:
+    def build(self, plan: BatchPlan) -> None:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
-        config = self._session.config
-        self._programs = Programs(config, self._session.devices, self._mesh_shape, self._expansion, self._objective)
+        config = self._context.config
+        self._programs = Programs(
+            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._expansion, self._objective
+        )
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
         self.placement = self._programs.placement
-        self._saved = SavedPrograms(config.compiled_dir, config, self.mesh) if config.compiled_dir else None
+        self._saved = (
+            SavedPrograms(config.compiled_dir, program_keys(config), self.mesh) if config.compiled_dir else None
+        )
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         if self._saved is not None and name in self._saved:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
 
-    def feed(self) -> Feed:
+    def feed(self, start: Start) -> Feed:
         """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
 
         def compile_step(shape: BatchShape) -> Any:
             return self.executable(step_name(shape), lambda: self._programs.step(shape))
 
-        manager, position = self._session.plan.manager, self._session.position
+        manager, position = start.plan.manager, start.position
         ahead = manager.stages[manager.stage_at(position.samples_seen) :]
         # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
         self.steps = StepLadder(
@@ -154,12 +163,12 @@ class Pretraining:
         )
         return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
 
-    def introduction(self) -> Iterable[str]:
-        return [self.steps.describe()] if len(self._session.plan.manager.stages) > 1 else []
+    def introduction(self, plan: BatchPlan) -> Iterable[str]:
+        return [self.steps.describe()] if len(plan.manager.stages) > 1 else []
 
-    def prepare(self, restored: TrainState | None) -> TrainState:
+    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Compiles the first step while the state is made, and warms it up."""
-        making_state = self._session.background.start(partial(self._state, restored))
+        making_state = self._context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state = making_state.result()
         for shape, step in compiled:
@@ -168,8 +177,8 @@ class Pretraining:
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         if self.abstract.frozen is not None:
-            self._merging = compile_merging(self._session.config, self.abstract)
-        self._evaluator = self._open_evaluator()
+            self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
+        self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
         self.evaluates = self._evaluator is not None
         return state
 
@@ -178,21 +187,21 @@ class Pretraining:
             return self._first_state()
         if self.abstract.frozen is None:
             return restored
-        read = self._session.open_parameters()
+        read = self._context.open_parameters(self.abstract.model)
         assert read is not None, "adapters adapt a loaded model"
         return restored._replace(frozen=read(self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
-        config = self._session.config
+        config = self._context.config
         if config.load_full_state_path:
             return restore_full_state(config.load_full_state_path, self.abstract)
-        if read := self._session.open_parameters():
-            return init_opt_state(config, self.abstract, read(self.abstract.model))
+        if read := self._context.open_parameters(self.abstract.model):
+            return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
         return self.executable(INIT, self._programs.init)()
 
-    def _open_evaluator(self) -> Evaluator | None:
+    def _open_evaluator(self, batch_size: int) -> Evaluator | None:
         """Returns None if no eval is wanted or nothing is held out."""
-        config, batch_size = self._session.config, self._session.plan.eval_batch_size
+        config = self._context.config
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
             return None
@@ -200,7 +209,8 @@ class Pretraining:
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
         if not num_rows:
             return None
-        return Evaluator(config, self.placement, held_out, num_rows, batch_size, self._objective)
+        update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
+        return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
     def step(
         self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float
@@ -219,9 +229,9 @@ class Pretraining:
         )
 
     def compile_rest(self) -> None:
-        self.steps.compile_rest(self._session.background)
+        self.steps.compile_rest(self._context.background)
         if self._evaluator:
-            self._evaluator.compile(self.abstract.model, self._session.background, self.executable)
+            self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
         assert self._evaluator is not None, "an eval was asked for"
@@ -233,7 +243,7 @@ class Pretraining:
 
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of what the model learned, and what to type next."""
-        config, prompt = self._session.config, self._session.config.generate_prompt
+        config, prompt = self._context.config, self._context.config.generate_prompt
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:

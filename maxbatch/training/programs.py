@@ -6,23 +6,26 @@ compile ahead of time share them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import CheckpointConfig, EvaluationConfig
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checksums import CHECKSUMS, lower_checksums
 
 INIT = "init"
@@ -33,15 +36,23 @@ def step_name(shape: BatchShape) -> str:
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 
-def checked_mesh_shape(config: ConfigDict, devices: Sequence[jax.Device]) -> MeshShape:
+def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequence[jax.Device]) -> MeshShape:
     """Returns the mesh shape of a run; called before data are opened or anything is compiled.
 
     Raises:
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
     """
     shape = mesh_shape(config, devices)
-    choose_implementation(DecoderConfig.of(config), devices[0].platform, shape.sizes["context"])
+    choose_implementation(model, devices[0].platform, shape.sizes["context"])
     return shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramsConfig(UpdateConfig):
+    """The keys of the update and, of its evals and checkpoints, the keys that decide which programs a run has."""
+
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
 
 
 class Programs:
@@ -55,7 +66,7 @@ class Programs:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: ProgramsConfig,
         devices: Sequence[jax.Device],
         shape: MeshShape,
         expansion: int = 1,
@@ -86,8 +97,10 @@ class Programs:
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Yields the other programs of a run by name: the first state, an eval pass, the checksums of a checkpoint."""
         yield INIT, self.init()
-        if self.config.eval_interval > 0:
-            evaluator = Evaluator(self.config, self.placement, None, 1, eval_batch_size, self._objective)
+        if self.config.evaluation.eval_interval > 0:
+            evaluator = Evaluator(
+                self.config, self.config.evaluation, self.placement, None, 1, eval_batch_size, self._objective
+            )
             yield evaluator.name, evaluator.lower(self.abstract.model)
-        if self.config.enable_checkpointing:
+        if self.config.checkpoint.enable_checkpointing:
             yield CHECKSUMS, lower_checksums(self.abstract.saved)

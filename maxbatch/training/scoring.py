@@ -13,14 +13,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import MeshConfig, RematConfig
+from maxbatch.config.sections import MeshConfig
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.pipeline import make_pipeline
-from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches
-from maxbatch.training.update.state import abstract_model, with_layers
+from maxbatch.training.update.model_on_mesh import ModelOnMesh
 
 _SHORTEST_ROW = 16
 _TOKENS_AT_ONCE = 4096  # of a batch shard
@@ -30,26 +28,22 @@ class Scorer:
     """A model that gives tokens their log-probabilities.
 
     Args:
-      config: the model's; its `dtype` is that of the computation, the softmax is float32.
+      config: the model; its `dtype` is that of the computation, the softmax is float32.
+      axes: the axes of the mesh.
       mesh: the mesh of the parameters.
       params: parameters of a `Decoder`.
     """
 
-    def __init__(self, config: ConfigDict, mesh: Mesh, params: nnx.State) -> None:
-        pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, BATCH_AXES)
-        # Outside of the pipeline its devices share the rows, as in an eval.
-        row_axes = (*BATCH_AXES, "pipeline")
-        graphdef, _ = abstract_model(config, activation_constraint(mesh, row_axes), pipeline)
-        self._row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
-        parts = pipeline_microbatches(MeshConfig.of(config), mesh.shape["pipeline"])
+    def __init__(self, config: DecoderConfig, axes: MeshConfig, mesh: Mesh, params: nnx.State) -> None:
+        model = ModelOnMesh(config, axes, mesh, BATCH_AXES)
+        self._row_shards = model.row_shards
+        parts = pipeline_microbatches(axes, mesh.shape["pipeline"])
         self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self._params = params
 
         def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-            if pipeline:
-                params = with_layers(params, pipeline.stage_order)
-            decoder = nnx.merge(graphdef, params)
+            decoder = model.module(model.staged(params))
             return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=self._row_shards)[0]
 
         rows = NamedSharding(mesh, P(BATCH_AXES, "context"))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
+from maxbatch.config.sections import ModelConfig
+from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
@@ -32,13 +35,13 @@ from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.record.board import Board
-from maxbatch.training.record.loggers import check_loggers, open_loggers, settings_of
+from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, Recorder
+from maxbatch.training.record.recorder import Output, RecordConfig, Recorder
 from maxbatch.training.record.throughput import ThroughputMeter
 from maxbatch.training.signals import StopRequest
-from maxbatch.training.task import B, Task
+from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoints import Checkpoints
 from maxbatch.training.weights.parameters import Reader, open_parameters
@@ -51,14 +54,48 @@ class Outcome(NamedTuple):
     stopped_by: str | None  # the signal that stopped it early; None if it ran to its end
 
 
+class RunContext:
+    """The parts of a run that its task and its session share.
+
+    Args:
+      config: a resolved config.
+      devices: the devices that the run may use.
+      stack: closes the files and threads of the run.
+
+    Raises:
+      ConfigError: the folder or a logger cannot be used; nothing is written before.
+    """
+
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], stack: ExitStack) -> None:
+        self.config, self.devices, self.stack = config, devices, stack
+        use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
+        if is_first():
+            check_loggers(config.log_to)
+        self.console = TrainingConsole(quiet=not is_first())
+        self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
+        self.stop = stack.enter_context(StopRequest())
+        self.background = stack.enter_context(Background())
+        self.board: Board | None = None  # while the run trains, on the host that writes
+        self._read_parameters: Reader | None = None
+
+    def open_parameters(self, abstract_params: nnx.State) -> Reader | None:
+        """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none.
+
+        Args:
+          abstract_params: shapes and shardings of the model's parameters.
+        """
+        path = self.config.load_parameters_path
+        if path and self._read_parameters is None:
+            self._read_parameters = open_parameters(path, ModelConfig.of(self.config), abstract_params)
+        return self._read_parameters
+
+
 class Session(Generic[B]):
     """A run that is ready to take its next step.
 
     Args:
-      config: a resolved config.
-      devices: those that the run may use.
-      open_task: makes the task of this session, and opens its data.
-      stack: closes the files and threads of the session and its task.
+      context: the parts of the run that the task was made from.
+      task: the task, its data opened.
       outputs: further places that the records of the run go to.
 
     Raises:
@@ -69,46 +106,30 @@ class Session(Generic[B]):
     position: Position
     plan: BatchPlan  # from `position` on
 
-    def __init__(
-        self,
-        config: ConfigDict,
-        devices: Sequence[jax.Device],
-        open_task: Callable[[Session[B]], Task[B]],
-        stack: ExitStack,
-        outputs: Sequence[Output] = (),
-    ) -> None:
-        self.config, self.devices, self.stack, self._outputs = config, devices, stack, outputs
-        use_persistent_cache(config)
-        if is_first():
-            check_loggers(config)
-        self.console = TrainingConsole(quiet=not is_first())
-        self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
-        self.stop = stack.enter_context(StopRequest())
-        self.background = stack.enter_context(Background())
-        self._read_parameters: Reader | None = None
-        self.board: Board | None = None  # while the run trains, on the host that writes
-        self.task = open_task(self)
+    def __init__(self, context: RunContext, task: Task[B], outputs: Sequence[Output] = ()) -> None:
+        self._context, self.task, self._outputs = context, task, outputs
+        self.config, self.console, self.folder = context.config, context.console, context.folder
         self.checkpoints = self._open_checkpoints()
         newest = self.checkpoints.newest() if self.checkpoints else None
         hosts = newest.hosts if newest else ()
         self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
             warn(message)
-        self.task.build()
+        self.task.build(self.plan)
         restored = self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
         if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
             raise ConfigError(
-                f"{config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, which is "
-                "missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
+                f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
+                "which is missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
             )
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
         self._restored = restored.state if restored else None
         if not restored:
-            self.open_parameters()
+            context.open_parameters(self.task.abstract.model)
         if is_first() and not self.is_complete:
-            self.folder.write("config.yml", dump_config(config))
+            self.folder.write("config.yml", dump_config(self.config))
             self._record_devices()
 
     def _open_checkpoints(self) -> Checkpoints | None:
@@ -121,7 +142,7 @@ class Session(Generic[B]):
             warn,
             self.task.data.num_loading_hosts,
         )
-        return self.stack.enter_context(closing(checkpoints))
+        return self._context.stack.enter_context(closing(checkpoints))
 
     def _stand_at(self, position: Position, *hosts: int) -> None:
         self.position = position
@@ -130,20 +151,18 @@ class Session(Generic[B]):
     def _record_devices(self) -> None:
         used = DevicesUsed(
             first_step=self.position.step + 1,
-            device_kind=self.devices[0].device_kind,
-            num_devices=len(self.devices),
+            device_kind=self._context.devices[0].device_kind,
+            num_devices=len(self._context.devices),
             num_hosts=jax.process_count(),
-            num_slices=num_slices(self.devices),
+            num_slices=num_slices(self._context.devices),
             mesh=dict(self.task.mesh.shape),
         )
         record_devices(self.folder.path, used)
 
-    def open_parameters(self) -> Reader | None:
-        """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none."""
-        path = self.config.load_parameters_path
-        if path and self._read_parameters is None:
-            self._read_parameters = open_parameters(path, self.config, self.task.abstract.model)
-        return self._read_parameters
+    @property
+    def start(self) -> Start:
+        """The position from which the run goes on, and its plan from there."""
+        return Start(self.plan, self.position)
 
     @property
     def total_steps(self) -> int:
@@ -176,13 +195,13 @@ class Session(Generic[B]):
             CompileCounter() as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
-            self.task.feed() as feed,
+            self.task.feed(self.start) as feed,
         ):
             self._introduce()
             recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
-            self.state = self.task.prepare(restored)
+            self.state = self.task.prepare(restored, self.start)
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             self.train(feed, recorder, profiler)
         if self.checkpoints:
@@ -196,17 +215,19 @@ class Session(Generic[B]):
         for output in self._open_outputs() if is_first() else ():
             opened.append(stack.enter_context(closing(output)))  # one by one: a later one may fail to open
             if isinstance(output, Board):
-                self.board = output
+                self._context.board = output
                 output.settings(settings_of(self.config))
-        meter = ThroughputMeter(self.config, self.devices, self.task.model.flops_per_token)
-        return Recorder(self.config, self.plan.manager, self.position, compiles, meter, opened)
+        length, peak_tflops = self.config.max_target_length, self.config.peak_tflops_per_device
+        meter = ThroughputMeter(length, self.task.model.flops_per_token, self._context.devices, peak_tflops)
+        return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
-        yield from open_loggers(self.config, self.folder, warn)
+        tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
+        yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
         yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
         yield from self._outputs
 
@@ -218,7 +239,7 @@ class Session(Generic[B]):
         recorder.restart_clock()
         for batch in feed:
             step, first_sample = batch.planned.step, batch.planned.first_sample
-            if last_end == step - 1 and self.stop.before(step):
+            if last_end == step - 1 and self._context.stop.before(step):
                 break
             self.folder.check()
             profiler.before(step)
@@ -226,7 +247,7 @@ class Session(Generic[B]):
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
                 self.state, update = task.step(self.state, batch, *rates)
             recorder.add(update)
-            self.background.check()
+            self._context.background.check()
             if step == first_step:
                 jax.block_until_ready(update.metrics)
                 self._compile_rest()
@@ -266,14 +287,14 @@ class Session(Generic[B]):
     def _compile_rest(self) -> None:
         self.task.compile_rest()
         if self.checkpoints:
-            self.checkpoints.compile(self.task.abstract, self.background, self.task.executable)
+            self.checkpoints.compile(self.task.abstract, self._context.background, self.task.executable)
 
     def _introduce(self) -> None:
         """Prints what is about to happen: the batch as an equation, the ramp, the model and where it trains."""
         self.console.print(equation(self.plan))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
-        for line in self.task.introduction():
+        for line in self.task.introduction(self.plan):
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.task.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
@@ -301,7 +322,7 @@ class Session(Generic[B]):
 
     def _conclude(self) -> Outcome:
         """Prints where the run lies and what to type next."""
-        stopped_by = None if self.is_complete else self.stop.signal_name
+        stopped_by = None if self.is_complete else self._context.stop.signal_name
         if stopped_by is None:
             self._check_result()
         where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"

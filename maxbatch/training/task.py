@@ -8,14 +8,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
+from maxbatch.runs.position import Position
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import model_identity
 
 
@@ -35,9 +35,9 @@ class TaskModel(NamedTuple):
     flops_per_token: int  # of training, forward and backward
 
 
-def model_of(config: ConfigDict) -> TaskModel:
-    """Returns the model that the config describes."""
-    return TaskModel(model_identity(config), model_flops_per_token(DecoderConfig.of(config)))
+def model_of(config: UpdateConfig, base: str) -> TaskModel:
+    """Returns the model that the config describes; its adapters, if it has any, adapt the model at `base`."""
+    return TaskModel(model_identity(config, base), model_flops_per_token(config))
 
 
 class Dispatched(NamedTuple):
@@ -50,6 +50,13 @@ class Dispatched(NamedTuple):
     data_wait_s: float  # time that the update waited for its batch
     metrics: StepMetrics
     figures: Mapping[str, Any] = {}  # further fields of its record, by name
+
+
+class Start(NamedTuple):
+    """The position from which a run goes on, and its plan from there."""
+
+    plan: BatchPlan
+    position: Position
 
 
 class TaskBatch(Protocol):
@@ -87,19 +94,19 @@ class Task(Protocol[B]):
     def plan(self, resume: Resume) -> BatchPlan:
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
 
-    def build(self) -> None:
-        """Builds what the session's plan needs; compiles nothing."""
+    def build(self, plan: BatchPlan) -> None:
+        """Builds what the plan needs; compiles nothing."""
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
         """Returns a compiled program."""
 
-    def feed(self) -> AbstractContextManager[Iterable[B]]:
+    def feed(self, start: Start) -> AbstractContextManager[Iterable[B]]:
         """Opens the batches of the updates ahead."""
 
-    def introduction(self) -> Iterable[str]:
+    def introduction(self, plan: BatchPlan) -> Iterable[str]:
         """Returns lines to print before the run starts."""
 
-    def prepare(self, restored: TrainState | None) -> TrainState:
+    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Returns the state to start from, a restored or a first one, once the first update is compiled."""
 
     def step(

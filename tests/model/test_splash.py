@@ -21,6 +21,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
 M, L, H, HEAD_DIM = 2, 256, 4, 16
@@ -129,7 +130,7 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
     config = tiny_config("attention=splash")
     mesh = make_mesh(config)
     with pytest.raises(ConfigError, match="attention=splash"):
-        make_train_step(config, mesh, abstract_state(config, mesh))
+        make_train_step(UpdateConfig.of(config), mesh, abstract_state(UpdateConfig.of(config), mesh))
 
 
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
@@ -188,10 +189,10 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
         "base_mlp_dim=512", "max_target_length=512", "remat_policy=full", "scan_layers=true", *overrides.split(),
     )  # fmt: skip
     mesh = make_mesh(config, devices_of(topology))
-    abstract = abstract_state(config, mesh)
+    abstract = abstract_state(UpdateConfig.of(config), mesh)
     rows = (1, 8, 512)
     batch = Batch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in ("int32", "int32", "float32")))
     scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
-    compiled = make_train_step(config, mesh, abstract).lower(abstract, batch, *scalars).compile()
+    compiled = make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, batch, *scalars).compile()
     kernels = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 3, "forward, its recomputation or backward in queries, backward in keys"

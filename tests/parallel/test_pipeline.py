@@ -11,15 +11,17 @@ import pytest
 from flax import nnx
 
 from maxbatch import BatchPlan
-from maxbatch.config.sections import MeshConfig, RematConfig
+from maxbatch.config.sections import EvaluationConfig, MeshConfig, RematConfig
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, batch_sharding
 from maxbatch.training.evaluation import EvalResult, Evaluator
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import LENGTH, bytes_of, read_metrics, some_rows, tiny_config
 from tests.training.update.test_step import assert_same_run, run_steps
@@ -99,8 +101,15 @@ def test_every_number_of_stages_microbatches_and_repeats(
 def evaluator_of(config: Any, num_devices: int, batch_size: int) -> tuple[Evaluator, Any]:
     mesh = make_mesh(config, jax.devices()[:num_devices])
     placement = Placement(batch_sharding(mesh), config.max_target_length)
-    params = init_state(config, abstract_state(config, mesh)).params
-    return Evaluator(config, placement, open_stream(config, split="eval"), 25, batch_size), params
+    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
+    return Evaluator(
+        UpdateConfig.of(config),
+        EvaluationConfig.of(config),
+        placement,
+        open_stream(config, split="eval"),
+        25,
+        batch_size,
+    ), params
 
 
 def evaluate(overrides: tuple[str, ...], num_devices: int, batch_size: int) -> EvalResult:
@@ -133,7 +142,7 @@ def test_the_bubble_of_the_plan_is_that_of_the_program(stages: int, microbatches
 
 def test_each_stage_holds_its_layers_and_their_moments_and_no_others() -> None:
     config = tiny_config(*pipelined(4, 4, 2))
-    state = init_state(config, abstract_state(config, make_mesh(config)))
+    state = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config)))
     stacked = [leaf for leaf in jax.tree.leaves(state) if leaf.shape[:1] == (8,)]
     assert len(stacked) == 3 * 9  # parameters and both moments of adamw
     for leaf in stacked:
@@ -150,7 +159,9 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
     mesh = make_mesh(config, jax.devices()[:4])
     pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
     assert pipeline is not None
-    graphdef, params = abstract_model(config, activation_constraint(mesh, ("fsdp", "pipeline")), pipeline)
+    graphdef, params = abstract_model(
+        DecoderConfig.of(config), activation_constraint(mesh, ("fsdp", "pipeline")), pipeline
+    )
     tokens = jax.ShapeDtypeStruct((rows, SHORT), np.int32)
 
     def loss(params: Any, tokens: Any) -> Any:

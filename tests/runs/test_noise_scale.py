@@ -9,12 +9,14 @@ from flax import nnx
 
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import LENGTH, tiny_config
 
 ROWS = 256
@@ -23,8 +25,10 @@ ROWS = 256
 def exact_noise_scale() -> float:
     """tr(covariance of the examples' gradients) / |mean gradient|^2, over all rows there are."""
     config = tiny_config()
-    graphdef, _ = abstract_model(config)
-    params = init_state(config, abstract_state(config, make_mesh(config, jax.devices()[:1]))).params
+    graphdef, _ = abstract_model(DecoderConfig.of(config))
+    params = init_state(
+        UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config, jax.devices()[:1]))
+    ).params
     rows = open_stream(config).read(0, ROWS)
 
     def loss(params: nnx.State, tokens: jax.Array, segments: jax.Array, weights: jax.Array) -> jax.Array:
@@ -50,8 +54,11 @@ def exact_noise_scale() -> float:
 def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_devices: int, shape: BatchShape) -> None:
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    abstract = abstract_state(config, mesh)
-    step, state = make_train_step(config, mesh, abstract), init_state(config, abstract)
+    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    step, state = (
+        make_train_step(UpdateConfig.of(config), mesh, abstract),
+        init_state(UpdateConfig.of(config), abstract),
+    )
     placement, stream = Placement(batch_sharding(mesh), LENGTH), open_stream(config)
     measured = NoiseScale()
     rng = np.random.default_rng(0)

@@ -22,6 +22,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling import sampler
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
 from maxbatch.training.update.state import abstract_state, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import collectives
 from tests.helpers.tiny import LENGTH, tiny_config
 
@@ -131,7 +132,7 @@ def test_responses_are_the_same_on_any_mesh(mesh_name: str) -> None:
     num_devices, overrides = MESHES[mesh_name]
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    params = init_state(config, abstract_state(config, mesh)).params
+    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
     responses = respond(config, params, tokenizer=Endless(), mesh=mesh)
     np.testing.assert_array_equal(responses.tokens_BxL, on_one_device().tokens_BxL)
     np.testing.assert_allclose(responses.logprobs_BxL, on_one_device().logprobs_BxL, atol=1e-5)
@@ -145,7 +146,7 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
     monkeypatch.setattr(sampler, "_respond", sampler._respond.lower)
     inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
     sampled = Sampler(config, TOKENIZER, mesh, prompt_length=P)
-    lowered: Any = sampled(abstract_state(config, mesh).params, *inputs, SamplingRules())
+    lowered: Any = sampled(abstract_state(UpdateConfig.of(config), mesh).params, *inputs, SamplingRules())
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
     weights = [c for c in found if c.times == 1]

@@ -22,6 +22,7 @@ from maxbatch.runs.position import CheckpointRecord, read_record
 from maxbatch.system.errors import DivergedError
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position
 from maxbatch.training.weights.checksums import array_checksums, word_sum
 from maxbatch.training.weights.parameters import load_parameters, open_model, restore_full_state
@@ -36,7 +37,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = tiny_config(f"run_dir={folder}", "steps=6", "checkpoint_period=2")
-        self.abstract = abstract_state(self.config, make_mesh(self.config, ONE))
+        self.abstract = abstract_state(UpdateConfig.of(self.config), make_mesh(self.config, ONE))
         if not folder.exists():
             train(self.config, ONE)
 
@@ -222,7 +223,7 @@ def test_checksums_do_not_depend_on_the_mesh(trained: Trained) -> None:
     found = array_checksums(state)
     for devices, tensor in ((8, 1), (4, 2), (2, 2)):
         mesh = make_mesh(tiny_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices])
-        places = abstract_state(trained.config, mesh)
+        places = abstract_state(UpdateConfig.of(trained.config), mesh)
         moved = jax.tree.map(lambda x, place: jax.device_put(np.asarray(x), place.sharding), state, places)
         np.testing.assert_array_equal(array_checksums(moved), found)
 

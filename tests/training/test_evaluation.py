@@ -7,14 +7,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from maxbatch.training.compile.background import Background
 
+from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.training.compile.background import Background
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
 CONFIG = tiny_config("eval_fraction=0.05", "enable_data_shuffling=false")  # 25 rows
@@ -24,8 +27,10 @@ def plain_loss() -> float:
     """The mean over all held-out tokens, in one batch and with the logits in full."""
     stream = open_stream(CONFIG, split="eval")
     rows = stream.read(0, stream.samples_per_epoch)
-    graphdef, _ = abstract_model(CONFIG)
-    params = init_state(CONFIG, abstract_state(CONFIG, make_mesh(CONFIG, jax.devices()[:1]))).params
+    graphdef, _ = abstract_model(DecoderConfig.of(CONFIG))
+    params = init_state(
+        UpdateConfig.of(CONFIG), abstract_state(UpdateConfig.of(CONFIG), make_mesh(CONFIG, jax.devices()[:1]))
+    ).params
     decoder = nnx.merge(graphdef, params)
     logits = decoder.hidden(rows["tokens"], rows["segments"]) @ decoder.output_projection()
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
@@ -36,12 +41,19 @@ def plain_loss() -> float:
 @pytest.mark.parametrize(("num_devices", "batch_size"), [(1, 25), (1, 4), (4, 8), (8, 24)])
 def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: int, batch_size: int) -> None:
     mesh = make_mesh(CONFIG, jax.devices()[:num_devices])
-    abstract = abstract_state(CONFIG, mesh)
+    abstract = abstract_state(UpdateConfig.of(CONFIG), mesh)
     placement = Placement(batch_sharding(mesh), CONFIG.max_target_length)
-    evaluator = Evaluator(CONFIG, placement, open_stream(CONFIG, split="eval"), 25, batch_size)
+    evaluator = Evaluator(
+        UpdateConfig.of(CONFIG),
+        EvaluationConfig.of(CONFIG),
+        placement,
+        open_stream(CONFIG, split="eval"),
+        25,
+        batch_size,
+    )
     with Background() as background:
         evaluator.compile(abstract.params, background)
-        result = evaluator(init_state(CONFIG, abstract).params)
+        result = evaluator(init_state(UpdateConfig.of(CONFIG), abstract).params)
     assert result.num_rows == 25
     np.testing.assert_allclose(result.loss, plain_loss(), rtol=1e-5)
 
@@ -49,18 +61,24 @@ def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: i
 def test_eval_steps_bounds_the_batches() -> None:
     config = tiny_config("eval_fraction=0.05", "eval_steps=2")
     mesh = make_mesh(config, jax.devices()[:1])
-    params = init_state(config, abstract_state(config, mesh)).params
+    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    assert Evaluator(config, placement, held_out, 25, 4)(params).num_rows == 8
+    assert (
+        Evaluator(UpdateConfig.of(config), EvaluationConfig.of(config), placement, held_out, 25, 4)(params).num_rows
+        == 8
+    )
 
 
 def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
     config = tiny_config("eval_fraction=0.05", "eval_samples=7")
     mesh = make_mesh(config, jax.devices()[:1])
-    params = init_state(config, abstract_state(config, mesh)).params
+    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    results = [Evaluator(config, placement, held_out, 25, size)(params) for size in (2, 4)]
+    results = [
+        Evaluator(UpdateConfig.of(config), EvaluationConfig.of(config), placement, held_out, 25, size)(params)
+        for size in (2, 4)
+    ]
     assert [result.num_rows for result in results] == [7, 7]
     np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)

@@ -14,8 +14,10 @@ from flax import nnx
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
+from maxbatch.config.sections import MeshConfig, ModelConfig
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.cache import Cache
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
@@ -153,7 +155,9 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(family: Reference
     overrides = [f"max_target_length={LENGTH}", *one_by_one, *(f"ici_{axis}_parallelism=2" for axis in axes)]
     mesh = make_mesh(load_config(overrides=overrides), jax.devices()[:4])
     config, _, params = load_parameters(family.folder, overrides, mesh)
-    assert_close(Scorer(config, mesh, params)(list(TOKENS_2xL)), family.logprobs)
+    assert_close(
+        Scorer(DecoderConfig.of(config), MeshConfig.of(config), mesh, params)(list(TOKENS_2xL)), family.logprobs
+    )
 
 
 def test_gradients_are_those_of_torch(family: Reference) -> None:
@@ -163,7 +167,9 @@ def test_gradients_are_those_of_torch(family: Reference) -> None:
     loss = jax.jit(jax.grad(lambda params: loss_sums(nnx.merge(graphdef, params), *rows(), weights)[0]))
     got = loss(params)
     shapes = abstract(params)
-    expected = parameter_reader(folder_of_gradients(family.model, family.folder), config, shapes)(shapes)
+    expected = parameter_reader(folder_of_gradients(family.model, family.folder), ModelConfig.of(config), shapes)(
+        shapes
+    )
     largest = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(expected))
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         difference, size = float(jnp.linalg.norm(ours - theirs)), float(jnp.linalg.norm(theirs))

@@ -16,6 +16,7 @@ from maxbatch.system.object_stores import PATIENCE
 from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_state, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from tests.helpers.command import maxbatch, start, wait_until
 from tests.helpers.stores import Store
@@ -72,9 +73,13 @@ class Saving:
 
     def __init__(self, run_dir: str) -> None:
         config = tiny_config("base_num_decoder_layers=1")
-        self.state = init_state(config, abstract_state(config, make_mesh(config, jax.devices()[:1])))
+        self.state = init_state(
+            UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config, jax.devices()[:1]))
+        )
         self.run_dir = as_path(run_dir)
-        self.checkpoints = Checkpoints(self.run_dir, 3, {"data": {}, "model": model_identity(config)}, print)
+        self.checkpoints = Checkpoints(
+            self.run_dir, 3, {"data": {}, "model": model_identity(UpdateConfig.of(config), "")}, print
+        )
 
     def save(self, step: int) -> None:
         self.checkpoints.save(self.state, Position(step, 10 * step))

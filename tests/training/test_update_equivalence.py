@@ -16,10 +16,12 @@ import pytest
 from flax import nnx
 
 from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.batch_page import Checks
 from tests.helpers.tiny import LENGTH, some_rows, tiny_config
 
@@ -80,9 +82,14 @@ def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     """The mesh, the train step, the state's shardings and a new state, which lies on the host and can be used again."""
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:W])
-    abstract = abstract_state(config, mesh)
+    abstract = abstract_state(UpdateConfig.of(config), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return (mesh, make_train_step(config, mesh, abstract), shardings, jax.device_get(init_state(config, abstract)))
+    return (
+        mesh,
+        make_train_step(UpdateConfig.of(config), mesh, abstract),
+        shardings,
+        jax.device_get(init_state(UpdateConfig.of(config), abstract)),
+    )
 
 
 def update(rows: Rows, rate: float, overrides: tuple[str, ...] = SGD) -> TrainState:
@@ -120,7 +127,7 @@ def is_matrix() -> Vector:
 
 @partial(jax.jit, static_argnames="reduction")
 def _gradient(params: Any, rows: Rows, reduction: str) -> Any:
-    graphdef, _ = abstract_model(tiny_config(*MODEL))
+    graphdef, _ = abstract_model(DecoderConfig.of(tiny_config(*MODEL)))
 
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)

@@ -21,6 +21,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.remat import INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
@@ -30,7 +31,7 @@ from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
-from maxbatch.training.programs import Programs
+from maxbatch.training.programs import Programs, ProgramsConfig
 
 _FORMAT = 4  # of an answer on disk
 
@@ -69,7 +70,7 @@ class CompilerOracle:
 
     @cached_property
     def _programs(self) -> Programs:
-        return Programs(self.config, self.target.devices, self.mesh)
+        return Programs(ProgramsConfig.of(self.config), self.target.devices, self.mesh)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
         """Returns the verdicts on batches of these shapes, compiled side by side if there are cores."""
@@ -95,7 +96,8 @@ class CompilerOracle:
             verdict, executable = compile_for(lowered, self.target)
             modelled = Modelled()
             if executable is not None and has_clock(self.target):
-                timed = model_time(executable.as_text(), self.target, self.config, shape)
+                model, peak = DecoderConfig.of(self.config), self.config.peak_tflops_per_device
+                timed = model_time(executable.as_text(), self.target, model, peak, shape)
                 modelled = dataclasses.replace(timed, operations=())
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = {"verdict": dataclasses.asdict(verdict), "modelled": dataclasses.asdict(modelled)}

@@ -10,21 +10,22 @@ from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
-from ml_collections import ConfigDict
-
-from maxbatch.data.store.cache_folder import cache_folder
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
-def use_persistent_cache(config: ConfigDict) -> None:
+def use_persistent_cache(stated: str, default: Path) -> None:
     """Keeps compiled programs on disk, so that the same run starts faster the next time.
 
     A cache that the user set up for JAX (`JAX_COMPILATION_CACHE_DIR`) is left as it is.
+
+    Args:
+      stated: `compilation_cache_dir`.
+      default: the folder, if none is stated.
     """
-    if config.compilation_cache_dir == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if stated == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    folder = Path(config.compilation_cache_dir or cache_folder(config).parent / "xla").expanduser()
+    folder = Path(stated or default).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.system.chips import Chip
 from maxbatch.training.compile.clock import Operation, schedule_of
 from maxbatch.training.compile.hlo import read_hlo
 from maxbatch.training.compile.target import Target
@@ -40,11 +37,16 @@ class Modelled:
         return dataclasses.asdict(self) | {"operations": [dataclasses.asdict(one) for one in self.operations]}
 
 
-def model_time(text: str, target: Target, config: ConfigDict, shape: BatchShape | None = None) -> Modelled:
+def model_time(
+    text: str, target: Target, config: DecoderConfig, peak_tflops: float | None, shape: BatchShape | None = None
+) -> Modelled:
     """Returns the modelled figures of a program.
 
     Args:
       text: its optimised HLO.
+      target: the devices that it was compiled for.
+      config: the model that it trains.
+      peak_tflops: of a device, `peak_tflops_per_device`; None: that of the chip.
       shape: the batch of an update; None for another program.
     """
     chip = target.chip
@@ -56,7 +58,7 @@ def model_time(text: str, target: Target, config: ConfigDict, shape: BatchShape 
     if shape and seconds:
         tokens = shape.micro_batch * shape.max_micro_batches * config.max_target_length
         rate = tokens / len(target.devices) / seconds
-        mfu = rate * model_flops_per_token(DecoderConfig.of(config)) / (_peak_tflops(config, chip) * 1e12)
+        mfu = rate * model_flops_per_token(config) / ((peak_tflops or chip.tflops) * 1e12)
     return Modelled(
         compute_cycles=round(schedule.compute_cycles),
         kernel_cycles=round(schedule.kernel_cycles),
@@ -72,7 +74,3 @@ def model_time(text: str, target: Target, config: ConfigDict, shape: BatchShape 
 def has_clock(target: Target) -> bool:
     """Returns whether the target's compiler says cycles."""
     return target.devices[0].platform == "tpu" and target.chip is not None and target.chip.clock_ghz is not None
-
-
-def _peak_tflops(config: ConfigDict, chip: Chip) -> float:
-    return config.peak_tflops_per_device or chip.tflops

@@ -77,14 +77,15 @@ def _hash(*parts: bytes) -> str:
 
 def save_programs(
     folder: AnyPath,
-    config: ConfigDict,
+    config_keys: Mapping[str, str],
     devices: Sequence[jax.Device],
     shapes: Sequence[BatchShape],
     programs: Mapping[str, Any],
 ) -> int:
     """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
-    Shapes are those of the steps, in the order of `plan_shapes`; the programs were compiled for the devices.
+    `config_keys` are those of `program_keys`. Shapes are those of the steps, in the order of `plan_shapes`; the
+    programs were compiled for the devices.
 
     Returns:
       The bytes written.
@@ -95,7 +96,7 @@ def save_programs(
     files = {name: compiled.runtime_executable().serialize() for name, compiled in programs.items()}
     manifest = {
         "format": FORMAT,
-        **_identity(config, devices),
+        **_identity(config_keys, devices),
         "shapes": shapes,
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
@@ -109,9 +110,9 @@ def save_programs(
     return sum(map(len, files.values()))
 
 
-def _identity(config: ConfigDict, devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
+def _identity(config_keys: Mapping[str, str], devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
     """Returns what the programs of a run depend on, by part."""
-    return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": program_keys(config)}
+    return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": config_keys}
 
 
 def _shape(stated: Any) -> BatchShape:
@@ -123,7 +124,7 @@ def _shape(stated: Any) -> BatchShape:
 
 
 class SavedPrograms:
-    """The compiled programs in a folder, for this run on these devices.
+    """The compiled programs in a folder, for a run of these `program_keys` on these devices.
 
     Attributes:
       shapes: the batch shapes of the steps, in the order of `plan_shapes`.
@@ -132,9 +133,9 @@ class SavedPrograms:
       ConfigError: the folder holds none, or they are of another format, version, machine or config.
     """
 
-    def __init__(self, folder: str, config: ConfigDict, mesh: Mesh) -> None:
+    def __init__(self, folder: str, config_keys: Mapping[str, str], mesh: Mesh) -> None:
         self._folder, self._mesh = as_path(folder), mesh
-        here = _identity(config, list(mesh.devices.flat))
+        here = _identity(config_keys, list(mesh.devices.flat))
         try:
             manifest = read_json(self._folder / MANIFEST, MANIFEST)
             found = manifest["format"]

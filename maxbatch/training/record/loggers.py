@@ -16,10 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.values import Value
 from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
@@ -34,17 +33,29 @@ _BEGIN_S, _END_S = 120.0, 30.0  # in which a tracker has to begin a run, and to 
 _MOST_WAITING = 10_000  # calls, of which each holds a record
 
 
-def check_loggers(config: ConfigDict) -> None:
+class TrackedRun(NamedTuple):
+    """A run as a tracker shows it."""
+
+    run_dir: str
+    settings: Mapping[str, bool | int | float | str]  # its config
+
+    @property
+    def name(self) -> str:
+        """The last parts of its folder, so that the trials of a sweep are told apart."""
+        return "/".join(self.run_dir.rstrip("/").split("/")[-2:])
+
+
+def check_loggers(log_to: str) -> None:
     """Imports what `log_to` names.
 
     Raises:
       ConfigError: one of them is not installed.
     """
-    for name in _stated(config):
+    for name in _stated(log_to):
         _imported(name)
 
 
-def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
+def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
     """Returns the trackers that `log_to` names, begun or gone on with.
 
     Raises:
@@ -53,9 +64,9 @@ def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], No
     file = folder.path / IDS_FILE
     ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run") or {}
     loggers: list[Output] = []
-    for name in _stated(config):
+    for name in _stated(log_to):
         worker = _Worker(name)
-        logger = _begun(name, config, ids.get(name), worker)
+        logger = _begun(name, log_to, run, ids.get(name), worker)
         ids[name] = logger.run_id
         loggers.append(Guarded(name, logger, worker, warn))
     if loggers:
@@ -63,16 +74,16 @@ def open_loggers(config: ConfigDict, folder: RunFolder, warn: Callable[[str], No
     return loggers
 
 
-def _begun(name: str, config: ConfigDict, run_id: str | None, worker: _Worker) -> Wandb | MLflow:
+def _begun(name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: _Worker) -> Wandb | MLflow:
     module, begun = _imported(name), []
-    worker.call(lambda: begun.append(TRACKERS[name](module, config, run_id)))
+    worker.call(lambda: begun.append(TRACKERS[name](module, run, run_id)))
     is_idle = worker.wait(_BEGIN_S)
     if worker.error is None and is_idle:
         return begun[0]
     # Of a service: no user, no network, a wrong address.
     said = shown_error(worker.error) if worker.error else f"no answer within {_BEGIN_S:g} s"
     works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
-    raise ConfigError(f"log_to={config.log_to}: {name} cannot be used ({said}); works: {works[name]}")
+    raise ConfigError(f"log_to={log_to}: {name} cannot be used ({said}); works: {works[name]}")
 
 
 def shown_error(error: BaseException) -> str:
@@ -80,8 +91,8 @@ def shown_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
-def _stated(config: ConfigDict) -> list[str]:
-    return [name for name in config.log_to.split(",") if name and name != "tensorboard"]
+def _stated(log_to: str) -> list[str]:
+    return [name for name in log_to.split(",") if name and name != "tensorboard"]
 
 
 def _imported(name: str) -> ModuleType:
@@ -89,11 +100,6 @@ def _imported(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         raise ConfigError(f"log_to={name}: is not installed; pip install 'maxbatch[{name}]'") from None
-
-
-def run_name(config: ConfigDict) -> str:
-    """Returns the name of a run: the last parts of its folder, so that the trials of a sweep are told apart."""
-    return "/".join(config.run_dir.rstrip("/").split("/")[-2:])
 
 
 def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
@@ -105,7 +111,7 @@ def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def settings_of(config: ConfigDict) -> dict[str, bool | int | float | str]:
+def settings_of(config: Mapping[str, Value]) -> dict[str, bool | int | float | str]:
     """Returns the config as a tracker shows it; a key that is null is left out."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
@@ -188,14 +194,14 @@ class Wandb(Output):
     Its project is `WANDB_PROJECT`, else "maxbatch".
     """
 
-    def __init__(self, wandb: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+    def __init__(self, wandb: ModuleType, run: TrackedRun, run_id: str | None) -> None:
         self.run_id = run_id or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "maxbatch"),
-            name=run_name(config),
+            name=run.name,
             id=self.run_id,
-            config=settings_of(config),
-            dir=None if is_remote(config.run_dir) else config.run_dir,
+            config=run.settings,
+            dir=None if is_remote(run.run_dir) else run.run_dir,
             resume="allow",
         )
 
@@ -211,24 +217,24 @@ class Wandb(Output):
 class MLflow(Output):
     """A run of MLflow at `MLFLOW_TRACKING_URI`, in the experiment `MLFLOW_EXPERIMENT_NAME`, else "maxbatch"."""
 
-    def __init__(self, mlflow: ModuleType, config: ConfigDict, run_id: str | None) -> None:
+    def __init__(self, mlflow: ModuleType, run: TrackedRun, run_id: str | None) -> None:
         from mlflow.entities import Metric as Point
         from mlflow.entities import Param
 
         self._point, self._client = Point, mlflow.MlflowClient()
-        self.run_id = run_id or self._begin(config)
-        params = [Param(name, str(value)[:6000]) for name, value in settings_of(config).items()]
+        self.run_id = run_id or self._begin(run)
+        params = [Param(name, str(value)[:6000]) for name, value in run.settings.items()]
         if run_id is None:
             for first in range(0, len(params), _MOST_IN_A_CALL):
                 self._client.log_batch(self.run_id, params=params[first : first + _MOST_IN_A_CALL])
         self._waiting: list[Any] = []
         self._flushed = time.monotonic()
 
-    def _begin(self, config: ConfigDict) -> str:
+    def _begin(self, run: TrackedRun) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "maxbatch")
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        return str(self._client.create_run(experiment_id, run_name=run_name(config)).info.run_id)
+        return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
 
     def append(self, record: Record) -> None:
         """Keeps the numbers of a record until there are enough of them."""
@@ -249,4 +255,4 @@ class MLflow(Output):
         self._client.set_terminated(self.run_id)
 
 
-TRACKERS: dict[str, Callable[[ModuleType, ConfigDict, str | None], Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[ModuleType, TrackedRun, str | None], Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from ml_collections import ConfigDict
 
+from maxbatch.config.keys import Section
+from maxbatch.config.sections import OptimizerConfig, PromptBatchConfig
 from maxbatch.data.stream.fingerprint import to_hex
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
@@ -42,12 +44,21 @@ class Output(Protocol):
         return
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordConfig(Section):
+    """The keys that say what an update trains on, measures and may skip."""
+
+    max_target_length: int
+    prompts: PromptBatchConfig
+    optimizer: OptimizerConfig
+
+
 class Recorder:
     """Writes the record of each update while the next one runs; `position` follows the recorded updates."""
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: RecordConfig,
         manager: RampupBatchManager,
         position: Position,
         compiles: CompileCounter,
@@ -55,10 +66,10 @@ class Recorder:
         outputs: Sequence[Output],
     ) -> None:
         self._manager, self.position = manager, position
-        rows_per_sample = config.num_generations if config.batch_size else 1
+        rows_per_sample = config.prompts.num_generations if config.prompts.batch_size else 1
         self._slots_per_sample = rows_per_sample * config.max_target_length
-        self._measures_noise = config.gradient_noise_scale
-        self._max_skips = config.max_consecutive_skips
+        self._measures_noise = config.optimizer.gradient_noise_scale
+        self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
         self._last_done = time.perf_counter()

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
-from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import chip_of
 
 
@@ -25,16 +22,20 @@ class Throughput(NamedTuple):
 class ThroughputMeter:
     """Turns a step's rows and seconds into rates.
 
-    `peak_tflops_per_device` overrides the table of known chips. `flops_per_token` is of a user's model; None: that of
-    the config's.
+    Args:
+      length: L, tokens of a row.
+      flops_per_token: of training, forward and backward.
+      devices: the devices that train.
+      peak_tflops: of a device; None: that of a known chip.
     """
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], flops_per_token: int | None = None) -> None:
-        self._length = config.max_target_length
-        self._flops_per_token = flops_per_token or model_flops_per_token(DecoderConfig.of(config))
+    def __init__(
+        self, length: int, flops_per_token: int, devices: Sequence[jax.Device], peak_tflops: float | None
+    ) -> None:
+        self._length, self._flops_per_token = length, flops_per_token
         self._num_devices = len(devices)
         chip = chip_of(devices[0].device_kind)
-        self._peak = config.peak_tflops_per_device or (chip.tflops if chip else None)
+        self._peak = peak_tflops or (chip.tflops if chip else None)
 
     def __call__(self, num_rows: int, seconds: float) -> Throughput:
         """Returns the speed of an update on `num_rows` real rows."""

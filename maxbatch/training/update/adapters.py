@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import AdapterConfig
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.model.huggingface import ParameterPath, parameter_path
 from maxbatch.system.errors import ConfigError
@@ -63,7 +63,7 @@ class Adapters:
     names: frozenset[str]
 
     @classmethod
-    def from_config(cls, config: ConfigDict) -> Adapters | None:
+    def from_config(cls, config: AdapterConfig) -> Adapters | None:
         """Returns None unless `lora_rank` is set."""
         if not config.lora_rank:
             return None

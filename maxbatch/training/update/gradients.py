@@ -9,7 +9,6 @@ Each data shard has its own partial gradient, so the one reduction over the data
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,19 +18,18 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
-from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.remat import Remat
-from maxbatch.parallel.sharding import activation_constraint, parameter_shardings
+from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.layer_gradients import SummingLayers
-from maxbatch.training.update.state import MakeModel, abstract_model, with_layers
+from maxbatch.training.update.model_on_mesh import ModelOnMesh
+from maxbatch.training.update.state import ModelMaker
+from maxbatch.training.update.update_config import UpdateConfig
 
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
@@ -45,7 +43,7 @@ class Objective(NamedTuple):
 
     sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
     others: tuple[str, ...] = ()  # names of the other sums
-    make_model: MakeModel | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
+    make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
 
 
 def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
@@ -99,21 +97,15 @@ class Totals(NamedTuple):
 class Accumulation:
     """The sums of an objective over micro-batches, added up inside of a program."""
 
-    def __init__(self, config: ConfigDict, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
+    def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
         self._objective = objective
-        self._pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
-        remat = Remat.of(RematConfig.of(config))
-        # Outside of the pipeline its devices share the rows of the embedding and of the loss.
-        row_axes = ("fsdp", "pipeline")
-        constrain = activation_constraint(mesh, row_axes)
-        self._adapters = adapters = Adapters.from_config(config)
+        self._model = model = ModelOnMesh(config, config.mesh, mesh, ("fsdp",), objective.make_model)
+        remat = Remat.of(config.remat)
+        self._adapters = adapters = Adapters.from_config(config.adapters)
         is_own = objective.make_model is not None
-        self._sums_layers = config.scan_layers and self._pipeline is None and not is_own and not adapters
-        row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        self._sums_layers = config.scan_layers and not model.has_pipeline and not is_own and not adapters
         self.data_shards = mesh.shape["data"]
-        # Refuses a stated attention here.
-        _, params_shape = abstract_model(config, constrain, self._pipeline, objective.make_model)
-        trained_shape = adapters.abstract(params_shape) if adapters else params_shape
+        trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
         self._partial_sharding = jax.tree.map(
             lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)
         )
@@ -124,10 +116,9 @@ class Accumulation:
         def loss_fn(
             params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            summing = SummingLayers(layer_sums["layers"], remat, constrain) if layer_sums else None
-            graphdef, _ = abstract_model(config, constrain, summing or self._pipeline, objective.make_model)
-            whole = self._staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
-            loss, weight, figures = objective.sums(nnx.merge(graphdef, whole), rows, row_shards)
+            summing = SummingLayers(layer_sums["layers"], remat, model.constrain) if layer_sums else None
+            whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
+            loss, weight, figures = objective.sums(model.module(whole, summing), rows, model.row_shards)
             return loss, (weight, figures)
 
         self._partial_gradients = jax.vmap(
@@ -142,10 +133,7 @@ class Accumulation:
 
         Adapters keep their own order: the model is put in order once they are part of it.
         """
-        return Weights(params if self._adapters else self._staged(params), frozen)
-
-    def _staged(self, params: nnx.State) -> nnx.State:
-        return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
+        return Weights(params if self._adapters else self._model.staged(params), frozen)
 
     def start(self, weights: Weights, sums_layers: bool = True) -> Sums:
         """Returns the sums of no micro-batch, for `staged` parameters.
@@ -200,8 +188,8 @@ class Accumulation:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
         gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
         totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0), (gradients, *sums[2:])))
-        if self._pipeline and not self._adapters:
-            totals = totals._replace(gradient=with_layers(totals.gradient, self._pipeline.layer_order))
+        if not self._adapters:
+            totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
 
 

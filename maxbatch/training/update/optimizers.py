@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.system.errors import ConfigError
 
 PyTree = Any
@@ -34,7 +34,7 @@ MATRICES = {
 
 
 def make_optimizer(
-    config: ConfigDict, learning_rate: jax.typing.ArrayLike, batch_ratio: jax.typing.ArrayLike = 1.0
+    config: OptimizerConfig, learning_rate: jax.typing.ArrayLike, batch_ratio: jax.typing.ArrayLike = 1.0
 ) -> optax.GradientTransformation:
     """Returns the optimizer that `opt_type` names, at one update's learning rate and batch.
 
@@ -43,7 +43,7 @@ def make_optimizer(
     first guess for muon and adafactor; lion wants a 3 to 10 times smaller one.
 
     Args:
-      config: `opt_type`, `adam_b1`, `adam_b2`, `adam_eps`, `adam_weight_decay`.
+      config: the optimizer and its constants.
       learning_rate: a scalar, traced or not. It is no part of the state, so make one optimizer inside the step for
         its update, and one with any rate for `init`.
       batch_ratio: the update's batch over the reference batch, which `adam_scaling=sde` goes by.
@@ -67,12 +67,12 @@ def make_optimizer(
     )
 
 
-def _adam(config: ConfigDict) -> optax.GradientTransformation:
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
     """Makes Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980): 8 bytes of state per float32 parameter."""
     return optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
 
 
-def _adam_by_sde(config: ConfigDict, batch_ratio: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _adam_by_sde(config: OptimizerConfig, batch_ratio: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
 
     At k times the batch (https://arxiv.org/abs/2205.10287, definition 4): rate x sqrt(k), which is
@@ -85,12 +85,12 @@ def _adam_by_sde(config: ConfigDict, batch_ratio: jax.typing.ArrayLike) -> optax
     )
 
 
-def _lion(config: ConfigDict) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
     """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; `adam_eps` has no place in it."""
     return optax.scale_by_lion(config.adam_b1, config.adam_b2)
 
 
-def _adafactor(config: ConfigDict) -> optax.GradientTransformation:
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     """Makes Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) as in Zhai et al. 2021.
 
     That is (https://arxiv.org/abs/2106.04560, section 3.4): steps not scaled by the parameter, a momentum
@@ -110,7 +110,7 @@ def _adafactor(config: ConfigDict) -> optax.GradientTransformation:
     return optax.partition({True: _layer_by_layer(one_layer), False: one_layer}, _is_stacked)
 
 
-def _muon(config: ConfigDict) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `adam_b1`; Adam elsewhere.
 
     Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982). 4 bytes per
@@ -129,12 +129,12 @@ def _muon(config: ConfigDict) -> optax.GradientTransformation:
     return optax.chain(muon, optax.scale(-1.0))
 
 
-def _sgd(config: ConfigDict) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
     """Makes SGD with momentum `adam_b1` (Sutskever et al. 2013): 4 bytes, without `adam_b2` and `adam_eps`."""
     return optax.trace(config.adam_b1)
 
 
-DIRECTIONS: dict[str, Callable[[ConfigDict], optax.GradientTransformation]] = {
+DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
     "adamw": _adam,
     "lion": _lion,
     "adafactor": _adafactor,

@@ -16,20 +16,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import AdapterConfig
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.optimizers import make_optimizer
+from maxbatch.training.update.update_config import UpdateConfig
 
 
-class MakeModel(Protocol):
-    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
+class ModelMaker(Protocol):
+    """A function that makes a user's model, whose variables are `nnx.Param`."""
 
-    def __call__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Any:
+    def __call__(self, *, rngs: nnx.Rngs) -> Any:
         """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
 
 
@@ -55,10 +56,10 @@ class TrainState(NamedTuple):
 
 
 def abstract_model(
-    config: ConfigDict,
+    config: DecoderConfig,
     constrain: Constrain = unconstrained,
     layer_runner: LayerRunner | None = None,
-    make_model: MakeModel | None = None,
+    make_model: ModelMaker | None = None,
 ) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Returns the model's graph and its parameters' shapes, without allocating any.
 
@@ -70,8 +71,8 @@ def abstract_model(
 
     def model() -> Any:
         if make_model is not None:
-            return make_model(config, rngs=nnx.Rngs(0))
-        return Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
+            return make_model(rngs=nnx.Rngs(0))
+        return Decoder(config, rngs=nnx.Rngs(0), constrain=constrain, layer_runner=layer_runner)
 
     module = nnx.eval_shape(model)
     if make_model is not None:
@@ -99,14 +100,14 @@ def num_parameters(params: nnx.State) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None = None) -> TrainState:
+def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | None = None) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocating any."""
     _, base = abstract_model(config, make_model=make_model)
-    adapters = Adapters.from_config(config)
+    adapters = Adapters.from_config(config.adapters)
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
-    optimizer = make_optimizer(config, 0.0)
+    optimizer = make_optimizer(config.optimizer, 0.0)
     opt_state = jax.eval_shape(optimizer.init, params)
     whole = NamedSharding(mesh, P())
 
@@ -139,7 +140,7 @@ def abstract_state(config: ConfigDict, mesh: Mesh, make_model: MakeModel | None 
     return jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
 
 
-def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel | None = None) -> TrainState:
+def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMaker | None = None) -> TrainState:
     """Returns a new state, of which each device makes its own shard; none ever holds the whole.
 
     The values depend on `init_weights_seed` alone, not on the mesh.
@@ -148,9 +149,9 @@ def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel |
     def init(seed: jax.Array) -> TrainState:
         key = jax.random.key(seed)
         if make_model is None:
-            model: Any = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=key))
+            model: Any = Decoder(config, rngs=nnx.Rngs(params=key))
         else:
-            model = make_model(config, rngs=nnx.Rngs(key))
+            model = make_model(rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
         return _started(config, params, seed)
 
@@ -158,11 +159,11 @@ def init_state(config: ConfigDict, abstract: TrainState, make_model: MakeModel |
     return jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
 
 
-def init_opt_state(config: ConfigDict, abstract: TrainState, params: nnx.State) -> TrainState:
+def init_opt_state(config: UpdateConfig, abstract: TrainState, params: nnx.State) -> TrainState:
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     if abstract.frozen is None:
-        opt_state = jax.jit(make_optimizer(config, 0.0).init, out_shardings=shardings.opt_state)(params)
+        opt_state = jax.jit(make_optimizer(config.optimizer, 0.0).init, out_shardings=shardings.opt_state)(params)
         return TrainState(params, opt_state)
 
     def start(seed: jax.Array) -> TrainState:
@@ -172,14 +173,14 @@ def init_opt_state(config: ConfigDict, abstract: TrainState, params: nnx.State) 
     return made._replace(frozen=params)
 
 
-def _started(config: ConfigDict, model: nnx.State, seed: jax.Array) -> TrainState:
+def _started(config: UpdateConfig, model: nnx.State, seed: jax.Array) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
-    adapters = Adapters.from_config(config)
+    adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
-    return TrainState(params, make_optimizer(config, 0.0).init(params), model if adapters else None)
+    return TrainState(params, make_optimizer(config.optimizer, 0.0).init(params), model if adapters else None)
 
 
-def compile_merging(config: ConfigDict, abstract: TrainState) -> Callable[[nnx.State, nnx.State], nnx.State]:
+def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[nnx.State, nnx.State], nnx.State]:
     """Returns the compiled program that merges adapters into the model that they adapt, (model, adapters) -> model."""
     adapters = Adapters.from_config(config)
     assert adapters is not None, "the run trains adapters"

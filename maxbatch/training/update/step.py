@@ -19,12 +19,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.training.update.optimizers import make_optimizer
 from maxbatch.training.update.state import TrainState
+from maxbatch.training.update.update_config import UpdateConfig
 
 
 class StepMetrics(NamedTuple):
@@ -40,7 +41,7 @@ class StepMetrics(NamedTuple):
 
 
 def make_train_step(
-    config: ConfigDict,
+    config: UpdateConfig,
     mesh: Mesh,
     abstract: TrainState,
     arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
@@ -49,7 +50,7 @@ def make_train_step(
     """Builds the jitted, donated update of pre-training.
 
     Args:
-      config: the run's config.
+      config: the keys of the update.
       mesh: the device mesh.
       abstract: shapes and shardings of the state.
       arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
@@ -67,7 +68,7 @@ def make_train_step(
     ) -> tuple[TrainState, StepMetrics]:
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        measures_noise = config.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
+        measures_noise = config.optimizer.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
             micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
@@ -78,7 +79,7 @@ def make_train_step(
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(config, state, accumulation.total(sums), learning_rate, batch_ratio)
+        return update(config.optimizer, state, accumulation.total(sums), learning_rate, batch_ratio)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
@@ -91,7 +92,7 @@ def make_train_step(
 
 
 def update(
-    config: ConfigDict, state: TrainState, totals: Totals, learning_rate: jax.Array, batch_ratio: jax.Array
+    config: OptimizerConfig, state: TrainState, totals: Totals, learning_rate: jax.Array, batch_ratio: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
     """Returns the state after the update, and its metrics; one that is not finite or has no weight changes nothing."""
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
@@ -123,7 +124,7 @@ def update(
     return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others)
 
 
-def _may_overflow(config: ConfigDict, learning_rate: jax.Array) -> jax.Array | bool:
+def _may_overflow(config: OptimizerConfig, learning_rate: jax.Array) -> jax.Array | bool:
     """Returns whether a finite gradient can give a state that is not finite, for which the state must be checked.
 
     The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from ml_collections import ConfigDict
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
 
 from maxbatch.config.keys import Fixes
@@ -33,6 +32,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.weights.checksums import (
     CHECKSUMS,
@@ -55,12 +55,15 @@ class Restored(NamedTuple):
     position: Position
 
 
-def model_identity(config: ConfigDict) -> dict[str, Any]:
-    """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state."""
+def model_identity(config: UpdateConfig, base: str) -> dict[str, Any]:
+    """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state.
+
+    Adapters add theirs, and the identity of the model at `base`, which they adapt.
+    """
     identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
-    if config.lora_rank:
+    if config.adapters.lora_rank:
         identity |= {key: config[key] for key in names_fixing(Fixes.ADAPTERS)}
-        identity["base"] = base_identity(config.load_parameters_path)
+        identity["base"] = base_identity(base)
     return identity
 
 

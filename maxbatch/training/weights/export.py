@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import CONFIG_FILE, GENERATION_FILE, is_huggingface_folder, read_config_json
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.model.huggingface import parameter_path
@@ -50,13 +50,13 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     opened = open_model(model, overrides)
     config = opened.config
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
-    source = _source(config)
-    fields = config_json(config, written_as, source or _token_ids(config))
-    generation = _generation(config, fields)
+    source = _source(config.load_parameters_path)
+    fields = config_json(config, written_as, source or _token_ids(DataConfig.of(config)))
+    generation = _generation(config.load_parameters_path, fields)
     try:
         with writing_folder(target, last=CONFIG_FILE) as folder:
             num_files, num_bytes = _write_parameters(opened, folder, written_as)
-            copy_tokenizer(config, folder)
+            copy_tokenizer(DataConfig.of(config), folder)
             write_json(folder / GENERATION_FILE, generation)
             write_json(folder / CONFIG_FILE, fields)
     except OSError as error:
@@ -78,20 +78,18 @@ def _dtype_of_folder(model: str) -> str:
     return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
 
-def _source(config: ConfigDict) -> Json:
+def _source(path: str) -> Json:
     """Returns the fields of the folder that the parameters were imported from, if it is still there."""
-    path = config.load_parameters_path
     return read_config_json(path) if path and is_huggingface_folder(path) else {}
 
 
-def _token_ids(config: ConfigDict) -> Json:
+def _token_ids(config: DataConfig) -> Json:
     tokenizer = make_tokenizer(config)
     return dict(zip(TOKEN_IDS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
 
 
-def _generation(config: ConfigDict, fields: Json) -> Json:
+def _generation(path: str, fields: Json) -> Json:
     """Returns the `generation_config.json` of the folder that a model was imported from, else its token ids."""
-    path = config.load_parameters_path
     if path and (as_path(path) / GENERATION_FILE).is_file():
         return read_config_json(path, GENERATION_FILE)
     return {name: fields.get(name) for name in TOKEN_IDS}
@@ -151,7 +149,7 @@ def _tensors(places: dict[tuple[str, ...], Place], opened: StoredModel, dtype: n
             yield np.ascontiguousarray(joined.astype(dtype))
 
 
-def copy_tokenizer(config: ConfigDict, target: AnyPath) -> None:
+def copy_tokenizer(config: DataConfig, target: AnyPath) -> None:
     """Copies the files of a run's tokenizer, if it has any."""
     if not config.tokenizer_path:
         return

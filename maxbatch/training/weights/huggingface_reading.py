@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.huggingface import NOT_PARAMETERS, PREFIX, TIED_OUTPUT, parameter_path
 from maxbatch.system.errors import ConfigError
@@ -25,7 +25,7 @@ _MOST_NAMES = 3  # of tensors in a message
 
 
 def parameter_reader(
-    path: str | Path, config: ConfigDict, abstract_params: nnx.State
+    path: str | Path, config: ModelConfig, abstract_params: nnx.State
 ) -> Callable[[nnx.State], nnx.State]:
     """Returns a function that reads parameters of a Hugging Face folder: those of `abstract_params`, or some of them.
 

@@ -15,7 +15,9 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.loading import load_config
+from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
@@ -53,11 +55,11 @@ def load_parameters(
       ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
     """
     config = config_of_model(path, overrides)
-    graphdef, params = abstract_model(config)
+    graphdef, params = abstract_model(DecoderConfig.of(config))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     places = parameter_shardings(params, mesh) if mesh else jax.tree.map(lambda _: device, params)
     params = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places)
-    return config, graphdef, restore_parameters(path, config, params)
+    return config, graphdef, restore_parameters(path, ModelConfig.of(config), params)
 
 
 class StoredModel(NamedTuple):
@@ -84,12 +86,12 @@ def open_model(path: str | Path, overrides: Sequence[str] = ()) -> StoredModel:
     except RuntimeError:  # JAX was told to know the accelerators only
         device = jax.local_devices()[0]
     here = jax.sharding.SingleDeviceSharding(device)
-    _, params = abstract_model(config)
+    _, params = abstract_model(DecoderConfig.of(config))
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
-    return StoredModel(config, params, open_parameters(path, config, params))
+    return StoredModel(config, params, open_parameters(path, ModelConfig.of(config), params))
 
 
-def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> nnx.State:
+def restore_parameters(path: str | Path, config: ModelConfig, abstract_params: nnx.State) -> nnx.State:
     """Returns the parameters of a run folder, a checkpoint or a Hugging Face folder, placed as `abstract_params` says.
 
     Raises:
@@ -98,7 +100,7 @@ def restore_parameters(path: str | Path, config: ConfigDict, abstract_params: nn
     return open_parameters(path, config, abstract_params)(abstract_params)
 
 
-def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.State) -> Reader:
+def open_parameters(path: str | Path, config: ModelConfig, abstract_params: nnx.State) -> Reader:
     """Returns a function that reads parameters of a model: those of `abstract_params`, or some of them.
 
     No values are read before it is called; headers and records are.
@@ -111,7 +113,8 @@ def open_parameters(path: str | Path, config: ConfigDict, abstract_params: nnx.S
     checkpoint = StoredCheckpoint(path)
     own = _adapted_config(checkpoint)
     if own is not None:
-        return _merged_reader(checkpoint, own, config, abstract_params)
+        base = own.load_parameters_path
+        return _merged_reader(checkpoint, AdapterConfig.of(own), base, config, abstract_params)
     checkpoint.check_shapes(abstract_params)
     return lambda part: checkpoint.parameters(part, partial=part is not abstract_params)
 
@@ -124,10 +127,10 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
     """
     checkpoint = None if is_huggingface_folder(path) else StoredCheckpoint(path)
     config = checkpoint and _adapted_config(checkpoint)
-    adapters = config and Adapters.from_config(config)
+    adapters = config and Adapters.from_config(AdapterConfig.of(config))
     if not (checkpoint and config and adapters):
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
-    _, base = abstract_model(config)
+    _, base = abstract_model(DecoderConfig.of(config))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = adapters.abstract(base)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
@@ -145,24 +148,24 @@ def _checked_adapters(checkpoint: StoredCheckpoint, abstract: nnx.State) -> nnx.
 
 
 def _merged_reader(
-    checkpoint: StoredCheckpoint, own: ConfigDict, config: ConfigDict, abstract_params: nnx.State
+    checkpoint: StoredCheckpoint, trained_as: AdapterConfig, base: str, config: ModelConfig, abstract_params: nnx.State
 ) -> Reader:
     """Returns a function that reads parameters of a model and merges the adapters of a checkpoint into them.
 
     Args:
       checkpoint: holds adapters.
-      own: the config of its run, which names the model that they adapt.
-      config: of the model, as the caller wants it.
+      trained_as: the keys of the adapters in its run.
+      base: `load_parameters_path` of its run: the model that they adapt.
+      config: the model, as the caller wants it.
       abstract_params: its shapes and places.
     """
-    base = own.load_parameters_path
     stated = checkpoint.record.identity["model"].get("base")
     if stated != base_identity(base):
         raise ConfigError(
             f"{checkpoint.folder}: holds adapters of another model than load_parameters_path={shown(repr(base))} is "
             "now; put back the one that they were trained on"
         )
-    adapters = Adapters.from_config(own)
+    adapters = Adapters.from_config(trained_as)
     assert adapters is not None, "the checkpoint holds adapters"
     abstract = adapters.abstract(abstract_params)
     somewhere = jax.tree.leaves(abstract_params)[0].sharding

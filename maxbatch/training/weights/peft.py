@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.sections import AdapterConfig, DataConfig
 from maxbatch.model.huggingface import ParameterPath, parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
@@ -72,9 +72,9 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
     target = new_folder(output)
     config, base, params = load_adapters(run)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    adapters = Adapters.from_config(config)
+    adapters = Adapters.from_config(AdapterConfig.of(config))
     assert adapters is not None, "the run has adapters"
-    modules = _modules(config, adapters, base)
+    modules = _modules(config.decoder_block, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {
         name: tensor.astype(DTYPES[stored_as])
@@ -84,16 +84,18 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, last=CONFIG_FILE) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
-            copy_tokenizer(config, folder)
-            write_json(folder / CONFIG_FILE, _config_json(config, adapters, modules))
+            copy_tokenizer(DataConfig.of(config), folder)
+            write_json(
+                folder / CONFIG_FILE, _config_json(config.decoder_block, config.load_parameters_path, adapters, modules)
+            )
     except OSError as error:
         raise cannot_write(output, error) from error
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 
 
-def _modules(config: ConfigDict, adapters: Adapters, base: nnx.State) -> list[Module]:
-    places = parameter_places(config.decoder_block, base)
+def _modules(decoder_block: str, adapters: Adapters, base: nnx.State) -> list[Module]:
+    places = parameter_places(decoder_block, base)
     targets = {target.path: target for target in adapters.targets(base)}
     found = {}
     for path in targets:
@@ -117,11 +119,10 @@ def _tensors(
             yield f"{name}.lora_B.weight", b
 
 
-def _config_json(config: ConfigDict, adapters: Adapters, modules: list[Module]) -> Json:
+def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: list[Module]) -> Json:
     # Two components, since GPT-2's attention and MLP both have a c_proj.
     names = {module: ".".join(module.name.split(".")[-2:]) for module in modules}
     joined = {names[module]: len(module.parts) for module in modules if len(module.parts) > 1}
-    base = config.load_parameters_path
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     return {
         "peft_type": "LORA",
@@ -132,7 +133,7 @@ def _config_json(config: ConfigDict, adapters: Adapters, modules: list[Module]) 
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": config.decoder_block == "gpt2",
+        "fan_in_fan_out": decoder_block == "gpt2",
         "target_modules": sorted(names.values()),
         "rank_pattern": {name: number * adapters.rank for name, number in joined.items()},
         "alpha_pattern": {name: number * alpha for name, number in joined.items()},

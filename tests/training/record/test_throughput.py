@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.flops import model_flops_per_token
 from maxbatch.training.record.throughput import ThroughputMeter
-from tests.helpers.tiny import LENGTH, tiny_config
+from tests.helpers.tiny import LENGTH
+
+FLOPS_PER_TOKEN = 1000
 
 
 def devices(kind: str, count: int = 4) -> Any:
@@ -18,11 +18,9 @@ def devices(kind: str, count: int = 4) -> Any:
 
 
 def test_rates_follow_from_real_rows_and_seconds() -> None:
-    config = tiny_config()
-    rates = ThroughputMeter(config, devices("cpu"))(num_rows=10, seconds=0.5)
+    rates = ThroughputMeter(LENGTH, FLOPS_PER_TOKEN, devices("cpu"), None)(num_rows=10, seconds=0.5)
     assert rates.tokens_per_second == 10 * LENGTH / 0.5
-    flops = rates.tokens_per_second * model_flops_per_token(DecoderConfig.of(config))
-    assert rates.tflops_per_device == pytest.approx(flops / 4 / 1e12)
+    assert rates.tflops_per_device == pytest.approx(rates.tokens_per_second * FLOPS_PER_TOKEN / 4 / 1e12)
     assert rates.mfu is None, "a CPU's peak is unknown"
 
 
@@ -31,10 +29,10 @@ def test_rates_follow_from_real_rows_and_seconds() -> None:
     [("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v4", 275), ("TPU v6 lite", 918), ("NVIDIA H200", 989)],
 )
 def test_mfu_is_the_share_of_a_known_chips_peak(kind: str, peak: float) -> None:
-    rates = ThroughputMeter(tiny_config(), devices(kind))(16, 1.0)
+    rates = ThroughputMeter(LENGTH, FLOPS_PER_TOKEN, devices(kind), None)(16, 1.0)
     assert rates.mfu == pytest.approx(rates.tflops_per_device / peak)
 
 
 def test_a_stated_peak_overrides_the_table() -> None:
-    rates = ThroughputMeter(tiny_config("peak_tflops_per_device=2"), devices("cpu"))(16, 1.0)
+    rates = ThroughputMeter(LENGTH, FLOPS_PER_TOKEN, devices("cpu"), 2.0)(16, 1.0)
     assert rates.mfu == pytest.approx(rates.tflops_per_device / 2)

@@ -36,7 +36,7 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
 
     def loss(params: nnx.State, sums: nnx.State | None) -> jax.Array:
         runner = None if sums is None else SummingLayers(sums, Remat.of(RematConfig.of(config)), unconstrained)
-        graphdef, _ = abstract_model(config, layer_runner=runner)
+        graphdef, _ = abstract_model(DecoderConfig.of(config), layer_runner=runner)
         return loss_sums(nnx.merge(graphdef, params), *rows)[0]
 
     layers = params["layers"]
@@ -53,7 +53,7 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
 
 def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:
     config = tiny_config("scan_layers=true")
-    _, shapes = abstract_model(config)
+    _, shapes = abstract_model(DecoderConfig.of(config))
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), shapes["layers"])
     runner = SummingLayers(sums, Remat.of(RematConfig.of(config)), unconstrained)
     decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), layer_runner=runner)

@@ -14,6 +14,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.system.errors import ConfigError
@@ -43,12 +44,12 @@ def random_like(tree: Any, seed: int) -> Any:
 @partial(jax.jit, static_argnums=0)
 def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
     config = config_of(*opt)
-    updates, state = make_optimizer(config, learning_rate).update(gradient, state, parameters)
+    updates, state = make_optimizer(OptimizerConfig.of(config), learning_rate).update(gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    state = make_optimizer(config_of(*opt), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(config_of(*opt)), 0.0).init(parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
     return parameters
@@ -81,7 +82,7 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
             for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
         )
 
-    state = make_optimizer(config_of(opt_type), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(config_of(opt_type)), 0.0).init(parameters)
     start = float(loss(parameters))
     moved = parameters
     for _ in range(5):
@@ -110,7 +111,7 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
 def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
     parameters = parameters_of(config_of(opt_type, "adam_weight_decay=0"))
     gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
-    start = make_optimizer(config_of(*opt), 0.0).init(parameters)
+    start = make_optimizer(OptimizerConfig.of(config_of(*opt)), 0.0).init(parameters)
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
@@ -125,7 +126,7 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
     config = config_of(opt_type)
     parameters = jax.eval_shape(lambda: parameters_of(config))
-    state = jax.eval_shape(make_optimizer(config, 0.0).init, parameters)
+    state = jax.eval_shape(make_optimizer(OptimizerConfig.of(config), 0.0).init, parameters)
     size = sum(x.size for x in jax.tree.leaves(parameters))
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert least * size <= state_bytes <= most * size + 64
@@ -157,7 +158,7 @@ def test_bfloat16_parameters_keep_their_dtype() -> None:
 def test_an_unknown_name_is_refused() -> None:
     config = ConfigDict({"opt_type": "adam"})
     with pytest.raises(ConfigError, match=r"opt_type='adam'.*adamw"):
-        make_optimizer(config, 0.1)
+        make_optimizer(OptimizerConfig.of(config), 0.1)
 
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
@@ -167,7 +168,10 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     parameters = parameters_of(plain)
     gradient = random_like(parameters, 1)
     results = []
-    for optimizer in (make_optimizer(scaled, 0.1, np.float32(4)), make_optimizer(plain, 0.1)):
+    for optimizer in (
+        make_optimizer(OptimizerConfig.of(scaled), 0.1, np.float32(4)),
+        make_optimizer(OptimizerConfig.of(plain), 0.1),
+    ):
         state = optimizer.init(parameters)
         for _ in range(3):
             updates, state = optimizer.update(gradient, state, parameters)

@@ -16,10 +16,12 @@ from flax import nnx
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.fingerprint import limb_sums, row_hashes, to_hex
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import LENGTH, bytes_of, some_rows, tiny_config
 
 ROWS = 16
@@ -30,14 +32,14 @@ COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|colle
 def _program(num_devices: int, overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    abstract = abstract_state(config, mesh)
-    return config, mesh, abstract, make_train_step(config, mesh, abstract)
+    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    return config, mesh, abstract, make_train_step(UpdateConfig.of(config), mesh, abstract)
 
 
 @cache
 def _initial(overrides: tuple[str, ...]) -> Any:
     config, _, abstract, _ = _program(1, overrides)
-    return jax.device_get(init_state(config, abstract))
+    return jax.device_get(init_state(UpdateConfig.of(config), abstract))
 
 
 def initial_state(overrides: tuple[str, ...], abstract: Any) -> Any:
@@ -115,7 +117,7 @@ def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -
     """Against plain JAX: one big batch, logits in full, the sum of losses over the sum of weights."""
     config, _, abstract, _ = _program(1, ())
     rows = some_rows(ROWS)
-    graphdef, _ = abstract_model(config)
+    graphdef, _ = abstract_model(DecoderConfig.of(config))
 
     def mean_loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
@@ -124,7 +126,7 @@ def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -
         weights = rows["weights"][:, 1:]
         return (losses * weights).sum() / weights.sum()
 
-    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(init_state(config, abstract).params)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(init_state(UpdateConfig.of(config), abstract).params)
     _, (metrics,) = run_steps([rows], 1, ROWS)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-5)
@@ -172,7 +174,7 @@ def test_an_update_whose_new_state_is_not_finite_is_skipped_whole(
     overrides: tuple[str, ...], learning_rate: float
 ) -> None:
     config, _, abstract, _ = _program(1, overrides)
-    before = jax.device_get(init_state(config, abstract))
+    before = jax.device_get(init_state(UpdateConfig.of(config), abstract))
     state, (metrics,) = run_steps([some_rows(ROWS)], ROWS, 1, 1, overrides, learning_rate)
     assert metrics.skipped and np.isfinite(metrics.grad_norm)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
@@ -201,7 +203,7 @@ def test_the_gradient_is_clipped_once_by_its_global_norm() -> None:
     """The norm that is reported is the one before clipping; sgd shows the clipped length."""
     sgd = ("opt_type=sgd", "adam_b1=0", "adam_weight_decay=0")
     config, _, abstract, _ = _program(1, (*sgd, "gradient_clipping_threshold=0.01"))
-    before = jax.device_get(init_state(config, abstract).params)
+    before = jax.device_get(init_state(UpdateConfig.of(config), abstract).params)
     state, (metrics,) = run_steps(
         [some_rows(ROWS)], 4, 4, overrides=(*sgd, "gradient_clipping_threshold=0.01"), learning_rate=1.0
     )
@@ -222,7 +224,7 @@ def test_a_batch_without_weight_changes_nothing() -> None:
 
 def test_every_parameter_and_moment_is_sharded_from_birth() -> None:
     config, _, abstract, _ = _program(8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    state = init_state(config, abstract)
+    state = init_state(UpdateConfig.of(config), abstract)
     for leaf, planned in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
         if leaf.ndim > 2 or leaf.shape[0:1] == (config.vocab_size,):  # matrices
@@ -232,7 +234,10 @@ def test_every_parameter_and_moment_is_sharded_from_birth() -> None:
 def test_initial_values_do_not_depend_on_the_mesh() -> None:
     config, _, abstract, _ = _program(1, ())
     split_config, _, split_abstract, _ = _program(8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    one, other = init_state(config, abstract), init_state(split_config, split_abstract)
+    one, other = (
+        init_state(UpdateConfig.of(config), abstract),
+        init_state(UpdateConfig.of(split_config), split_abstract),
+    )
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -263,7 +268,9 @@ def test_strict_types() -> None:
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         config, mesh, abstract, _ = _program(1, ())
         batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS), ROWS, BatchShape(4, 4))
-        make_train_step(config, mesh, abstract).lower(abstract, batch, jnp.int32(4), jnp.float32(0), jnp.float32(1))
+        make_train_step(UpdateConfig.of(config), mesh, abstract).lower(
+            abstract, batch, jnp.int32(4), jnp.float32(0), jnp.float32(1)
+        )
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "lion", "adafactor", "muon", "sgd"])

@@ -20,10 +20,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
+from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.weights.parameters import restore_parameters
 from tests.helpers.tiny import read_metrics, tiny_config
@@ -37,8 +39,8 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = tiny_config()
-        self.abstract = abstract_state(self.config, make_mesh(self.config, jax.devices()[:1]))
-        self.state = init_state(self.config, self.abstract)
+        self.abstract = abstract_state(UpdateConfig.of(self.config), make_mesh(self.config, jax.devices()[:1]))
+        self.state = init_state(UpdateConfig.of(self.config), self.abstract)
         self.warnings: list[str] = []
         with self.open() as checkpoints:
             for step in (1, 2, 3):
@@ -46,7 +48,7 @@ class Saved:
 
     @contextmanager
     def open(self, data: dict[str, Any] = DATA, *overrides: str) -> Iterator[Checkpoints]:
-        identity = {"data": data, "model": model_identity(tiny_config(*overrides))}
+        identity = {"data": data, "model": model_identity(UpdateConfig.of(tiny_config(*overrides)), "")}
         checkpoints = Checkpoints(self.folder, 3, identity, self.warnings.append)
         yield checkpoints
         checkpoints.close()
@@ -83,7 +85,7 @@ def assert_equal(a: TrainState, b: TrainState) -> None:
 
 def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
-    abstract = abstract_state(saved.config, mesh)
+    abstract = abstract_state(UpdateConfig.of(saved.config), mesh)
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(abstract)
@@ -203,7 +205,7 @@ def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
 
 def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Saved) -> None:
     other = tiny_config("opt_type=adafactor", "adam_b1=0")
-    abstract = abstract_state(other, make_mesh(other, jax.devices()[:1]))
+    abstract = abstract_state(UpdateConfig.of(other), make_mesh(other, jax.devices()[:1]))
     with saved.open() as checkpoints, pytest.raises(ConfigError, match="no checkpoint has the arrays of this"):
         checkpoints.restore(abstract)
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
@@ -221,7 +223,7 @@ def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, n
     assert restored is not None and restored.position == Position(4, 40) and not saved.warnings
     assert_equal(restored.state, saved.state)
     assert [path.name for path in (saved.folder / "checkpoints").iterdir()] == ["4"]
-    restore_parameters(saved.folder, saved.config, saved.abstract.params)
+    restore_parameters(saved.folder, ModelConfig.of(saved.config), saved.abstract.params)
 
 
 @contextmanager
@@ -316,14 +318,14 @@ def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
 
 
 def test_parameters_alone_start_another_run(saved: Saved) -> None:
-    params = restore_parameters(saved.folder, saved.config, saved.abstract.params)
+    params = restore_parameters(saved.folder, ModelConfig.of(saved.config), saved.abstract.params)
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(saved.state.params), strict=True):
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
-        restore_parameters(saved.folder / "nothing", saved.config, saved.abstract.params)
-    wider = abstract_state(tiny_config("base_emb_dim=64"), make_mesh(saved.config, jax.devices()[:1]))
+        restore_parameters(saved.folder / "nothing", ModelConfig.of(saved.config), saved.abstract.params)
+    wider = abstract_state(UpdateConfig.of(tiny_config("base_emb_dim=64")), make_mesh(saved.config, jax.devices()[:1]))
     with pytest.raises(ConfigError, match="do not fit"):
-        restore_parameters(saved.folder, saved.config, wider.params)
+        restore_parameters(saved.folder, ModelConfig.of(saved.config), wider.params)
 
 
 def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:

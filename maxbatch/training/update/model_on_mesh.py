@@ -1,0 +1,70 @@
+"""A model on its mesh: the places of its activations, the pipeline, and the order in which its layers run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from maxbatch.config.sections import MeshConfig
+from maxbatch.model.decoder import LayerRunner
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.pipeline import make_pipeline
+from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.training.update.state import ModelMaker, abstract_model, with_layers
+
+
+class ModelOnMesh:
+    """A model as programs on a mesh run it.
+
+    Outside of the pipeline its devices share the rows of the embedding and of the loss.
+
+    Args:
+      config: the config's own model.
+      axes: the axes of the mesh.
+      mesh: the mesh.
+      batch_axes: the mesh axes that split rows.
+      make_model: makes a user's model, in the place of the config's.
+
+    Attributes:
+      row_shards: parts that rows are split into.
+      constrain: places activations.
+      has_pipeline: whether the layers run in stages.
+
+    Raises:
+      ConfigError: the devices cannot compute the stated `attention`, or a user's model cannot be trained.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        axes: MeshConfig,
+        mesh: Mesh,
+        batch_axes: tuple[str, ...],
+        make_model: ModelMaker | None = None,
+    ) -> None:
+        row_axes = (*batch_axes, "pipeline")
+        self.row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
+        self.constrain = activation_constraint(mesh, row_axes)
+        self._config, self._make_model = config, make_model
+        self._pipeline = make_pipeline(axes, config.remat, mesh, batch_axes)
+        self.has_pipeline = self._pipeline is not None
+        self._graphdef, self.abstract = self._split(self._pipeline)
+
+    def _split(self, layer_runner: LayerRunner | None) -> tuple[nnx.GraphDef[Any], nnx.State]:
+        return abstract_model(self._config, self.constrain, layer_runner, self._make_model)
+
+    def staged(self, params: nnx.State) -> nnx.State:
+        """Returns parameters in the order in which the layers run."""
+        return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
+
+    def unstaged(self, params: nnx.State) -> nnx.State:
+        """Returns parameters, or their gradients, back in the order of the layers."""
+        return with_layers(params, self._pipeline.layer_order) if self._pipeline else params
+
+    def module(self, staged: nnx.State, layer_runner: LayerRunner | None = None) -> Any:
+        """Returns the model with `staged` parameters; `layer_runner` runs its layers in the place of the pipeline."""
+        graphdef = self._split(layer_runner)[0] if layer_runner else self._graphdef
+        return nnx.merge(graphdef, staged)
