@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -33,7 +34,7 @@ class Learner:
         self._reference: nnx.State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        accumulation = Accumulation(config, mesh, policy_objective(config))
+        accumulation = Accumulation(config, mesh, policy_objective(RLConfig.of(config)))
 
         def begin(params: nnx.State, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params)

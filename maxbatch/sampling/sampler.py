@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
@@ -98,13 +97,19 @@ class Sampler:
     """
 
     def __init__(
-        self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh | None, *, prompt_length: int, rescores: bool = True
+        self,
+        config: DecoderConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh | None,
+        *,
+        prompt_length: int,
+        rescores: bool = True,
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
-        model = nnx.eval_shape(lambda: Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain))
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
         switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
         self._program = _Program(
             graphdef=nnx.graphdef(model),
