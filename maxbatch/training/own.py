@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
@@ -87,7 +88,7 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
     return loss, weight
 
 
-def task_model(parts: Parts, config: ConfigDict) -> TaskModel:
+def task_model(parts: Parts, config: ConfigDict, mesh: MeshShape) -> TaskModel:
     """Returns the model of a run.
 
     A user's is known by the shapes of its parameters. Its FLOPs are 6 per parameter and token, those of attention left
@@ -98,8 +99,7 @@ def task_model(parts: Parts, config: ConfigDict) -> TaskModel:
     """
     if parts.model is None:
         return model_of(config)
-    stages = config.ici_pipeline_parallelism * config.dcn_pipeline_parallelism
-    if stages != 1:
+    if mesh.num_pipeline_stages != 1:
         raise ConfigError(
             f"ici_pipeline_parallelism={config.ici_pipeline_parallelism}: stages of a pipeline need the layers of the "
             "config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"

@@ -85,7 +85,7 @@ class Pretraining:
         self._mesh_shape = checked_mesh_shape(config, session.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        self.model, self._objective = task_model(parts, config), objective_of(parts)
+        self.model, self._objective = task_model(parts, config, self._mesh_shape), objective_of(parts)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
