@@ -86,15 +86,6 @@ def check_at_most(flag: str, number: int, most: int) -> None:
         raise ConfigError(f"{flag} {number}: must be at most {most}; works: {flag} {most}")
 
 
-def check_divides(flag: str, number: int, num_devices: int) -> None:
-    """Raises ConfigError for hosts or slices of which not each would have the same number of devices."""
-    from maxbatch.plan.divisors import largest_divisor
-
-    if num_devices % number:
-        works = f"{flag} {largest_divisor(num_devices, number)}"
-        raise ConfigError(f"{flag} {number}: must divide the {num_devices} devices; works: {works}")
-
-
 def place(text: str) -> str:
     """Returns a path of this machine or of an object store; the `type` of an argument."""
     from maxbatch.config.paths import place_fault
