@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.parallel.sharding import activation_constraint, num_shards
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
 from maxbatch.training.update.gradients import Accumulation, Sums
@@ -49,7 +49,7 @@ class Learner:
             return update(config, state, accumulation.total(sums), *rates)
 
         graphdef, _ = abstract_model(config, activation_constraint(mesh, BATCH_AXES))
-        batch_shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        batch_shards = num_shards(mesh)
 
         def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = nnx.merge(graphdef, params)

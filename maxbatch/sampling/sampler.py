@@ -10,7 +10,6 @@ Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response)
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.sharding import activation_constraint, unconstrained
+from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
@@ -114,7 +113,7 @@ class Sampler:
         self._program = _Program(
             graphdef=nnx.graphdef(model),
             length=length,
-            row_shards=math.prod(mesh.shape[axis] for axis in BATCH_AXES) if mesh else 1,
+            row_shards=num_shards(mesh) if mesh else 1,
             truncates=False,
             pad_id=tokenizer.pad_id,
             rescores=rescores and (config.dtype != "float32" or switches_rope),
