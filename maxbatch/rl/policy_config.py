@@ -10,12 +10,13 @@ from maxbatch.model.decoder_config import DecoderConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataConfig):
-    """The data's keys, the template of a prompt, and the bounds of its tokens."""
+    """The data's keys, the template of a prompt, the bounds of its tokens, and the model that a tokenizer must fit."""
 
     prompt_template: str
     max_prefill_predict_length: int
     max_target_length: int
     vocab_size: int
+    load_parameters_path: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
