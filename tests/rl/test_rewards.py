@@ -265,6 +265,7 @@ COMMAND = """
     import sys, time
     from maxbatch import load_config
     from maxbatch.rl.reward_functions import Question
+    from maxbatch.config.sections import RLConfig
     from maxbatch.rl.rewards import Rewards
 
     scorer = Rewards(RLConfig.of(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"])))
