@@ -42,7 +42,8 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
     lengths_B, draw_ids_Bx3 = np.full(rows, _P, np.int32), np.zeros((rows, 3), np.uint32)
-    sampler, greedy = Sampler(config, _Endless(), None, prompt_length=_P), SamplingRules(temperature=0.0)
+    sampler = Sampler(DecoderConfig.of(config), _Endless(), None, prompt_length=_P)
+    greedy = SamplingRules(temperature=0.0)
 
     def with_cache() -> jax.Array:
         return jax.block_until_ready(sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, greedy).tokens_BxL)

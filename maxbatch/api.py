@@ -12,7 +12,6 @@ with maxbatch.open_feed(config, mesh) as feed:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import cache
@@ -29,6 +28,7 @@ from maxbatch.data.stream.own import Samples, as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
+from maxbatch.parallel.sharding import num_shards
 from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.plan_config import PlanConfig
@@ -211,7 +211,7 @@ def _whole(batch_size: int) -> BatchShape:
 
 
 def _check_divides(plan: BatchPlan, mesh: Mesh, axes: tuple[str, ...]) -> None:
-    shards = math.prod(mesh.shape[axis] for axis in axes)
+    shards = num_shards(mesh, axes)
     for stage in plan.stages:
         batch = stage.global_batch_size
         if batch % shards:

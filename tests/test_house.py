@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -27,6 +30,25 @@ def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
 
 def test_no_contract_of_imports_has_exceptions() -> None:
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    declared = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in stated}
+    packages = importlib.metadata.packages_distributions()
+    missing = {
+        module
+        for module in {name.partition(".")[0] for path in MODULES for name in _imports(path)} & packages.keys()
+        if not declared & {package.lower().replace("_", "-") for package in packages[module]}
+    }
+    assert missing <= {"maxbatch", *sys.stdlib_module_names}
+
+
+def _imports(path: Path) -> list[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return names + [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
 @pytest.mark.parametrize("room", sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir()))

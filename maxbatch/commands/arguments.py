@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, printable
@@ -86,30 +87,17 @@ def check_at_most(flag: str, number: int, most: int) -> None:
         raise ConfigError(f"{flag} {number}: must be at most {most}; works: {flag} {most}")
 
 
-def check_divides(flag: str, number: int, num_devices: int) -> None:
-    """Raises ConfigError for hosts or slices of which not each would have the same number of devices."""
-    from maxbatch.plan.divisors import largest_divisor
-
-    if num_devices % number:
-        works = f"{flag} {largest_divisor(num_devices, number)}"
-        raise ConfigError(f"{flag} {number}: must divide the {num_devices} devices; works: {works}")
-
-
 def place(text: str) -> str:
     """Returns a path of this machine or of an object store; the `type` of an argument."""
-    from maxbatch.config.paths import place_fault
-
-    rule = place_fault(text)
-    if rule is not None:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}")
-    return text
+    return _path(text, place_fault(text))
 
 
 def local_path(text: str) -> str:
     """Returns a path of this machine; the `type` of an argument."""
-    from maxbatch.config.paths import local_fault
+    return _path(text, local_fault(text))
 
-    rule = local_fault(text)
+
+def _path(text: str, rule: str | None) -> str:
     if rule is not None:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}")
     return text

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import make_tokenizer
     from maxbatch.sampling.sampler import SamplingRules
-    from maxbatch.sampling.text import generate_text
+    from maxbatch.sampling.text import TextConfig, generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import config_of_model, load_parameters
 
@@ -52,6 +52,6 @@ def run(args: argparse.Namespace) -> int:
     config, _, params = load_parameters(args.run_dir, begins)
     ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
-    text = generate_text(params, tokenizer, args.prompt, config, rules)
+    text = generate_text(params, tokenizer, args.prompt, TextConfig.of(config), rules)
     print(printable(text) if sys.stdout.isatty() else text)
     return EXIT_DONE

@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, check_divides, config_of, count, note
+from maxbatch.commands.arguments import add_config, check_at_most, config_of, count, note
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
-    from maxbatch.plan.mesh_shape import MOST_DEVICES
+    from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
 
     config = config_of(args)
     check_dataset(config)
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         stated = f"batch_size={config.batch_size} states one of prompts"
         raise ConfigError(f"--words: is for the batch of pre-training, and {stated}")
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
-    check_divides("--hosts", args.hosts, args.devices or 1)
-    check_divides("--slices", args.slices, args.devices or 1)
+    check_divides("--hosts ", args.hosts, args.devices or 1)
+    check_divides("--slices ", args.slices, args.devices or 1)
     epoch = _samples_per_epoch(config, args.samples_per_epoch)
     devices, slices = args.devices or 1, args.slices
     plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch)

@@ -21,6 +21,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
+from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 from maxbatch.system.terminal import PipeConsole
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 _LARGEST_EXPONENT = 709.0  # of a float
-_MESH_AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 # What a run states for its training; here all devices share the rows, unless the command says otherwise.
 _DEFAULTS = {
     "dtype": "float32",
@@ -36,7 +36,7 @@ _DEFAULTS = {
     "remat_policy": "none",
     "num_pipeline_microbatches": "-1",
     "num_pipeline_repeats": "1",
-    **{f"{network}_{axis}_parallelism": "1" for network in ("ici", "dcn") for axis in _MESH_AXES},
+    **{axis_key(network, axis): "1" for network in ("ici", "dcn") for axis in AXES},
     "ici_fsdp_parallelism": "-1",
 }
 

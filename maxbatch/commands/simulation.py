@@ -14,8 +14,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from maxbatch.commands.arguments import check_at_most, check_divides
+from maxbatch.commands.arguments import check_at_most
 from maxbatch.parallel.cpu_devices import make_cpu_devices
+from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.ports import free_port
@@ -37,7 +38,7 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
     """Raises ConfigError if the hosts are too many, or do not divide the devices."""
     check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
     check_at_most("--simulate-hosts", num_hosts, _MOST_HOSTS)
-    check_divides("--simulate-hosts", num_hosts, num_devices)
+    check_divides("--simulate-hosts ", num_hosts, num_devices)
 
 
 def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:

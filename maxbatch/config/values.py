@@ -180,9 +180,7 @@ def _whole(text: str) -> _Parsed:
 
 
 def _quantity(text: str) -> _Parsed:
-    suffix = text[-1:].upper() if text[-1:].upper() in _SUFFIXES else ""
-    number = _decimal(text[: len(text) - len(suffix)].strip())
-    value = None if number is None else number * _SUFFIXES[suffix]
+    value = amount(text)
     if value is not None and value.denominator == 1 and abs(value) <= _LARGEST:
         return int(value), None
     trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
@@ -191,6 +189,13 @@ def _quantity(text: str) -> _Parsed:
     value = trillions * 10**12
     is_allowed = value.denominator == 1 and abs(value) <= _LARGEST
     return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
+
+
+def amount(text: str) -> Fraction | None:
+    """Returns the exact value of a number with or without a suffix K, M or B; None for any other text."""
+    suffix = text[-1:].upper() if text[-1:].upper() in _SUFFIXES else ""
+    number = _decimal(text[: len(text) - len(suffix)].strip())
+    return None if number is None else number * _SUFFIXES[suffix]
 
 
 def _exact(text: str) -> _Parsed:
@@ -231,6 +236,14 @@ def plain_number(value: Number) -> Number:
     if fraction.denominator == 1:
         return int(fraction)
     return float(fraction) if exact(float(fraction)) == fraction else fraction
+
+
+def schedule_text(stages: Iterable[tuple[Number, int]]) -> str:
+    """Returns pairs of position and batch as `batch_size_schedule` writes them, positions rounded up to whole ones.
+
+    Of stages that begin at the same position only the last has any updates.
+    """
+    return " ".join(f"{position}:{batch}" for position, batch in {math.ceil(p): b for p, b in stages}.items())
 
 
 def refuse_no_text(text: str, where: str) -> None:

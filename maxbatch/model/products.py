@@ -5,7 +5,6 @@ Shapes: M micro-batch, L length, D input, F output, V vocabulary, H heads, h hea
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxbatch.parallel.sharding import OVER_ROWS, Constrain
+from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
 
 
 def two_products(
@@ -60,7 +59,7 @@ def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
         return x_MxLxD
     spec = constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
     axes = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
-    if x_MxLxD.shape[0] % math.prod(mesh.shape[axis] for axis in axes):
+    if x_MxLxD.shape[0] % num_shards(mesh, axes):
         return x_MxLxD
     held = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
     # By hand, because the partitioner gathers what it must hold in a given order.

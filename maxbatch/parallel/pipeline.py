@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.parallel.remat import Remat
-from maxbatch.parallel.sharding import Constrain, activation_constraint
+from maxbatch.parallel.sharding import Constrain, activation_constraint, num_shards
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
 PyTree = Any
@@ -46,7 +46,7 @@ def make_pipeline(axes: MeshConfig, remat: RematConfig, mesh: Mesh, batch_axes: 
         num_stages=stages,
         num_repeats=axes.num_pipeline_repeats,
         num_microbatches=pipeline_microbatches(axes, stages),
-        batch_shards=math.prod(mesh.shape[axis] for axis in batch_axes),
+        batch_shards=num_shards(mesh, batch_axes),
         remat=Remat.of(remat),
         constrain=activation_constraint(mesh, batch_axes),
     )

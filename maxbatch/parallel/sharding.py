@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 from flax import nnx
@@ -83,6 +83,11 @@ class Constrain:
 unconstrained = Constrain()
 
 
+def num_shards(mesh: Mesh, axes: Iterable[str] = BATCH_AXES) -> int:
+    """Returns the parts that mesh axes split a dimension into; by default those that split the batch."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
     """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension named "batch".
 
@@ -95,7 +100,7 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
             return batch_axes
         if name == OVER_ROWS:
             axes = (*batch_axes, "tensor")
-            return axes if size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
+            return axes if size % num_shards(mesh, axes) == 0 else None
         axis = ACTIVATION_RULES[name]
         return axis if axis and size % mesh.shape[axis] == 0 else None
 
@@ -112,7 +117,7 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
         wanted = tuple(axis for axis in PARAMETER_RULES[name] if (axis,) not in taken)
         if mesh.shape["pipeline"] == 1 and name != "layers":
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
-        while wanted and size % math.prod(mesh.shape[axis] for axis in wanted):
+        while wanted and size % num_shards(mesh, wanted):
             wanted = wanted[:-1]
         taken.append(wanted)
     if "embed" in logical_axes and not any("fsdp" in axes for axes in taken):

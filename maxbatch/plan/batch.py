@@ -155,7 +155,7 @@ class BatchPlan:
     def _on(
         cls, config: PlanConfig, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
     ) -> BatchPlan:
-        check_divides("num_hosts", num_hosts, meshes.num_devices)
+        check_divides("num_hosts=", num_hosts, meshes.num_devices)
         e = expansion_factor(config, num_hosts, resume)
         check_model_fits(config, meshes.training)
         check_model_fits(config, meshes.sampling)

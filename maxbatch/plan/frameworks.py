@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from maxbatch.config.values import plain_number
+from maxbatch.config.values import plain_number, schedule_text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.rampup import Stage
 
@@ -73,7 +73,7 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
     if len(plan.stages) == 1:
         settings += f" global_batch_size={batch}"
     else:
-        ramp = (f'batch_size_schedule="{_schedule(plan.stages)}"',)
+        ramp = (f'batch_size_schedule="{_schedule(plan)}"',)
     return FrameworkSettings("maxbatch", settings, f"global_batch_size_to_train_on={batch}", ramp)
 
 
@@ -95,7 +95,7 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
     update = f"global batch size={batch}"
     if len(plan.stages) == 1:
         return FrameworkSettings("Megatron-LM", f"{settings} --global-batch-size {batch}", update)
-    ramp = [f'--step-batch-size-schedule "{_schedule(plan.stages, plan.max_target_length)}"']
+    ramp = [f'--step-batch-size-schedule "{_schedule(plan, plan.max_target_length)}"']
     if linear := linear_ramp(plan.stages):
         start, rise, samples = linear
         older = f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"
@@ -138,13 +138,9 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
     return FrameworkSettings("MaxText", settings, update, (ramp,))
 
 
-def _schedule(stages: Sequence[Stage], unit: int = 1) -> str:
-    """Returns "0:256 100000:512", thresholds in samples, times unit.
-
-    Positions are whole, so thresholds round up; of stages that begin at the same sample only the last has any.
-    """
-    batches = {math.ceil(stage.threshold) * unit: stage.global_batch_size for stage in stages}
-    return " ".join(f"{threshold}:{batch}" for threshold, batch in batches.items())
+def _schedule(plan: BatchPlan, unit: int = 1) -> str:
+    """Returns the stages as "0:256 100000:512", thresholds in samples, times unit."""
+    return schedule_text((math.ceil(one.threshold) * unit, one.global_batch_size) for one in plan.stages)
 
 
 def _decimal(rows: int, devices: int) -> str:

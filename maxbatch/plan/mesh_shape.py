@@ -49,12 +49,12 @@ class MeshShape:
         check_machine(num_devices, num_slices)
         slices = num_slices
         if num_slices == 1:
-            sizes = {axis: max(1, config[_key("dcn", axis)]) for axis in AXES}
+            sizes = {axis: max(1, config[axis_key("dcn", axis)]) for axis in AXES}
             slices = math.prod(sizes.values())
             if num_devices % slices:
                 rule = f"the dcn axes multiply to {slices}, which must divide the {num_devices} devices"
                 largest = max(AXES, key=lambda axis: sizes[axis])
-                raise Refusal(config, _key("dcn", largest), rule, _smaller("dcn", sizes, num_devices))
+                raise Refusal(config, axis_key("dcn", largest), rule, _smaller("dcn", sizes, num_devices))
         dcn = _resolve(config, "dcn", slices, "slices")
         name = "devices" if slices == 1 else "devices of a slice"
         return cls(_resolve(config, "ici", num_devices // slices, name), dcn, num_slices)
@@ -117,14 +117,18 @@ def check_machine(num_devices: int, num_slices: int) -> None:
         works = max(1, min(num_devices, MOST_DEVICES))
         rule = f"must be from 1 to {MOST_DEVICES}"
         raise ConfigError(f"num_devices={num_devices}: {rule}; works: num_devices={works}")
-    check_divides("num_slices", num_slices, num_devices)
+    check_divides("num_slices=", num_slices, num_devices)
 
 
-def check_divides(name: str, number: int, num_devices: int) -> None:
-    """Raises ConfigError for hosts or slices of which not each would have the same number of devices."""
+def check_divides(stated: str, number: int, num_devices: int) -> None:
+    """Raises ConfigError for hosts or slices of which not each would have the same number of devices.
+
+    Args:
+      stated: what stands before the number where it is stated, as in `num_hosts=` and `--hosts `.
+    """
     if number < 1 or num_devices % number:
         works = largest_divisor(num_devices, number) or 1
-        raise ConfigError(f"{name}={number}: must divide the {num_devices} devices; works: {name}={works}")
+        raise ConfigError(f"{stated}{number}: must divide the {num_devices} devices; works: {stated}{works}")
 
 
 def pipeline_microbatches(mesh: MeshConfig, num_stages: int) -> int:
@@ -141,9 +145,9 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
         for net, size in (("dcn", shape.dcn[axis]), ("ici", shape.ici[axis])):
             fits = math.gcd(size, room)
             room //= fits
-            takes_rest = all(config[_key(net, other)] != -1 for other in AXES if other != axis)
-            rest = {_key(net, _TAKES_REST[net]): -1} if takes_rest else {}
-            works |= {_key(net, axis): fits, **rest} if fits != size else {}
+            takes_rest = all(config[axis_key(net, other)] != -1 for other in AXES if other != axis)
+            rest = {axis_key(net, _TAKES_REST[net]): -1} if takes_rest else {}
+            works |= {axis_key(net, axis): fits, **rest} if fits != size else {}
         if works:
             rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
@@ -157,17 +161,18 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
         raise Refusal(config, key, rule, {key: nearest_divisor(most, repeats)})
 
 
-def _key(net: str, axis: str) -> str:
+def axis_key(net: str, axis: str) -> str:
+    """Returns the config key of an axis within a slice ("ici") or over slices ("dcn")."""
     return f"{net}_{axis}_parallelism"
 
 
 def _resolve(config: PlanConfig, net: str, total: int, name: str) -> dict[str, int]:
     """Returns the size of each axis of a network ("ici" or "dcn") that has `total` devices or slices."""
-    sizes: dict[str, int] = {axis: config[_key(net, axis)] for axis in AXES}
+    sizes: dict[str, int] = {axis: config[axis_key(net, axis)] for axis in AXES}
     rest = [axis for axis in AXES if sizes[axis] == -1]
     if len(rest) > 1:
-        works = {_key(net, other): 1 for other in rest[1:]}
-        raise Refusal(config, _key(net, rest[0]), f"only one {net} axis may be -1", works)
+        works = {axis_key(net, other): 1 for other in rest[1:]}
+        raise Refusal(config, axis_key(net, rest[0]), f"only one {net} axis may be -1", works)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if total % fixed or (not rest and total != fixed):
         raise _misfit(config, sizes, net, f"the {net} axes must multiply to the {total} {name}", total)
@@ -183,11 +188,11 @@ def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, t
         if remainder == 0:
             of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
             size = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
-            return Refusal(config, _key(net, axis), rule, {_key(net, axis): size})
+            return Refusal(config, axis_key(net, axis), rule, {axis_key(net, axis): size})
     takes_rest = rest or _TAKES_REST[net]
     works = _smaller(net, {axis: sizes[axis] for axis in AXES if axis != takes_rest}, total)
-    works |= {} if rest else {_key(net, takes_rest): -1}
-    return Refusal(config, _key(net, by_size[0]), rule, works)
+    works |= {} if rest else {axis_key(net, takes_rest): -1}
+    return Refusal(config, axis_key(net, by_size[0]), rule, works)
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
@@ -197,7 +202,7 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
         fits = math.gcd(size, total)
         total //= fits
         if fits != size:
-            works[_key(net, axis)] = fits
+            works[axis_key(net, axis)] = fits
     return works
 
 

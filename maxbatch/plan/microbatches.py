@@ -25,8 +25,8 @@ from maxbatch.plan.stages import (
     nearest_ramp,
     pass_rows,
     ramp_numbers,
-    schedule_text,
     stated_batches,
+    stated_schedule,
     stated_stages,
 )
 
@@ -176,7 +176,7 @@ def _unheld_batches(
     if config.batch.batch_size_schedule is not None:
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
         rule = f"every stage ahead {rule}, but {named} cannot"
-        key, batch = "batch_size_schedule", schedule_text(fitting, config.length.max_target_length)
+        key, batch = "batch_size_schedule", stated_schedule(fitting, config.length.max_target_length)
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
 
 

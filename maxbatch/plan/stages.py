@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from maxbatch.config.values import Value, exact, shown
+from maxbatch.config.values import Value, amount, exact, shown
 from maxbatch.plan.divisors import divisors
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
@@ -21,7 +21,6 @@ MOST_ROWS = 2**31  # per device
 MOST_SAMPLES = 2**40  # per update; far beyond any machine
 _LARGEST = 2**63 - 1  # of all numbers
 _MOST_TEXT = 80  # characters of a schedule that a message names
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and global batch
 
@@ -119,7 +118,7 @@ def parse_schedule(text: str, length: int) -> Batches:
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
     (_, first), *others = sorted(dict(batches).items())
-    rising = schedule_text([(Fraction(0), first), *others], length)
+    rising = stated_schedule([(Fraction(0), first), *others], length)
     if batches[0][0] != 0:
         raise refusal("must start at 0 samples", rising)
     for word, (before, _), (threshold, _) in zip(words[1:], batches, batches[1:], strict=False):
@@ -128,7 +127,7 @@ def parse_schedule(text: str, length: int) -> Batches:
     return batches
 
 
-def schedule_text(batches: Batches, length: int) -> str:
+def stated_schedule(batches: Batches, length: int) -> str:
     """Returns a schedule as it is stated, in whole samples or tokens: its first stages where it is a long one."""
     pairs: dict[Fraction, str] = {}
     for threshold, batch in batches:
@@ -200,9 +199,5 @@ def _amount(text: str, length: int | None) -> Fraction | None:
     per_sample = 1
     if length is not None and text.endswith("t"):
         text, per_sample = text[:-1], length
-    unit = text[-1:].upper() if text[-1:].upper() in _UNITS else ""
-    digits = text[: len(text) - len(unit)].replace("_", "")
-    if not (digits.isascii() and digits.replace(".", "", 1).isdecimal()) or len(digits) > 30:
-        return None
-    amount = Fraction(digits) * _UNITS[unit]
-    return amount / per_sample if amount <= _LARGEST else None
+    number = amount(text)
+    return number / per_sample if number is not None and 0 <= number <= _LARGEST else None

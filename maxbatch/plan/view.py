@@ -146,7 +146,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
 def render_layout(plan: BatchPlan, console: Console) -> None:
     """Draws which sample lands on which device in which micro-batch, in the first and in the last stage."""
     console.print()
-    group = plan.rl.num_generations if plan.rl else 1
+    group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
     console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     for index in sorted({0, len(plan.stages) - 1}):

@@ -15,9 +15,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.templates import Template
 
 NUM_TERMS = 4
@@ -36,7 +35,7 @@ def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
     return float(response.strip() == record["answer"])
 
 
-def worked_examples(config: ConfigDict, count: int) -> Iterator[str]:
+def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
     """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and an answer with a slip."""
     template = Template(config.prompt_template)
     everything = records()

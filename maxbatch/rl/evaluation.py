@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt, PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, chunks, score
@@ -49,7 +50,7 @@ class PolicyEvaluator:
     """Samples responses to the held-out prompts, `num_pairs` at once, and scores them."""
 
     def __init__(
-        self, config: ConfigDict, prompts: Sequence[Prompt], roller: Roller, num_pairs: int, rewards: Rewards
+        self, config: RLConfig, prompts: Sequence[Prompt], roller: Roller, num_pairs: int, rewards: Rewards
     ) -> None:
         self._config, self._prompts, self._roller = config, prompts, roller
         self._num_pairs, self._rewards = num_pairs, rewards
@@ -91,7 +92,12 @@ class PolicyEvaluator:
 
 
 def open_evaluator(
-    config: ConfigDict, source: PromptSource, plan: BatchPlan, mesh: Mesh, rewards: Rewards
+    config: EvaluationConfig,
+    rollout: RolloutConfig,
+    source: PromptSource,
+    plan: BatchPlan,
+    mesh: Mesh,
+    rewards: Rewards,
 ) -> PolicyEvaluator | None:
     """Returns the evaluator of a run on the mesh that samples; None if no eval is wanted or nothing is held out."""
     held_out = source.held_out() if config.eval_interval > 0 else None
@@ -105,8 +111,8 @@ def open_evaluator(
         batch = num_pairs if is_stated else plan.rl.effective_batch_size
         num_prompts = min(num_prompts, config.eval_steps * batch)
     num_prompts = min(num_prompts, config.eval_samples or num_prompts)
-    roller = Roller(config, held_out.tokenizer, mesh, num_pairs)
-    return PolicyEvaluator(config, held_out.read(0, num_prompts), roller, num_pairs, rewards)
+    roller = Roller(rollout, held_out.tokenizer, mesh, num_pairs)
+    return PolicyEvaluator(rollout.rl, held_out.read(0, num_prompts), roller, num_pairs, rewards)
 
 
 class Transcripts:

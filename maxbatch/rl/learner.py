@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
@@ -35,7 +36,7 @@ class Learner:
         self._reference: nnx.State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        accumulation = Accumulation(keys, mesh, policy_objective(config))
+        accumulation = Accumulation(keys, mesh, policy_objective(RLConfig.of(config)))
 
         def begin(params: nnx.State, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params)

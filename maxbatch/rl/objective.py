@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import RLConfig
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
 from maxbatch.training.update.gradients import Objective
@@ -56,14 +56,14 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
 
 
 def pair_losses(
-    logprobs_MxL: jax.Array, pairs: Pairs, config: ConfigDict
+    logprobs_MxL: jax.Array, pairs: Pairs, config: RLConfig
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     """Returns the loss of a chunk, its weight and its other figures, all as sums.
 
     Args:
       logprobs_MxL: float32, of each token under the parameters that are trained.
       pairs: the chunk.
-      config: `loss_algo`, `loss_agg_mode`, `grpo_epsilon`, `epsilon_high`, `grpo_beta`.
+      config: the form of the loss.
 
     Returns:
       (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens (token-mean), over
@@ -106,7 +106,7 @@ def pair_losses(
     return loss, weight, sums
 
 
-def policy_objective(config: ConfigDict) -> Objective:
+def policy_objective(config: RLConfig) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
     def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:

@@ -25,6 +25,7 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.rl import arithmetic
+from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
@@ -97,11 +98,14 @@ class PromptSource:
     """
 
     def __init__(self, config: ConfigDict):
-        _check_dataset(config)
-        self._config = config
-        self._fraction = HeldOutFraction.from_config(config)
-        self._text = PromptText(config)
-        self._dataset = _read_dataset(config, "dataset_path", self._text)
+        self._config = PromptConfig.of(config)
+        _check_type(self._config)
+        if read_mixture(config) is not None:
+            raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
+                              "files joined by ';' follow one another")  # fmt: skip
+        self._fraction = HeldOutFraction.from_config(self._config)
+        self._text = PromptText(self._config)
+        self._dataset = _read_dataset(self._config, "dataset_path", self._text)
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
     def train(self) -> Prompts:
@@ -142,7 +146,7 @@ class PromptSource:
 class PromptText:
     """What makes texts of records, and tokens of texts."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: PromptConfig):
         self.template = Template(config.prompt_template)
         self.tokenizer: Tokenizer = make_tokenizer(config)
         check_vocab_size(config, self.tokenizer)
@@ -163,7 +167,7 @@ class _Dataset(NamedTuple):
     skipped: int  # records that were left out
 
 
-def _read_dataset(config: ConfigDict, key: str, text: PromptText) -> _Dataset:
+def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
     where, lines = _open(config, key)
     content = hashlib.blake2b(digest_size=16)
     kept: list[tuple[int, bytes, str]] = []  # number from 1, record, prompt
@@ -192,7 +196,7 @@ def _read_dataset(config: ConfigDict, key: str, text: PromptText) -> _Dataset:
     return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept))
 
 
-def _open(config: ConfigDict, key: str) -> tuple[str, Iterator[bytes]]:
+def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns what names a dataset in messages, and its records as JSON, b"" for those that are left out."""
     if config.dataset_type == "arithmetic":
         return "dataset_type=arithmetic", map(record_as_json, arithmetic.records())
@@ -206,7 +210,7 @@ def _open(config: ConfigDict, key: str) -> tuple[str, Iterator[bytes]]:
     return f"{key}={source.value!r}", records()
 
 
-def _check_lengths(config: ConfigDict, where: str, lengths: Mapping[int, int]) -> None:
+def _check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int]) -> None:
     """Raises ConfigError if the prompt of a record, by its number from 1, has no token or too many."""
     longest, shortest = max(lengths, key=lambda n: lengths[n]), min(lengths, key=lambda n: lengths[n])
     most = config.max_prefill_predict_length
@@ -223,11 +227,8 @@ def _check_lengths(config: ConfigDict, where: str, lengths: Mapping[int, int]) -
                           "works: add_bos=true")  # fmt: skip
 
 
-def _check_dataset(config: ConfigDict) -> None:
+def _check_type(config: PromptConfig) -> None:
     if config.dataset_type not in ("arithmetic", "jsonl", "parquet"):
         nearest = _NEAREST_TYPE.get(config.dataset_type, "arithmetic")
         raise ConfigError(f"dataset_type={config.dataset_type}: prompts come from records with fields: one of "
                           f"arithmetic, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip
-    if read_mixture(config) is not None:
-        raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
-                          "files joined by ';' follow one another")  # fmt: skip

@@ -20,8 +20,8 @@ from concurrent.futures import CancelledError, Future
 from typing import NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import RLConfig
 from maxbatch.config.values import shown
 from maxbatch.rl.reward_functions import Question, scorer
 from maxbatch.system.errors import ConfigError
@@ -134,7 +134,7 @@ class Pending:
 class Rewards:
     """The reward functions of a config, in `reward_worker_count` processes; a context manager."""
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: RLConfig):
         """Starts the processes and waits until each has imported the functions.
 
         Raises:

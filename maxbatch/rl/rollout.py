@@ -12,12 +12,12 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Rewards, Scores
@@ -41,7 +41,7 @@ class SampledPairs(NamedTuple):
 class Roller:
     """The side that samples, on its own mesh; every call takes `num_pairs` rows (R), padded if there are fewer."""
 
-    def __init__(self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
+    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
         self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
         self._end_ids = end_tokens(config.load_parameters_path)
         self._prompt_length = config.max_prefill_predict_length
@@ -73,7 +73,7 @@ class Roller:
             prompts_RxP[row, : lengths_R[row]] = prompt.tokens
             generation = first_generation + row % num_generations
             draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
-        config = self._config
+        config = self._config.rl
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
         return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)

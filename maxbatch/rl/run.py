@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
@@ -21,6 +22,7 @@ from maxbatch.plan.rampup import PlannedStep
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
+from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
@@ -75,8 +77,9 @@ class PolicyTraining:
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
-        _check(context.config)
-        self._rewards = context.stack.enter_context(Rewards(context.config))
+        config = RLConfig.of(context.config)
+        _check(context.config.compiled_dir, config, context.config.dataset_type)
+        self._rewards = context.stack.enter_context(Rewards(config))
         self._timeline = context.stack.enter_context(Timeline())
         self._source = PromptSource(context.config)
         self._prompts = self._source.train()
@@ -108,7 +111,8 @@ class PolicyTraining:
         self._learner = Learner(config, self.mesh)
         self.abstract = self._learner.abstract
         num_pairs = batch.rollout_micro_batch_size * batch.num_generations
-        self._roller = Roller(config, self._prompts.tokenizer, self._sampling_mesh, num_pairs)
+        self._rollout = RolloutConfig.of(config)
+        self._roller = Roller(self._rollout, self._prompts.tokenizer, self._sampling_mesh, num_pairs)
         self._workshop = Workshop(
             batch=batch,
             prompts=self._prompts,
@@ -143,7 +147,10 @@ class PolicyTraining:
             self._learner.refer_to(first_parameters(context, abstract))
         transcripts = Transcripts(context.folder, context.board, start.position.step)
         self._transcripts = context.stack.enter_context(closing(transcripts))
-        self._evaluator = open_evaluator(config, self._source, start.plan, self._sampling_mesh, self._rewards)
+        evaluation = EvaluationConfig.of(config)
+        self._evaluator = open_evaluator(
+            evaluation, self._rollout, self._source, start.plan, self._sampling_mesh, self._rewards
+        )
         self.evaluates = self._evaluator is not None
         if self.evaluates and start.position.step == 0:
             found = self.evaluate(state, 1)
@@ -197,16 +204,16 @@ class PolicyTraining:
         return [f"next: maxbatch report {self._config.run_dir}"]
 
 
-def _check(config: ConfigDict) -> None:
-    if config.compiled_dir:
+def _check(compiled_dir: str, config: RLConfig, dataset_type: str) -> None:
+    if compiled_dir:
         raise ConfigError(
-            f"compiled_dir={config.compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
+            f"compiled_dir={compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
             'works: compiled_dir=""'
         )
-    if config.warm_start_steps and not config.warm_start_path and config.dataset_type != "arithmetic":
+    if config.warm_start_steps and not config.warm_start_path and dataset_type != "arithmetic":
         raise ConfigError(
             f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-            f"examples of dataset_type=arithmetic, not {config.dataset_type}; works: warm_start_steps=0"
+            f"examples of dataset_type=arithmetic, not {dataset_type}; works: warm_start_steps=0"
         )
 
 

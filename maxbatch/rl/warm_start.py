@@ -15,6 +15,7 @@ from maxbatch.config.loading import keys
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
+from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
@@ -37,7 +38,7 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
     if not config.warm_start_path and not as_path(documents).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        examples = worked_examples(config, config.warm_start_steps * batch.effective_batch_size)
+        examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
         write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
     return train(_pretraining(config, batch, folder, documents), devices)
 

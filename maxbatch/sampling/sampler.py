@@ -10,7 +10,6 @@ Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response)
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
-from maxbatch.parallel.sharding import activation_constraint, unconstrained
+from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
@@ -98,18 +96,24 @@ class Sampler:
     """
 
     def __init__(
-        self, config: ConfigDict, tokenizer: Tokenizer, mesh: Mesh | None, *, prompt_length: int, rescores: bool = True
+        self,
+        config: DecoderConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh | None,
+        *,
+        prompt_length: int,
+        rescores: bool = True,
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
-        model = nnx.eval_shape(lambda: Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=constrain))
+        model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
         switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
         self._program = _Program(
             graphdef=nnx.graphdef(model),
             length=length,
-            row_shards=math.prod(mesh.shape[axis] for axis in BATCH_AXES) if mesh else 1,
+            row_shards=num_shards(mesh) if mesh else 1,
             truncates=False,
             pad_id=tokenizer.pad_id,
             rescores=rescores and (config.dtype != "float32" or switches_rope),

@@ -11,19 +11,27 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 _MAX_NEW_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextConfig(DecoderConfig):
+    """The decoder's keys, and those that say how a text begins."""
+
+    add_bos: bool
+    use_sft: bool
 
 
 def generate_text(
     params: nnx.State,
     tokenizer: Tokenizer,
     prompt: str,
-    config: ConfigDict,
+    config: TextConfig,
     rules: SamplingRules | None = None,
     mesh: Mesh | None = None,
 ) -> str:
@@ -49,9 +57,9 @@ def generate_text(
     # Few prompts are longer than half a window, and for the others the prefill is half as long.
     prompt_length = length if half < len(ids) < length else half
     # Unrolled layers would save a third of a token's time, and take as long to compile as ten thousand tokens to draw.
-    scanned = config.copy_and_resolve_references()
-    scanned.scan_layers = True
-    sampler = Sampler(scanned, tokenizer, mesh, prompt_length=prompt_length, rescores=False)
+    sampler = Sampler(
+        dataclasses.replace(config, scan_layers=True), tokenizer, mesh, prompt_length=prompt_length, rescores=False
+    )
     full = len(ids) + (rules.max_new_tokens or _MAX_NEW_TOKENS)
     window = 0
     while len(ids) < full:

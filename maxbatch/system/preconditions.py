@@ -91,7 +91,8 @@ def _generation(file_system: Any, bucket: str, name: str) -> str:
 
 
 def _upload(file_system: Any, bucket: str, name: str, data: bytes, version: str) -> str:
-    path, mark = f"{file_system._location}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
+    service = file_system.base.removesuffix("/storage/v1/")
+    path, mark = f"{service}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
     named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
     begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
     body = begin.encode() + data + f"\n--{mark}--".encode()  # in parts, since an empty body is taken for none

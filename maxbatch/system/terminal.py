@@ -5,10 +5,9 @@ Output to a pipe or a file is never folded: its lines are as long as what they s
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
@@ -79,24 +78,28 @@ class PlainTable(Table):
         super().add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **settings)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = [self._measure_column(console, options.update(max_width=10_000), c).maximum for c in self.columns]
+        everywhere, wide = range(self.row_count), options.update(max_width=10_000)
+        widths = [Measurement.get(console, wide, self._part([i], everywhere)).maximum for i in range(len(self.columns))]
         if sum(widths) <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
+        cells = [list(column.cells) for column in self.columns]
         for number, part in enumerate(_parts(widths, options.max_width)):
-            table = Table(box=None, header_style=self.header_style, padding=(0, 2, 0, 0))
-            is_wide = sum(widths[i] for i in part) > options.max_width
-            told = [row for row in range(self.row_count) if any(str(self.columns[i]._cells[row]) for i in part)]
-            table.rows = [self.rows[row] for row in told]
-            for place, i in enumerate(part):
-                folds = is_wide and place == len(part) - 1
-                cells = [self.columns[i]._cells[row] for row in told]
-                table.columns.append(
-                    dataclasses.replace(self.columns[i], _index=place, _cells=cells, no_wrap=not folds)
-                )
+            table = self._part(part, [row for row in everywhere if any(str(cells[i][row]) for i in part)])
+            table.columns[-1].no_wrap = sum(widths[i] for i in part) <= options.max_width
             if number:
                 yield Text()
             yield from table.__rich_console__(console, options)
+
+    def _part(self, places: Sequence[int], rows: Iterable[int]) -> Table:
+        """Returns a table of some columns and rows of this one, which folds no cell."""
+        columns, cells = ([self.columns[i].copy() for i in places], [list(self.columns[i].cells) for i in places])
+        for column in columns:
+            column.no_wrap = True
+        table = Table(*columns, box=None, header_style=self.header_style, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*(column[row] for column in cells), style=self.rows[row].style)
+        return table
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)

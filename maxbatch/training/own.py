@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
@@ -96,7 +97,7 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
     return loss, weight
 
 
-def task_model(make_model: ModelMaker | None, config: UpdateConfig, base: str) -> TaskModel:
+def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, base: str) -> TaskModel:
     """Returns the model of a run.
 
     Without a user's model it is the config's, whose adapters adapt the model at `base`. A user's is known by the shapes
@@ -108,8 +109,7 @@ def task_model(make_model: ModelMaker | None, config: UpdateConfig, base: str) -
     """
     if make_model is None:
         return model_of(config, base)
-    stages = config.mesh.ici_pipeline_parallelism * config.mesh.dcn_pipeline_parallelism
-    if stages != 1:
+    if mesh.num_pipeline_stages != 1:
         raise ConfigError(
             f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a pipeline need the layers of "
             "the config's own model; works: ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"

@@ -27,7 +27,7 @@ from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
-from maxbatch.sampling.text import generate_text
+from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
@@ -89,7 +89,8 @@ class Pretraining:
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         make_model = partial(parts.model, config) if parts.model else None
-        self.model = task_model(make_model, UpdateConfig.of(config), config.load_parameters_path)
+        base = config.load_parameters_path
+        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
         self._objective = objective_of(parts.objective, make_model)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
@@ -248,7 +249,9 @@ class Pretraining:
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:
             rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-            text = generate_text(self._merged(state), make_tokenizer(config), prompt, config, rules, self.mesh)
+            text = generate_text(
+                self._merged(state), make_tokenizer(config), prompt, TextConfig.of(config), rules, self.mesh
+            )
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")

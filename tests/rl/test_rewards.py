@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import RLConfig
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Rewards, Scores, parse_rewards
 from tests.helpers.processes import alive, pids_of, wait_for
@@ -86,7 +87,7 @@ def functions(tmp_path: Path) -> Path:
 
 
 def rewards(reward: str, *overrides: str) -> Rewards:
-    return Rewards(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides]))
+    return Rewards(RLConfig.of(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides])))
 
 
 def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[Question]:
@@ -264,9 +265,10 @@ COMMAND = """
     import sys, time
     from maxbatch import load_config
     from maxbatch.rl.reward_functions import Question
+    from maxbatch.config.sections import RLConfig
     from maxbatch.rl.rewards import Rewards
 
-    scorer = Rewards(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"]))
+    scorer = Rewards(RLConfig.of(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"])))
     pids = [worker._process.pid for worker in scorer._pool._workers]
     pending = scorer.submit([Question("p", "spins", {"log": sys.argv[1]})])
     print(*pids, flush=True)

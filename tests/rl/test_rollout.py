@@ -11,6 +11,7 @@ import numpy as np
 from maxbatch import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import Roller
 from tests.helpers.huggingface_folders import write_folder
@@ -23,7 +24,7 @@ def test_a_response_ends_where_the_imported_model_states_it(tmp_path: Path) -> N
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ord("b")]}))
     model = [*TINY_MODEL, "logits_via_embedding=false", "max_prefill_predict_length=4"]
     config = load_config(overrides=[*model, f"load_parameters_path={folder}"])
-    roller = Roller(config, ByteTokenizer(), make_mesh(config, jax.devices()[:1]), num_pairs=2)
+    roller = Roller(RolloutConfig.of(config), ByteTokenizer(), make_mesh(config, jax.devices()[:1]), num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})
     says_b = roller.take(trained_to_say(config, (ord("b"), 9.0)))
     drawn = roller.read([prompt], 2, roller.start(says_b, [prompt], 2, temperature=0.0))

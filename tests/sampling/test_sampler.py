@@ -55,7 +55,7 @@ def respond(config: ConfigDict, params: nnx.State, *inputs: Any, **options: Any)
     named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
     rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
-    return jax.device_get(Sampler(config, **options)(params, *(inputs or prompts()), rules))
+    return jax.device_get(Sampler(DecoderConfig.of(config), **options)(params, *(inputs or prompts()), rules))
 
 
 def tokens_that_count(responses: Responses) -> np.ndarray:
@@ -145,7 +145,7 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
     mesh = make_mesh(config, jax.devices()[:4])
     monkeypatch.setattr(sampler, "_respond", sampler._respond.lower)
     inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
-    sampled = Sampler(config, TOKENIZER, mesh, prompt_length=P)
+    sampled = Sampler(DecoderConfig.of(config), TOKENIZER, mesh, prompt_length=P)
     lowered: Any = sampled(abstract_state(UpdateConfig.of(config), mesh).params, *inputs, SamplingRules())
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
@@ -263,4 +263,4 @@ def test_prompts_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match="8 slots, made for 9"):
         respond(config, params, prompt_length=9)
     with pytest.raises(ValueError, match="prompt_length=33 must be in"):
-        Sampler(config, TOKENIZER, None, prompt_length=LENGTH + 1)
+        Sampler(DecoderConfig.of(config), TOKENIZER, None, prompt_length=LENGTH + 1)

@@ -115,8 +115,3 @@ def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
     share = math.log(batch / below) / math.log(value / below)
     # minus the rounding: 400.0000000001 is 400
     return math.ceil(before * (position / before) ** share - 1e-6)
-
-
-def schedule_text(stages: Sequence[tuple[int, int]]) -> str:
-    """Returns stages as `batch_size_schedule` writes them."""
-    return " ".join(f"{position}:{batch}" for position, batch in stages)

@@ -12,12 +12,12 @@ from maxbatch.commands.critical_batch.critical_size import (
     CriticalSize,
     critical_batch,
     schedule,
-    schedule_text,
     smoothed,
     standard_error,
 )
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan
+from maxbatch.config.values import schedule_text
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.terminal import PlainTable
 

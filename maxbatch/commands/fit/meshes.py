@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from ml_collections import ConfigDict
 
 from maxbatch.config.values import Value
-from maxbatch.plan.mesh_shape import AXES, MeshShape
+from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 
 # Of a slice's devices, (tensor, data); fsdp takes the rest. Weights over all devices cost the least memory. A tensor
 # axis gathers smaller weights but sums activations; it also lets a batch smaller than the devices run. A data axis
@@ -21,7 +21,7 @@ _FREE = ("data", "fsdp", "tensor")
 def mesh_keys(shape: MeshShape) -> dict[str, int]:
     """Returns a mesh as config keys, all ten of them."""
     nets = {"ici": shape.ici, "dcn": shape.dcn}
-    return {_key(net, axis): sizes[axis] for net, sizes in nets.items() for axis in AXES}
+    return {axis_key(net, axis): sizes[axis] for net, sizes in nets.items() for axis in AXES}
 
 
 def keys_to_state(shape: MeshShape, config: Mapping[str, Value]) -> dict[str, int]:
@@ -47,15 +47,15 @@ def proposals(
       num_slices: slices that the devices span.
     """
     over_slices: dict[str, Value] = {}
-    if num_slices > 1 and not any(_is_fixed(config, fixed, _key("dcn", axis)) for axis in AXES):
-        over_slices = {_key("dcn", axis): num_slices if axis == "data" else 1 for axis in AXES}
-    parts = num_slices if num_slices > 1 else math.prod(max(1, config[_key("dcn", axis)]) for axis in AXES)
-    free = [axis for axis in _FREE if not _is_fixed(config, fixed, _key("ici", axis))]
-    stated = math.prod(max(1, config[_key("ici", axis)]) for axis in AXES if axis not in free)
+    if num_slices > 1 and not any(_is_fixed(config, fixed, axis_key("dcn", axis)) for axis in AXES):
+        over_slices = {axis_key("dcn", axis): num_slices if axis == "data" else 1 for axis in AXES}
+    parts = num_slices if num_slices > 1 else math.prod(max(1, config[axis_key("dcn", axis)]) for axis in AXES)
+    free = [axis for axis in _FREE if not _is_fixed(config, fixed, axis_key("ici", axis))]
+    stated = math.prod(max(1, config[axis_key("ici", axis)]) for axis in AXES if axis not in free)
     rest = num_devices // parts // stated
     for sizes in _splits(free, rest):
         if _divides_model(config, sizes["tensor"]):
-            yield {_key("ici", axis): sizes[axis] for axis in free} | over_slices
+            yield {axis_key("ici", axis): sizes[axis] for axis in free} | over_slices
 
 
 def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
@@ -79,7 +79,3 @@ def _divides_model(config: ConfigDict, tensor: int) -> bool:
 
 def _is_fixed(config: ConfigDict, fixed: Collection[str], key: str) -> bool:
     return key in fixed and config[key] != -1
-
-
-def _key(net: str, axis: str) -> str:
-    return f"{net}_{axis}_parallelism"

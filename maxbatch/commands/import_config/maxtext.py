@@ -18,6 +18,7 @@ from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.rules import PRETRAINING_BATCH
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown, shown_path
+from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import ConfigError
 
 # What a config means there where it says nothing; the batch, the length and the rates would be others without it.
@@ -264,7 +265,7 @@ def _batch(t: Translation) -> None:
     if e is not None and 0 < e < 1:
         why = "the full batch is trained on; its code may train the share"
         t.map("expansion_factor_real_data", why, expansion_factor_real_data=t.text("expansion_factor_real_data"))
-    others = [f"dcn_{axis}_parallelism" for axis in ("fsdp", "tensor", "context", "pipeline")]
+    others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
     if any(t.text(word) == "-1" for word in others) and "dcn_data_parallelism" not in t:
         t.drop("dcn_data_parallelism")
     for word in ("tokenize_train_data", "tokenize_eval_data"):

@@ -98,17 +98,18 @@ class SweepStudy:
         parameters = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
         settings = json.dumps({"metric": sweep.metric, "parameters": parameters}, sort_keys=True)
 
-        def opened() -> tuple[Any, Any]:
+        def opened() -> tuple[Any, Any, Any]:
+            database = self._optuna.storages.RDBStorage(url)
             study = self._optuna.create_study(
-                storage=url, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
+                storage=database, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
                 pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.sampler == "optuna" else pruners.NopPruner(),
             )  # fmt: skip
             before = study.user_attrs.get(_SETTINGS)
             if before is None:
                 study.set_user_attr(_SETTINGS, settings)
-            return study, before
+            return database, study, before
 
-        study, before = place.open(opened)
+        self._database, study, before = place.open(opened)
         self._storage = place
         if sweep.storage and before not in (None, settings):
             raise ConfigError(
@@ -136,6 +137,12 @@ class SweepStudy:
 
     def _is_running(self, frozen: Any) -> bool:
         return frozen.state == self._optuna.trial.TrialState.RUNNING
+
+    def _running_trial(self, frozen: Any) -> Any:
+        """Returns a trial of the database that takes suggestions and reports."""
+        study = self._database.get_study_id_from_name(self._study.study_name)
+        trial = self._database.get_trial_id_from_study_id_trial_number(study, frozen.number)
+        return self._optuna.trial.Trial(self._study, trial)
 
     def _add_missing(self, recorded: Sequence[Trial]) -> None:
         """Adds the recorded trials that the study lacks: all, for a grid begun before grids had a study."""
@@ -197,7 +204,7 @@ class SweepStudy:
             is_lost = frozen.user_attrs.get(_HOME) is None and frozen.datetime_start < lost_before
             if is_lost or self._is_mine(frozen):
                 self._study.sampler = self._sampler(frozen.number)
-                return self._optuna.trial.Trial(self._study, frozen._trial_id)
+                return self._running_trial(frozen)
         return None
 
     def _ask(self) -> Any | None:
@@ -250,7 +257,7 @@ class SweepStudy:
         frozen = next(one for one in self._trials() if one.number == trial.number) if new else None
         if frozen is None or not self._is_running(frozen):
             return None
-        running = self._optuna.trial.Trial(self._study, frozen._trial_id)
+        running = self._running_trial(frozen)
         for record in new:
             loss, tokens = record[Metric.EVAL_LOSS], record[Metric.TOKENS_SEEN]
             if tokens not in frozen.intermediate_values:

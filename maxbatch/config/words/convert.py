@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
+
+from maxbatch.config.values import schedule_text
 
 
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
@@ -14,5 +15,4 @@ def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | No
     if min(start, rise, samples) < 1 or batch <= start or (batch - start) % rise:
         return None
     n = (batch - start) // rise
-    thresholds = {math.ceil(Fraction(i * samples, n)): start + i * rise for i in range(n + 1)}
-    return " ".join(f"{threshold}:{size}" for threshold, size in thresholds.items())
+    return schedule_text((Fraction(i * samples, n), start + i * rise) for i in range(n + 1))

@@ -66,8 +66,7 @@ class Recorder:
         outputs: Sequence[Output],
     ) -> None:
         self._manager, self.position = manager, position
-        rows_per_sample = config.prompts.num_generations if config.prompts.batch_size else 1
-        self._slots_per_sample = rows_per_sample * config.max_target_length
+        self._slots_per_sample = manager.rows_per_sample * config.max_target_length
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs

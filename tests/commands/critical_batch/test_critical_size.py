@@ -9,10 +9,10 @@ from maxbatch.commands.critical_batch.critical_size import (
     critical_batch,
     last_chunks,
     schedule,
-    schedule_text,
     smoothed,
     standard_error,
 )
+from maxbatch.config.values import schedule_text
 from maxbatch.plan.stages import parse_schedule
 
 TOLERANCE = 0.01

@@ -1,0 +1,28 @@
+"""The keys of a config that reinforcement learning knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from maxbatch.config.sections import DataConfig, RLConfig
+from maxbatch.model.decoder_config import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptConfig(DataConfig):
+    """The data's keys, the template of a prompt, the bounds of its tokens, and the model that a tokenizer must fit."""
+
+    prompt_template: str
+    max_prefill_predict_length: int
+    max_target_length: int
+    vocab_size: int
+    load_parameters_path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig(DecoderConfig):
+    """The decoder's keys, those of the responses, and the model whose end tokens end them."""
+
+    rl: RLConfig
+    max_prefill_predict_length: int
+    load_parameters_path: str
