@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of_model(args.run_dir)
     use_persistent_cache(config)
-    tokenizer = make_tokenizer(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     # A prompt of an imported model begins as its tokenizer has it.
     imported = is_huggingface_folder(args.run_dir)
     begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []

@@ -13,12 +13,13 @@ import numpy as np
 
 from maxbatch.commands.arguments import count, place
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
-from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 from maxbatch.system.terminal import PipeConsole
 
@@ -165,8 +166,8 @@ class _Encoder:
 
     @cached_property
     def _conversations(self) -> Conversations:
-        tokenizer = make_tokenizer(self._config)
-        check_vocab_size(self._config, tokenizer)
+        tokenizer = make_tokenizer(self._config.tokenizer_type, self._config.tokenizer_path)
+        check_vocabulary(self._config, tokenizer.vocab_size)
         return Conversations(tokenizer, self._config.sft_train_on_completion_only, skip_bad_records=False)
 
 

@@ -24,7 +24,7 @@ def use_persistent_cache(config: ConfigDict) -> None:
     """
     if config.compilation_cache_dir == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    folder = Path(config.compilation_cache_dir or cache_folder(config).parent / "xla").expanduser()
+    folder = Path(config.compilation_cache_dir or cache_folder(config.data_cache_dir, "xla")).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
