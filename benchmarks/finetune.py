@@ -135,7 +135,7 @@ def _accuracy(when: str, model: Path, held_out: list[Question]) -> list[Measurem
 def accuracy(model: Path, asked: list[Question]) -> Accuracy:
     """Returns the shares of likeliest answers that have the format, and that are right."""
     config, _, params = load_parameters(model, ["max_target_length=32", "scan_layers=true", "dtype=float32"])
-    tokenizer = make_tokenizer(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     prompts = [tokenizer.encode(question.prompt) for question in asked]
     longest = max(map(len, prompts))
     prompts_BxP = np.full((len(asked), longest), tokenizer.pad_id, np.int32)

@@ -26,6 +26,7 @@ from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.data.stream.own import Samples, as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
@@ -185,7 +186,7 @@ def open_feed(
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), num_hosts)))
     opened: Stream | None = None
     if is_loading(jax.process_index(), expansion):
-        opened = open_stream(config) if stream is None else as_stream(stream, config)
+        opened = open_stream(config) if stream is None else as_stream(stream, StreamConfig.of(config))
     samples_per_epoch = broadcast(lambda: opened.samples_per_epoch if opened else None)
 
     def planned(resume: Resume) -> BatchPlan:

@@ -7,12 +7,31 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from maxbatch.config.sections import SECTIONS
+
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "maxbatch").rglob("*.py"))
+# The sections of the config that each room may import, as maxbatch/config/sections.py names them.
+WALLS = {
+    "plan": {"LengthConfig", "BatchConfig", "RampConfig", "PromptBatchConfig", "RatesConfig", "OptimizerConfig",
+             "ModelConfig", "MeshConfig", "EvaluationConfig"},
+    "parallel": {"MeshConfig", "RematConfig"},
+    "model": {"ModelConfig", "RematConfig"},
+    "data": {"DataConfig"},
+}  # fmt: skip
+# The public Python API of these rooms, which takes the whole config.
+WHOLE_CONFIG = {
+    "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
+             "RampupBatchManager.from_state", "render_plan"},
+    "parallel": {"make_mesh", "mesh_shape"},
+    "model": set(),
+    "data": {"open_stream"},
+}  # fmt: skip
 
 
 def test_few_modules_stand_outside_of_the_rooms() -> None:
@@ -56,3 +75,38 @@ def test_tests_mirror_the_package(room: str) -> None:
     if room in ("helpers", "__pycache__"):
         return
     assert (ROOT / "maxbatch" / room).is_dir()
+
+
+@pytest.mark.parametrize("room", WALLS)
+def test_a_room_imports_the_sections_of_the_config_that_it_may_know(room: str) -> None:
+    nodes = [node for tree in _trees(room) for node in ast.walk(tree)]
+    imported = {
+        f"{getattr(node, 'module', None) or ''}.{alias.name}".lstrip(".")
+        for node in nodes
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    sections = {f"{section.__module__}.{section.__name__}" for section in SECTIONS}
+    assert {name.rpartition(".")[2] for name in imported & sections} == WALLS[room]
+    assert not {section.__module__ for section in SECTIONS} & imported, "the module would give every section"
+
+
+@pytest.mark.parametrize("room", WHOLE_CONFIG)
+def test_only_the_public_entries_of_a_room_take_the_whole_config(room: str) -> None:
+    assert {name for tree in _trees(room) for name in _takers_of_the_whole_config(tree)} == WHOLE_CONFIG[room]
+
+
+def _trees(room: str) -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in sorted((ROOT / "maxbatch" / room).rglob("*.py"))]
+
+
+def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str]:
+    """Yields the functions, with their classes, that have a parameter annotated ConfigDict."""
+    for child in ast.iter_child_nodes(node):
+        name = f"{within}{getattr(child, 'name', '')}"
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            every = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
+            if any(argument.annotation and "ConfigDict" in ast.unparse(argument.annotation) for argument in every):
+                yield name
+        inner = f"{name}." if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else within
+        yield from _takers_of_the_whole_config(child, inner)

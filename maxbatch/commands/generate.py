@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.parameters import config_of_model, load_parameters
 
     config = config_of_model(args.run_dir)
-    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
-    tokenizer = make_tokenizer(config)
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     # A prompt of an imported model begins as its tokenizer has it.
     imported = is_huggingface_folder(args.run_dir)
     begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []

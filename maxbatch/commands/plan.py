@@ -90,24 +90,27 @@ def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     from maxbatch.data.store.cache_folder import cache_folder
 
     may_be_mixture = bool(config.dataset_path or config.eval_dataset_path)
-    may_be_cached = config.dataset_type in ("synthetic", "tokens") or cache_folder(config).is_dir()
+    may_be_cached = config.dataset_type in ("synthetic", "tokens") or cache_folder(config.data_cache_dir).is_dir()
     if not may_be_mixture and (stated or not may_be_cached):
         return stated
     from maxbatch.data.stream.epoch_lengths import remembered_length
+    from maxbatch.data.stream.stream_config import StreamConfig
 
-    if (remembered := remembered_length(config)) is not None:
+    known = StreamConfig.of(config)
+    if (remembered := remembered_length(known)) is not None:
         return stated or remembered
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 
-    cached = samples_per_epoch_if_cached(config)  # also refuses a mixture that training would refuse
+    cached = samples_per_epoch_if_cached(known)  # also refuses a mixture that training would refuse
     return stated or cached
 
 
 def _trained_tokens(config: ConfigDict, plan: BatchPlan) -> dict[str, float] | None:
     from maxbatch.data.stream.sources import trained_tokens_if_cached
+    from maxbatch.data.stream.stream_config import StreamConfig
     from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 
-    trained = trained_tokens_if_cached(config)
+    trained = trained_tokens_if_cached(StreamConfig.of(config))
     return trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None
 
 

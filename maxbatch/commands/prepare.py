@@ -6,8 +6,6 @@ import shlex
 import time
 from argparse import ArgumentParser, Namespace
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.arguments import add_config, config_of, count, place, whole
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
@@ -18,6 +16,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError, StoreRefused, cannot_write
 from maxbatch.system.folding import printable
@@ -51,12 +50,12 @@ def run(args: Namespace) -> int:
       ConfigError: a dataset, tokenizer or folder that cannot be used, or a damaged store.
       TrainingError: a worker was killed.
     """
-    config = config_of(args)
+    config = StreamConfig.of(config_of(args))
     if args.verify is not None:
         _verify(args.verify)
         return 0
     _check_dataset(config)
-    tokenizer = make_tokenizer(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     check_data_paths(config)
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
@@ -77,7 +76,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _check_dataset(config: ConfigDict) -> None:
+def _check_dataset(config: StreamConfig) -> None:
     if config.dataset_type in ("synthetic", "tokens"):
         what = "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
         raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: dataset_type=python_stdlib")
@@ -126,7 +125,7 @@ def _figures(store: TokenStore) -> str:
     return figures
 
 
-def _print_next(config: ConfigDict, args: Namespace, tokenizer: Tokenizer) -> None:
+def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> None:
     """Prints the command that trains on the folder: the typed arguments without those that are settled now."""
     settings = {"dataset_type": "tokens", "dataset_path": args.output}
     if config.vocab_size < tokenizer.vocab_size:

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxbatch.commands.arguments import count, place
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
@@ -20,7 +21,7 @@ from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
-from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
 from maxbatch.system.terminal import PipeConsole
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     by_key = "add_bos" in stated or not (config.use_sft or is_huggingface_folder(args.model))
     records = _Encoder(config, by_key).records(lines, args.file)
     mesh = make_mesh(config)
-    use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
+    use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     config, _, params = load_parameters(args.model, overrides, mesh)
     found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), mesh, params)([record.tokens for record in records])
     if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
@@ -168,8 +169,8 @@ class _Encoder:
 
     @cached_property
     def _conversations(self) -> Conversations:
-        tokenizer = make_tokenizer(self._config)
-        check_vocab_size(self._config, tokenizer)
+        tokenizer = make_tokenizer(self._config.tokenizer_type, self._config.tokenizer_path)
+        check_vocabulary(self._config, tokenizer.vocab_size)
         return Conversations(tokenizer, self._config.sft_train_on_completion_only, skip_bad_records=False)
 
 

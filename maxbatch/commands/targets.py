@@ -63,11 +63,12 @@ def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
       ConfigError: the devices cannot run the model, or a rule of the batch is broken.
     """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
+    from maxbatch.data.stream.stream_config import StreamConfig
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.programs import checked_mesh_shape
 
     shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices)
-    epoch = samples_per_epoch_if_cached(config)
+    epoch = samples_per_epoch_if_cached(StreamConfig.of(config))
     return BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from maxbatch.config.blocks import GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
@@ -22,6 +22,12 @@ _WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
+
+
+class Keyed(Protocol):
+    """Values by the names of keys: a mapping, or a section that has those keys."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
 
 
 class Displaced(NamedTuple):
@@ -92,7 +98,7 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
             raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {name}={defaults[name]}")
 
 
-def check_data_paths(values: Values) -> None:
+def check_data_paths(values: Keyed) -> None:
     """Raises ConfigError for a path that nothing would read, or held-out data that are stated twice."""
     kind = values["dataset_type"]
     stated = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
@@ -113,24 +119,23 @@ def check_data_paths(values: Values) -> None:
                           "already; works: eval_fraction=0")  # fmt: skip
 
 
-def check_dataset(values: Values) -> None:
+def check_dataset(values: Keyed) -> None:
     """Raises ConfigError for data that training would refuse without looking at a file."""
     check_data_paths(values)
     kind = values["dataset_type"]
-    check_tokenizer(values)
+    check_tokenizer(values["tokenizer_type"], values["tokenizer_path"])
     if values["tokenizer_type"] == "byte" and kind not in ("synthetic", "tokens"):
         check_vocabulary(values, BYTE_VOCABULARY)
 
 
-def check_tokenizer(values: Values) -> None:
+def check_tokenizer(tokenizer_type: str, tokenizer_path: str) -> None:
     """Raises ConfigError for a file that the byte tokenizer would not read."""
-    path = str(values["tokenizer_path"])
-    if values["tokenizer_type"] == "byte" and path:
-        raise ConfigError(f"tokenizer_path={shown(repr(path))}: the byte tokenizer reads no file; "
+    if tokenizer_type == "byte" and tokenizer_path:
+        raise ConfigError(f"tokenizer_path={shown(repr(tokenizer_path))}: the byte tokenizer reads no file; "
                           'works: tokenizer_path="", or tokenizer_type=huggingface')  # fmt: skip
 
 
-def check_vocabulary(values: Values, tokens: int) -> None:
+def check_vocabulary(values: Keyed, tokens: int) -> None:
     """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has tokens."""
     rows = values["vocab_size"]
     if isinstance(rows, int) and rows < tokens:

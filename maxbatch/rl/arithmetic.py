@@ -39,7 +39,7 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
     """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and an answer with a slip."""
     template = Template(config.prompt_template)
     everything = records()
-    split = HeldOutFraction.from_config(config)
+    split = HeldOutFraction.of(config.eval_fraction)
     training = split.records(split.count(len(everything), held_out=False), held_out=False).tolist()
     draw = random.Random(f"worked examples {config.data_shuffle_seed}")
     for _ in range(count):

@@ -15,15 +15,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, check_vocab_size, make_tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.templates import Template
@@ -100,10 +102,10 @@ class PromptSource:
     def __init__(self, config: ConfigDict):
         self._config = PromptConfig.of(config)
         _check_type(self._config)
-        if read_mixture(config) is not None:
+        if read_mixture(StreamConfig.of(config)) is not None:
             raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
                               "files joined by ';' follow one another")  # fmt: skip
-        self._fraction = HeldOutFraction.from_config(self._config)
+        self._fraction = HeldOutFraction.of(config.eval_fraction)
         self._text = PromptText(self._config)
         self._dataset = _read_dataset(self._config, "dataset_path", self._text)
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
@@ -137,7 +139,7 @@ class PromptSource:
             "held_out": self._fraction.rule,
         }
         if trains:
-            identity |= order_identity(config)
+            identity |= order_identity(DataConfig.of(config))
         is_shuffled = trains and config.enable_data_shuffling
         shuffle = (config.data_shuffle_seed, dataset.content) if is_shuffled else None
         return Prompts(records, self._text, identity, dataset.skipped, shuffle, is_endless=trains)
@@ -148,9 +150,9 @@ class PromptText:
 
     def __init__(self, config: PromptConfig):
         self.template = Template(config.prompt_template)
-        self.tokenizer: Tokenizer = make_tokenizer(config)
-        check_vocab_size(config, self.tokenizer)
-        check_special_tokens(config, self.tokenizer)
+        self.tokenizer: Tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+        check_vocabulary(config, self.tokenizer.vocab_size)
+        check_special_tokens(DataConfig.of(config), self.tokenizer)
         self._bos = np.array([self.tokenizer.bos_id] if config.add_bos else [], np.int32)
 
     def tokens(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -200,7 +202,7 @@ def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns what names a dataset in messages, and its records as JSON, b"" for those that are left out."""
     if config.dataset_type == "arithmetic":
         return "dataset_type=arithmetic", map(record_as_json, arithmetic.records())
-    source = DocumentSource.from_config(config, key, whole_records=True)
+    source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)
 
     def records() -> Iterator[bytes]:
         for document in source.documents():

@@ -19,6 +19,7 @@ from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
@@ -98,7 +99,7 @@ class Pretraining:
 
     def _open_stream(self) -> Stream:
         config, own = self._context.config, self._parts.stream
-        return open_stream(config) if own is None else as_stream(own, config)
+        return open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
 
     def _agree_on_data(self) -> TaskData:
         """Returns the facts of the first host; the others must read the same data."""
@@ -249,9 +250,8 @@ class Pretraining:
         is_own = self._parts.model is not None or self._parts.stream is not None
         if prompt and not is_own:
             rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-            text = generate_text(
-                self._merged(state), make_tokenizer(config), prompt, TextConfig.of(config), rules, self.mesh
-            )
+            tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+            text = generate_text(self._merged(state), tokenizer, prompt, TextConfig.of(config), rules, self.mesh)
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")

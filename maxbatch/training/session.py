@@ -68,7 +68,7 @@ class RunContext:
 
     def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], stack: ExitStack) -> None:
         self.config, self.devices, self.stack = config, devices, stack
-        use_persistent_cache(config.compilation_cache_dir, cache_folder(config).parent / "xla")
+        use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
         if is_first():
             check_loggers(config.log_to)
         self.console = TrainingConsole(quiet=not is_first())

@@ -12,8 +12,10 @@ from ml_collections import ConfigDict
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands import plan as plan_command
-from maxbatch.data.store.tokenizers import check_vocab_size, make_tokenizer
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.attention import choose_implementation
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.plan.batch import check_batch_keys, expansion_factor
@@ -66,10 +68,10 @@ def checks_of_train(config: ConfigDict, devices: int, hosts: int) -> None:
     if config.batch_size is None:
         check_batch_keys(PlanConfig.of(config))
     expansion_factor(PlanConfig.of(config), hosts)
-    tokenizer = make_tokenizer(config)
-    read_mixture(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    read_mixture(StreamConfig.of(config))
     if config.dataset_type not in ("synthetic", "tokens"):
-        check_vocab_size(config, tokenizer)
+        check_vocabulary(config, tokenizer.vocab_size)
     plan = BatchPlan.from_config(config, devices, hosts, samples_per_epoch=1000)
     platform = {"splash": "tpu", "cudnn": "gpu"}.get(config.attention, "cpu")
     choose_implementation(DecoderConfig.of(config), platform, plan.mesh.sizes["context"])

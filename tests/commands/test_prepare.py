@@ -18,12 +18,14 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.commands import prepare
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import builder, formats, tokenise
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore, open_folder
-from maxbatch.data.store.tokenizers import ByteTokenizer, check_vocab_size, make_tokenizer
+from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.worker_pool import WorkerPool
@@ -50,7 +52,7 @@ def run(*arguments: str) -> int:
 
 def prepared(folder: str, *overrides: str, key: str = "dataset_path") -> TokenStore:
     config = load_config(overrides=["dataset_type=tokens", f"{key}={folder}", *overrides])
-    return open_store(config, make_tokenizer(config), key)
+    return open_store(DataConfig.of(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path), key)
 
 
 def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> None:
@@ -58,10 +60,12 @@ def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("200 documents, ") and "1 records left out" in lines[0] and "MB/s" in lines[0]
     config = load_config(overrides=["dataset_type=jsonl", data])
-    cached, store = open_store(config, ByteTokenizer()), prepared("out")
+    cached, store = open_store(DataConfig.of(config), ByteTokenizer()), prepared("out")
     assert np.array_equal(cached.tokens, store.tokens) and np.array_equal(cached.offsets, store.offsets)
     assert cached.manifest == store.manifest
-    assert find_store(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]), ByteTokenizer())
+    assert find_store(
+        DataConfig.of(load_config(overrides=["dataset_type=tokens", "dataset_path=out"])), ByteTokenizer()
+    )
     assert isinstance(store.tokens, np.memmap) and store.folder == Path("out").absolute(), "nothing is copied"
 
 
@@ -131,6 +135,7 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "import functools, time\n"
         "from pathlib import Path\n"
         "from maxbatch import load_config\n"
+        "from maxbatch.config.sections import DataConfig\n"
         "from maxbatch.data.store import tokenise\n"
         "from maxbatch.data.store.documents import DocumentSource\n"
         "from maxbatch.data.store.files import SourceFile\n"
@@ -138,7 +143,7 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "from maxbatch.data.store.token_store import TokenLayout\n"
         "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
         "from maxbatch.system.worker_pool import WorkerPool\n"
-        "config = load_config()\n"
+        "config = DataConfig.of(load_config())\n"
         "source = DocumentSource.from_config(config)\n"
         "how = tokenise.Tokeniser(source, ByteTokenizer(), TokenLayout.of(ByteTokenizer(), config))\n"
         "pool = WorkerPool(functools.partial(tokenise._part_writer, how), 2)\n"
@@ -228,7 +233,7 @@ def test_ids_outside_of_the_vocabulary_are_found(data: str, tmp_path: Path) -> N
     bpe = ["tokenizer_type=huggingface", f"tokenizer_path={write_bpe(tmp_path, '<s>', '</s>')}"]
     run(data, *bpe, "--output", "out", "--workers", "1")
     manifest = json.loads(Path("out/manifest.json").read_text())
-    assert manifest["vocab_size"] == make_tokenizer(load_config(overrides=bpe)).vocab_size
+    assert manifest["vocab_size"] == make_tokenizer("huggingface", load_config(overrides=bpe).tokenizer_path).vocab_size
     Path("out/manifest.json").write_text(json.dumps({**manifest, "vocab_size": 20}))
     with pytest.raises(ConfigError, match=r"tokens\.bin: document 0 has the id \d+, and its ids end at 19"):
         run("--verify", "out")
@@ -319,10 +324,10 @@ def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, t
     assert train[:2] == ["maxbatch", "train"] and "steps=3" in train
     config = load_config(overrides=train[2:])
     assert config.dataset_type == "tokens" and config.dataset_path == "my out"
-    tokenizer = make_tokenizer(config)
-    check_vocab_size(config, tokenizer)
-    assert open_store(config, tokenizer).manifest["documents"] == 1
-    assert open_store(config, tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    check_vocabulary(config, tokenizer.vocab_size)
+    assert open_store(DataConfig.of(config), tokenizer).manifest["documents"] == 1
+    assert open_store(DataConfig.of(config), tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
 
 
 @pytest.mark.slow

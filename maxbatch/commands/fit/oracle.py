@@ -58,7 +58,7 @@ class CompilerOracle:
     def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
-        self._folder = cache_folder(config).parent / "fit"
+        self._folder = cache_folder(config.data_cache_dir, "fit")
         identity = {
             "format": _FORMAT,
             # The shape that is asked about says what the batch is.

@@ -22,6 +22,7 @@ from maxbatch.config.values import TEXTS, shown, shown_path
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
@@ -169,7 +170,7 @@ def written(translation: Translation, source: str) -> str:
     check_dataset(config)  # as plan does
     stated_batches(config)
     if not is_mixture_file(config.dataset_path):  # which may be on another machine
-        read_mixture(config)
+        read_mixture(StreamConfig.of(config))
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in keys().items():
         if name in translation.settings:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.pages.page import details, heading, paragraph, table
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
@@ -31,7 +32,7 @@ def plan_of(run: ReportedRun, is_open: bool) -> str:
     try:
         plan = BatchPlan.from_config(
             run.config, now.num_devices, now.num_hosts, num_slices=now.num_slices,
-            samples_per_epoch=samples_per_epoch_if_cached(run.config),
+            samples_per_epoch=samples_per_epoch_if_cached(StreamConfig.of(run.config)),
         )  # fmt: skip
     except ConfigError as error:
         return details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)

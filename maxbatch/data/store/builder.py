@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.blocks import BLOCKS, block_hashes, masks
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
@@ -77,7 +77,7 @@ class Build:
 
     source: DocumentSource
     tokenizer: Tokenizer
-    config: ConfigDict
+    config: DataConfig
     workers: int = 1
     progress: Progress = lambda _: None
     shard_tokens: int | None = None

@@ -1,25 +1,33 @@
-"""The folder of tokenised data. Imports nothing slow, so that a plan can tell at once that nothing is cached."""
+"""The cache of tokenised data and of figures computed from them.
+
+Imports nothing slow, so that a plan can tell at once that nothing is cached.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
-
-from ml_collections import ConfigDict
+from typing import Any
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
 from maxbatch.system.storage import user_cache
 
 
-def cache_folder(config: ConfigDict) -> Path:
-    """Returns the folder of all stores: in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch, else ~/.cache/maxbatch."""
-    if config.data_cache_dir:
-        return Path(os.path.expanduser(config.data_cache_dir)) / "tokens"
-    return user_cache() / "tokens"
+def cache_folder(data_cache_dir: str, name: str = "tokens") -> Path:
+    """Returns a folder (that of all stores) in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch or ~/.cache/maxbatch."""
+    return (Path(os.path.expanduser(data_cache_dir)) if data_cache_dir else user_cache()) / name
 
 
-def cannot_write_cache(config: ConfigDict, path: Path, error: OSError) -> ConfigError | TrainingError:
-    """Returns what to raise where tokenised data, or what is computed from them, could not be written."""
-    where = f"data_cache_dir={shown(repr(config.data_cache_dir))}: {path}"
+def cache_file(data_cache_dir: str, name: str, facts: Any) -> Path:
+    """Returns the file of the cache's folder `name` that is named by the hash of `facts`, which are JSON values."""
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return cache_folder(data_cache_dir, name) / digest
+
+
+def cannot_write_cache(data_cache_dir: str, path: Path, error: OSError) -> ConfigError | TrainingError:
+    """Returns the error for tokenised data, or figures computed from them, that could not be written."""
+    where = f"data_cache_dir={shown(repr(data_cache_dir))}: {path}"
     return cannot_write(where, error, "data_cache_dir=/a/writable/folder puts it elsewhere")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
@@ -49,7 +49,7 @@ class Conversations:
     skip_bad_records: bool
 
     @classmethod
-    def from_config(cls, config: ConfigDict, tokenizer: Tokenizer) -> Conversations | None:
+    def from_config(cls, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
         """Returns None unless `use_sft` is set."""
         if not config.use_sft:
             return None

@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
@@ -56,7 +55,7 @@ class DocumentSource:
     skip_bad_records: bool  # leave out records that cannot be read
 
     @classmethod
-    def from_config(cls, config: ConfigDict, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
+    def from_config(cls, config: DataConfig, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
         A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, or for
@@ -172,7 +171,7 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     return files
 
 
-def _without_held_out(config: ConfigDict, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
+def _without_held_out(config: DataConfig, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
     """Returns the files that `eval_dataset_path` does not name."""
     eval_files = _path_files(config.dataset_type, "eval_dataset_path", config.eval_dataset_path).files
     held_out = {os.path.realpath(file.path) for file in eval_files}

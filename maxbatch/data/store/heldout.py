@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.system.errors import ConfigError
 
@@ -18,9 +17,9 @@ class HeldOutFraction:
     fraction: Fraction  # f, exact, 0 <= f < 1
 
     @classmethod
-    def from_config(cls, config: ConfigDict) -> HeldOutFraction:
-        """Reads `eval_fraction`; 0.1 means one tenth."""
-        return cls(Fraction(str(config.eval_fraction)))
+    def of(cls, eval_fraction: float) -> HeldOutFraction:
+        """Returns the split by `eval_fraction`; 0.1 means one tenth."""
+        return cls(Fraction(str(eval_fraction)))
 
     @property
     def rule(self) -> str:

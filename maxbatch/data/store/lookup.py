@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
@@ -22,17 +21,17 @@ from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
 
 
-def find_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
+def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
     """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
     from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
-    return _cached_store(cache_folder(config) / signature(source, tokenizer, config))
+    return _cached_store(cache_folder(config.data_cache_dir) / signature(source, tokenizer, config))
 
 
-def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
+def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
     """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
 
     Raises:
@@ -47,7 +46,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
     from maxbatch.system.bars import bytes_bar
 
     source = DocumentSource.from_config(config, key)
-    folder = cache_folder(config) / signature(source, tokenizer, config)
+    folder = cache_folder(config.data_cache_dir) / signature(source, tokenizer, config)
     if (store := _cached_store(folder)) is not None:
         _warn_without_hashes(store)
         return store
@@ -55,7 +54,7 @@ def open_store(config: ConfigDict, tokenizer: Tokenizer, key: str = "dataset_pat
         with bytes_bar(source.size, f"tokenising {key}") as progress:
             return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
     except OSError as error:
-        raise cannot_write_cache(config, cache_folder(config), error) from error
+        raise cannot_write_cache(config.data_cache_dir, cache_folder(config.data_cache_dir), error) from error
 
 
 def _cached_store(folder: Path) -> TokenStore | None:
@@ -77,7 +76,7 @@ def _warn_once(message: str) -> None:
     print(f"maxbatch: warning: {message}", file=sys.stderr, flush=True)
 
 
-def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> TokenStore:
+def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> TokenStore:
     value = config[key]
     folder = as_path(value)
     where = f"{key}={shown(repr(value))}"
@@ -104,7 +103,7 @@ def _prepared_store(config: ConfigDict, tokenizer: Tokenizer, key: str) -> Token
     return store
 
 
-def _check_prepared_settings(config: ConfigDict, where: str, manifest: dict[str, Any]) -> None:
+def _check_prepared_settings(config: DataConfig, where: str, manifest: dict[str, Any]) -> None:
     """Raises ConfigError for a store whose documents or conversations were made otherwise than the config asks for."""
     made = manifest.get("conversations")
     prepared = {"use_sft": made is not None}

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
@@ -66,7 +65,7 @@ class TokenLayout:
     trained_bit: int | None = None  # the number of the bit that marks a trained token, if any does
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, config: ConfigDict) -> TokenLayout:
+    def of(cls, tokenizer: Tokenizer, config: DataConfig) -> TokenLayout:
         """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
         if config.use_sft:
             bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
@@ -199,7 +198,7 @@ class TokenStore:
             raise damaged_file(self.folder, "it was replaced since it was opened")
 
 
-def signature(source: DocumentSource, tokenizer: Tokenizer, config: ConfigDict) -> str:
+def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) -> str:
     """Returns a hash of the files (path, size, time of change) and of all settings that shape a store."""
     settings = {
         "version": VERSION,

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxbatch.config.values import shown, shown_path
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
-from maxbatch.data.store.utf8 import utf8_of
+from maxbatch.data.store.tokenizers import utf8_of
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer, check_vocabulary
+from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.utf8 import utf8_of
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +51,17 @@ class Tokenizer(Protocol):
     def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
+
+
+def utf8_of(text: str) -> bytes:
+    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
+            "or the text was not given as UTF-8"
+        ) from error
 
 
 class ByteTokenizer:
@@ -96,7 +106,7 @@ class ByteTokenizer:
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-def make_tokenizer(config: ConfigDict) -> Tokenizer:
+def make_tokenizer(tokenizer_type: str, tokenizer_path: str) -> Tokenizer:
     """Returns the tokenizer that `tokenizer_type` and `tokenizer_path` name.
 
     Its file is hashed now; its library (extra `text`) loads it at the first use.
@@ -104,22 +114,17 @@ def make_tokenizer(config: ConfigDict) -> Tokenizer:
     Raises:
       ConfigError: a `tokenizer_path` that the tokenizer does not read, or one without a tokenizer file.
     """
-    check_tokenizer(config)
-    if config.tokenizer_type == "byte":
+    check_tokenizer(tokenizer_type, tokenizer_path)
+    if tokenizer_type == "byte":
         return ByteTokenizer()
     from maxbatch.data.store.tokenizer_files import HuggingFaceTokenizer, SentencePieceTokenizer
 
-    if config.tokenizer_type == "huggingface":
-        return HuggingFaceTokenizer(config.tokenizer_path)
-    return SentencePieceTokenizer(config.tokenizer_path)
+    if tokenizer_type == "huggingface":
+        return HuggingFaceTokenizer(tokenizer_path)
+    return SentencePieceTokenizer(tokenizer_path)
 
 
-def check_vocab_size(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if the model's embedding has fewer rows than the tokenizer has ids."""
-    check_vocabulary(config, tokenizer.vocab_size)
-
-
-def check_special_tokens(config: ConfigDict, tokenizer: Tokenizer) -> None:
+def check_special_tokens(config: DataConfig, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `add_bos` or `add_eos` is set and the tokenizer lacks the token."""
     tokens = (("add_bos", tokenizer.bos_id, "beginning"), ("add_eos", tokenizer.eos_id, "end"))
     for key, token, what in tokens:

@@ -6,7 +6,6 @@ refused. The figures of the trained tokens need all rows to be read once; they a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_file, cannot_write_cache
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
@@ -35,18 +34,17 @@ class Fitted(NamedTuple):
     num_overlong: int  # that were longer than a row
 
 
-def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> Fitted:
-    """Returns the conversations with numbers `documents_S`, each at most a row long.
+def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: str) -> Fitted:
+    """Returns the conversations with numbers `documents_S`, each at most `length` long, a row.
 
     Raises:
       ConfigError: one is longer, and `overlong` is `error`; or none is left.
     """
-    length = config.max_target_length
     start_S, end_S = Extents.of(store.offsets, documents_S)
     lengths_S = end_S - start_S
     is_long_S = lengths_S > length
     count = int(is_long_S.sum())
-    if count and config.overlong == "error":
+    if count and overlong == "error":
         first = int(np.argmax(is_long_S))
         longest = int(lengths_S.max())
         more = f", and {count - 1} more are too long" if count > 1 else ""
@@ -54,7 +52,7 @@ def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> 
             f"max_target_length={length}: conversation {int(documents_S[first]) + 1} has {int(lengths_S[first])} "
             f"tokens{more}, and overlong=error; works: max_target_length={longest}, or overlong=truncate"
         )
-    if config.overlong == "drop":
+    if overlong == "drop":
         start_S, end_S = start_S[~is_long_S], end_S[~is_long_S]
         if not len(start_S):
             raise ConfigError(
@@ -64,7 +62,7 @@ def fit_rows(config: ConfigDict, store: TokenStore, documents_S: np.ndarray) -> 
     return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), count)
 
 
-def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTokens | None:
+def find_trained_tokens(config: StreamConfig, key: Mapping[str, Any]) -> TrainedTokens | None:
     """Returns the cached figures of rows that `key` fixes, or None."""
     try:
         path = _path(config, key)
@@ -75,7 +73,7 @@ def find_trained_tokens(config: ConfigDict, key: Mapping[str, Any]) -> TrainedTo
         return None
 
 
-def count_trained_tokens(config: ConfigDict, key: Mapping[str, Any], rows: RowSource) -> TrainedTokens:
+def count_trained_tokens(config: StreamConfig, key: Mapping[str, Any], rows: RowSource) -> TrainedTokens:
     """Returns the figures of rows that `key` fixes, from the cache or by reading them all."""
     found = find_trained_tokens(config, key)
     if found is not None:
@@ -93,7 +91,7 @@ def count_trained_tokens(config: ConfigDict, key: Mapping[str, Any], rows: RowSo
         with writing_atomically(path) as file:
             file.write(json.dumps(counted._asdict() | {"crc32": _checksum(path, counted)}).encode())
     except OSError as error:
-        raise cannot_write_cache(config, path, error) from error
+        raise cannot_write_cache(config.data_cache_dir, path, error) from error
     return counted
 
 
@@ -101,7 +99,6 @@ def _checksum(path: Path, figures: TrainedTokens) -> int:
     return zlib.crc32(json.dumps([path.name, *figures]).encode())
 
 
-def _path(config: ConfigDict, key: Mapping[str, Any]) -> Path:
-    whole_key = json.dumps([_VERSION, config.max_target_length, config.packing, key], sort_keys=True)
-    name = hashlib.blake2b(whole_key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return cache_folder(config).parent / "trained-tokens" / name
+def _path(config: StreamConfig, key: Mapping[str, Any]) -> Path:
+    facts = [_VERSION, config.max_target_length, config.packing, key]
+    return cache_file(config.data_cache_dir, "trained-tokens", facts)

@@ -6,19 +6,16 @@ A plan reads them here, since the stream stands on NumPy, and to import that tak
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import zlib
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import names_fixing
-from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.cache_folder import cache_file
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.storage import is_remote
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 
@@ -26,7 +23,7 @@ _VERSION = 2  # of how documents become rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
 
-def remembered_length(config: ConfigDict) -> int | None:
+def remembered_length(config: StreamConfig) -> int | None:
     """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
     with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
         if _is_made_here(config):
@@ -36,7 +33,7 @@ def remembered_length(config: ConfigDict) -> int | None:
     return None
 
 
-def remember_length(config: ConfigDict, num_samples: int) -> None:
+def remember_length(config: StreamConfig, num_samples: int) -> None:
     """Keeps the samples of an epoch, unless the cache may only be read."""
     with contextlib.suppress(OSError):
         if _is_made_here(config):
@@ -49,20 +46,19 @@ def _checksum(path: Path, number: str) -> str:
     return f"{zlib.crc32(f'{path.name} {number}'.encode()):08x}"
 
 
-def _is_made_here(config: ConfigDict) -> bool:
+def _is_made_here(config: StreamConfig) -> bool:
     """Returns whether an epoch is made from files of this machine; to list those of a store takes requests."""
     made_otherwise = config.use_sft or config.dataset_type in ("synthetic", "tokens")
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 
 
-def _path(config: ConfigDict) -> Path:
+def _path(config: StreamConfig) -> Path:
     """Returns the file that is named by the dataset's files and by all settings that fix its rows."""
     source = DocumentSource.from_config(config)
     settings = {name: config[name] for name in _FIXING}
     facts = [_VERSION, source.files, source.missing_shards, _tokenizer_files(config.tokenizer_path), settings]
-    name = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    return cache_folder(config).parent / "epoch-lengths" / name
+    return cache_file(config.data_cache_dir, "epoch-lengths", facts)
 
 
 def _tokenizer_files(stated: str) -> list[tuple[str, int, int]]:

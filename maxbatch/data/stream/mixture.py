@@ -8,7 +8,7 @@ A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its
 Relative paths are relative to the file. A source that does not state `dataset_type`, `text_field` or `record_format`
 takes the config's. A source of `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions in
 any unit: only their ratios count. A weight may change at positions of the stream: `weight: {0: 0.9, 1Bt: 0.5}`
-(`maxbatch.data.stream.mixture_stages`).
+(`maxbatch.data.stream.mixture_order`).
 
 Names are for people (in the one-line form, the path is the name): the stream depends on the contents, weights and order
 of the sources.
@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
@@ -33,7 +32,8 @@ from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
-from maxbatch.data.stream.mixture_stages import MixtureStage
+from maxbatch.data.stream.mixture_order import MixtureStage
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source in a mixture file that are config keys as well.
@@ -50,7 +50,7 @@ class MixtureSource(NamedTuple):
 
     name: str
     weight: Fraction  # its share of the samples; the weights of all sources add up to 1
-    config: ConfigDict  # the config with this source as its dataset
+    config: StreamConfig  # the config with this source as its dataset
     later: tuple[tuple[int, Fraction], ...] = ()  # its share from later positions on, the same ones for all sources
 
     @property
@@ -66,7 +66,7 @@ def stages_of(mixture: Sequence[MixtureSource]) -> list[MixtureStage]:
     return [MixtureStage(start, weights) for start, weights in zip(starts, zip(*of_source, strict=True), strict=True)]
 
 
-def read_mixture(config: ConfigDict) -> tuple[MixtureSource, ...] | None:
+def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
     """Returns the sources of `dataset_path` in order, or None if it is not a mixture; opens no data.
 
     Raises:
@@ -150,7 +150,7 @@ def _split_weight(part: str) -> tuple[str, str]:
     return path, weight.strip()
 
 
-def _line_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
     """Yields the sources of the one-line form, and what to call it in messages; none if no path has a weight."""
     parts = [_split_weight(part) for part in config.dataset_path.split(";")]
     if not any(weight for _, weight in parts):
@@ -166,7 +166,7 @@ def _line_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
         yield where, MixtureSource(path, _weight(where, weight), _source_config(config, path, {}))
 
 
-def _staged_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
     """Yields the sources of a mapping of positions to mixtures, in the order in which they first appear."""
     text = config.dataset_path
     where = f"dataset_path={shown(text)}"
@@ -219,7 +219,7 @@ def _position(where: str, text: str, length: int) -> int:
     return -(-number // length) if in_tokens else number
 
 
-def _file_sources(config: ConfigDict) -> Iterator[tuple[str, MixtureSource]]:
+def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
     """Yields the sources of a mixture file, and where each stands in it."""
     path = config.dataset_path
     file = Path(os.path.expanduser(path))
@@ -318,10 +318,7 @@ def _weight(where: str, text: str, rule: Scalar = _WEIGHT) -> Fraction:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _source_config(config: ConfigDict, paths: str, settings: Mapping[str, str]) -> ConfigDict:
-    source = config.copy_and_resolve_references()
-    source.update(settings, dataset_path=paths)
-    if source.dataset_type != config.dataset_type:
-        # Held-out paths have the config's own type, so that none of their files is in this source.
-        source.eval_dataset_path = ""
-    return source
+def _source_config(config: StreamConfig, paths: str, settings: Mapping[str, str]) -> StreamConfig:
+    source = config.replaced({**settings, "dataset_path": paths})
+    # Held-out paths have the config's own type: none of their files is in a source of another type.
+    return source if source.dataset_type == config.dataset_type else source.replaced({"eval_dataset_path": ""})

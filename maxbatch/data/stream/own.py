@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import ArrayLike
 
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -14,7 +13,9 @@ from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices, Place
+from maxbatch.data.stream.sources import Identity
 from maxbatch.data.stream.stream import Stream
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ class Samples(Protocol):
         """
 
 
-def as_stream(samples: Samples | Stream, config: ConfigDict) -> Stream:
+def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
     """Returns a user's samples as the training stream of a run.
 
     Raises:
@@ -44,10 +45,11 @@ def as_stream(samples: Samples | Stream, config: ConfigDict) -> Stream:
         return samples
     rows = OwnRows(samples, config.max_target_length, config.vocab_size)
     stated = getattr(samples, "identity", None)
-    identity = {"stream": "own", "max_target_length": config.max_target_length}
+    identity: Identity = {"stream": "own", "max_target_length": config.max_target_length}
     identity |= {"first sample": fingerprint([rows.batch([0])])} if stated is None else dict(stated)
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
-    return Stream(rows, make_tokenizer(config), identity, rows.num_rows, is_endless=True, ahead=ahead)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    return Stream(rows, tokenizer, identity, rows.num_rows, is_endless=True, ahead=ahead)
 
 
 class OwnRows:

@@ -19,7 +19,6 @@ Legend: L row length, P pieces, n rows asked for, S documents of the split, R ro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_file, cannot_write_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
@@ -195,36 +193,36 @@ def _checked_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def find_best_fit(config: ConfigDict, key: Mapping[str, Any]) -> BestFitPlan | None:
+def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, Any]) -> BestFitPlan | None:
     """Returns the cached plan of `key`, or None if it is missing or damaged; computes nothing."""
     try:
-        return BestFitPlan(_path(config, key))
+        return BestFitPlan(_path(data_cache_dir, row_length, key))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
-def open_best_fit(config: ConfigDict, key: Mapping[str, Any], documents: Callable[[], Extents]) -> BestFitPlan:
+def open_best_fit(
+    data_cache_dir: str, row_length: int, key: Mapping[str, Any], documents: Callable[[], Extents]
+) -> BestFitPlan:
     """Returns the plan of `key`, JSON values that fix it together with L.
 
     If the cache has no plan, or a damaged one, this computes it from `documents()`.
     """
-    plan = find_best_fit(config, key)
+    plan = find_best_fit(data_cache_dir, row_length, key)
     if plan is not None:
         return plan
-    path = _path(config, key)
+    path = _path(data_cache_dir, row_length, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        _write(path, best_fit(documents(), config.max_target_length), config.max_target_length)
+        _write(path, best_fit(documents(), row_length), row_length)
     except OSError as error:
-        raise cannot_write_cache(config, path.parent, error) from error
+        raise cannot_write_cache(data_cache_dir, path.parent, error) from error
     return BestFitPlan(path)
 
 
-def _path(config: ConfigDict, key: Mapping[str, Any]) -> Path:
-    whole_key = json.dumps([_VERSION, config.max_target_length, key], sort_keys=True)
-    name = hashlib.blake2b(whole_key.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return cache_folder(config).parent / "packing" / name
+def _path(data_cache_dir: str, row_length: int, key: Mapping[str, Any]) -> Path:
+    return cache_file(data_cache_dir, "packing", [_VERSION, row_length, key])
 
 
 def _write(path: Path, packing: Packing, row_length: int) -> None:

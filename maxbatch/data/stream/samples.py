@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from grain.experimental import index_shuffle
 
-from maxbatch.data.stream.mixture_order import Origins, WeightedOrder
-from maxbatch.data.stream.mixture_stages import StagedOrder
+from maxbatch.data.stream.mixture_order import Origins, StagedOrder, WeightedOrder
 from maxbatch.data.stream.rows import Rows, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 

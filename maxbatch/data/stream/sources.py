@@ -12,24 +12,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import is_mixture_file
-from maxbatch.config.rules import check_data_paths
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.rules import check_data_paths, check_vocabulary
+from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.config.values import exact
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.token_store import TokenStore
-from maxbatch.data.store.tokenizers import Tokenizer, check_vocab_size, make_tokenizer
-from maxbatch.data.stream.block_layout import BlockLayout
+from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens, fit_rows
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import (
+    BlockLayout,
     ConcatenatePlan,
     DocumentPlan,
     Extents,
@@ -39,6 +38,7 @@ from maxbatch.data.stream.rows import (
     StoredRows,
     WholeLayout,
 )
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
@@ -62,14 +62,14 @@ class SourceRows(NamedTuple):
         return str(self.identity.get("content", "synthetic"))
 
 
-def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
+def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     """Opens the training rows of a config, or the held-out ones (None if nothing is); new data are tokenised now."""
     check_data_paths(config)
-    tokenizer = make_tokenizer(config)
-    fraction = HeldOutFraction.from_config(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
         return _synthetic_rows(config, tokenizer, fraction, held_out)
-    check_vocab_size(config, tokenizer)
+    check_vocabulary(config, tokenizer.vocab_size)
     own_path = held_out and bool(config.eval_dataset_path)
     store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path")
     documents, rule = _split_documents(config, store, fraction, held_out)
@@ -97,7 +97,7 @@ def open_rows(config: ConfigDict, *, held_out: bool) -> SourceRows | None:
     return SourceRows(rows, identity, tokenizer, store.folder)
 
 
-def _row_identity(config: ConfigDict) -> Identity:
+def _row_identity(config: StreamConfig) -> Identity:
     """Returns what fixes the rows of given documents; a conversation has its tokens from its template alone."""
     if not config.use_sft:
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
@@ -105,13 +105,13 @@ def _row_identity(config: ConfigDict) -> Identity:
     return identity | {"packing_strategy": _strategy(config)}
 
 
-def _strategy(config: ConfigDict) -> str:
+def _strategy(config: StreamConfig) -> str:
     """Returns how documents are packed: conversations are never cut, so best fit is the only way."""
     return "best_fit" if config.use_sft and config.packing else str(config.packing_strategy)
 
 
 def _open_plan(
-    config: ConfigDict, store: TokenStore, documents: Documents, key: dict[str, Any]
+    config: StreamConfig, store: TokenStore, documents: Documents, key: dict[str, Any]
 ) -> tuple[RowPlan, int, int]:
     """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
     if _is_as_stored(config, documents):
@@ -121,38 +121,38 @@ def _open_plan(
     extents, num_overlong = _extents(config, store, documents)
     plan: RowPlan
     if _strategy(config) == "best_fit":
-        plan = open_best_fit(config, key, lambda: extents)
+        plan = open_best_fit(config.data_cache_dir, config.max_target_length, key, lambda: extents)
     else:
         plan = _plan(config, partial(WholeLayout, extents))
     return plan, len(extents.start_S), num_overlong
 
 
-def _is_as_stored(config: ConfigDict, documents: Documents) -> bool:
+def _is_as_stored(config: StreamConfig, documents: Documents) -> bool:
     """Returns whether rows are the tokens of a store as they lie, cut every L tokens: then nothing is computed."""
     is_whole = isinstance(documents, Records) and documents.are_all
     return is_whole and bool(config.packing) and _strategy(config) == "concatenate"
 
 
-def _is_read_in_blocks(config: ConfigDict, store: TokenStore) -> bool:
+def _is_read_in_blocks(config: StreamConfig, store: TokenStore) -> bool:
     """Returns whether rows are looked up in blocks of a large table; best fit has to see all lengths at once."""
     return not config.use_sft and _strategy(config) == "concatenate" and isinstance(store.table, RangedTable)
 
 
-def _extents(config: ConfigDict, store: TokenStore, documents: Documents) -> tuple[Extents, int]:
+def _extents(config: StreamConfig, store: TokenStore, documents: Documents) -> tuple[Extents, int]:
     """Returns the documents of a split as they go into rows, and how many were longer than a row."""
     documents_S = documents.between(0, documents.total) if isinstance(documents, Records) else documents
     if config.use_sft:
-        return fit_rows(config, store, documents_S)
+        return fit_rows(store, documents_S, config.max_target_length, config.overlong)
     return Extents.of(store.offsets, documents_S), 0
 
 
-def order_identity(config: ConfigDict) -> Identity:
+def order_identity(config: DataConfig) -> Identity:
     """Returns what fixes the order of a training stream: whether its rows are shuffled, and by what."""
     fixing = names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
     return {key: config[key] for key in fixing}
 
 
-def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
+def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
     """Returns the samples of an epoch if they are known without reading data, else None (a mixture has no epochs).
 
     Raises:
@@ -168,27 +168,27 @@ def samples_per_epoch_if_cached(config: ConfigDict) -> int | None:
     except ConfigError:
         # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
         return None
-    refuse_num_epochs(config, mixture)
+    refuse_num_epochs(config.num_epochs, mixture)
     return None
 
 
-def refuse_num_epochs(config: ConfigDict, mixture: tuple[MixtureSource, ...]) -> None:
+def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[MixtureSource, ...]) -> None:
     """Raises ConfigError for `num_epochs` of a mixture, with the number of samples that it might mean, if known."""
-    if config.num_epochs is None:
+    if num_epochs is None:
         return
     try:
         found = [_find_rows(source.config) for source in mixture]
         rows = [one and one.num_rows for one in found]
     except ConfigError:
         rows = [None]
-    samples = 10**6 if None in rows else math.ceil(exact(config.num_epochs) * sum(filter(None, rows)))
+    samples = 10**6 if None in rows else math.ceil(exact(num_epochs) * sum(filter(None, rows)))
     raise ConfigError(
-        f"num_epochs={config.num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
+        f"num_epochs={num_epochs}: num_epochs of a mixture is not defined, since each of its sources has its "
         f"own epochs; works: train_samples={samples} num_epochs=null"
     )
 
 
-def trained_tokens_if_cached(config: ConfigDict) -> list[TrainedShare] | None:
+def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
     """Returns the trained tokens of each source of conversations if they are known without reading data, else None."""
     if not config.use_sft:
         return None
@@ -208,13 +208,13 @@ class _FoundRows(NamedTuple):
     trained: TrainedTokens | None = None  # of conversations
 
 
-def _find_rows(config: ConfigDict) -> _FoundRows | None:
+def _find_rows(config: StreamConfig) -> _FoundRows | None:
     """Returns the training rows of one source, if they are known without reading data."""
     check_data_paths(config)
-    fraction = HeldOutFraction.from_config(config)
+    fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
         return _FoundRows(fraction.count(config.synthetic_samples, held_out=False))
-    tokenizer = make_tokenizer(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     store = find_store(config, tokenizer)
     if store is None:
         return None
@@ -222,12 +222,12 @@ def _find_rows(config: ConfigDict) -> _FoundRows | None:
     key = _packing_key(config, store, rule, held_out=False)
     trained = find_trained_tokens(config, key) if config.use_sft else None
     if _strategy(config) == "best_fit":
-        plan = find_best_fit(config, key)
+        plan = find_best_fit(config.data_cache_dir, config.max_target_length, key)
         return None if plan is None else _FoundRows(plan.num_rows, trained)
     return _FoundRows(_open_plan(config, store, documents, key)[0].num_rows, trained)
 
 
-def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
+def _packing_key(config: StreamConfig, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
     overlong = {"overlong": config.overlong} if config.use_sft else {}
@@ -240,13 +240,13 @@ def _packing_key(config: ConfigDict, store: TokenStore, rule: str, held_out: boo
     }
 
 
-def _plan(config: ConfigDict, lay: Lay) -> ConcatenatePlan | DocumentPlan:
+def _plan(config: StreamConfig, lay: Lay) -> ConcatenatePlan | DocumentPlan:
     plan = ConcatenatePlan if config.packing else DocumentPlan
     return plan(lay, config.max_target_length)
 
 
 def _synthetic_rows(
-    config: ConfigDict, tokenizer: Tokenizer, fraction: HeldOutFraction, held_out: bool
+    config: StreamConfig, tokenizer: Tokenizer, fraction: HeldOutFraction, held_out: bool
 ) -> SourceRows | None:
     samples, seed = config.synthetic_samples, config.data_shuffle_seed
     fraction.refuse_empty(samples, "samples")
@@ -261,7 +261,7 @@ def _synthetic_rows(
 
 
 def _split_documents(
-    config: ConfigDict, store: TokenStore, fraction: HeldOutFraction, held_out: bool
+    config: StreamConfig, store: TokenStore, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
     """Returns the documents of a split, and the rule that chose them."""
     total = store.manifest["documents"]

@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
-from maxbatch.data.stream.mixture_order import WeightedOrder
-from maxbatch.data.stream.mixture_stages import StagedOrder
+from maxbatch.data.stream.mixture_order import StagedOrder, WeightedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place, SampleRows
 from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.remote_path import RemotePath
 
@@ -104,25 +104,26 @@ class Stream:
 
 
 @overload
-def open_stream(config: ConfigDict, split: Literal["train"] = "train") -> Stream: ...
+def open_stream(config: ConfigDict | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
 
 
 @overload
-def open_stream(config: ConfigDict, split: Literal["eval"]) -> Stream | None: ...
+def open_stream(config: ConfigDict | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
 
 
-def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -> Stream | None:
+def open_stream(config: ConfigDict | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
     """Opens the training stream, or the held-out one (None if nothing is held out); new data are tokenised now.
 
     Raises:
       ConfigError: settings or data that cannot be used, by key, value, and file.
     """
+    config = StreamConfig.of(config)
     held_out = {"train": False, "eval": True}[split]
     mixture = read_mixture(config)
     if held_out and config.eval_dataset_path:
         mixture = None  # the held-out files are those of every source
     elif mixture is not None and not held_out:
-        refuse_num_epochs(config, mixture)
+        refuse_num_epochs(config.num_epochs, mixture)
     sources = _open_sources(config, mixture, held_out)
     if not sources:
         return None
@@ -147,7 +148,7 @@ def open_stream(config: ConfigDict, split: Literal["train", "eval"] = "train") -
 
 
 def _open_sources(
-    config: ConfigDict, mixture: tuple[MixtureSource, ...] | None, held_out: bool
+    config: StreamConfig, mixture: tuple[MixtureSource, ...] | None, held_out: bool
 ) -> dict[str, SourceRows]:
     """Opens one split of the dataset, or of every source of a mixture, if it has that split."""
     if mixture is None:
@@ -165,7 +166,7 @@ def _open_sources(
 
 
 def _mixed(
-    config: ConfigDict, mixture: tuple[MixtureSource, ...], sources: dict[str, SourceRows], held_out: bool
+    config: StreamConfig, mixture: tuple[MixtureSource, ...], sources: dict[str, SourceRows], held_out: bool
 ) -> Mixed:
     seen: Counter[str] = Counter()
     parts = {}
@@ -181,19 +182,20 @@ def _mixed(
     return Mixed(parts, WeightedOrder([source.weight for source in mixture]))
 
 
-def _mixture_identity(config: ConfigDict, sources: dict[str, SourceRows]) -> Identity:
+def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> Identity:
     """Returns the identities of all sources, numbered; settings that they share stand once.
 
     Names do not count: data that are moved or renamed are still the same stream.
     """
+    shared = dict(config.items())
     identity: Identity = {"sources": len(sources)}
     for number, source in enumerate(sources.values()):
         for key, value in source.identity.items():
-            identity[key if key in config else f"source {number}: {key}"] = value
+            identity[key if key in shared else f"source {number}: {key}"] = value
     return identity
 
 
-def _epochs(config: ConfigDict, source: SourceRows, name: str | None) -> Epochs:
+def _epochs(config: StreamConfig, source: SourceRows, name: str | None) -> Epochs:
     """Returns the epochs of a source, shuffled by `name` if the config says so; in order if `name` is None."""
     if name is None or not config.enable_data_shuffling:
         return Epochs(source.rows, shuffle=None)

@@ -84,7 +84,7 @@ def _source(path: str) -> Json:
 
 
 def _token_ids(config: DataConfig) -> Json:
-    tokenizer = make_tokenizer(config)
+    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     return dict(zip(TOKEN_IDS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.documents import STDLIB_HELD_OUT, DocumentSource
 
 
 def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
     return DocumentSource.from_config(
-        load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides])
+        DataConfig.of(load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]))
     )
 
 
@@ -157,7 +158,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_modules_without_tests_bundles_and_empty_files() -> None:
-    files = DocumentSource.from_config(load_config()).files
+    files = DocumentSource.from_config(DataConfig.of(load_config())).files
     names = [file.name for file in files]
     assert names == sorted(names) and len(names) > 300
     assert {"argparse.py", "json/encoder.py"} < set(names)
@@ -167,7 +168,7 @@ def test_the_standard_library_is_modules_without_tests_bundles_and_empty_files()
 
 
 def test_the_standard_librarys_held_out_files_are_all_there() -> None:
-    documents = DocumentSource.from_config(load_config())
+    documents = DocumentSource.from_config(DataConfig.of(load_config()))
     held_out = [document.utf8 for document in documents.documents() if document.held_out]
     root = Path(sysconfig.get_paths()["stdlib"])
     assert sorted(held_out) == sorted((root / name).read_bytes() for name in STDLIB_HELD_OUT)

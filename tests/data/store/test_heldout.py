@@ -26,7 +26,7 @@ def test_the_closed_form_is_the_rule_record_by_record(fraction: Fraction, record
 
 
 def test_large_denominators_and_indices_stay_exact() -> None:
-    split = HeldOutFraction.from_config(load_config(overrides=["eval_fraction=0.123456789012345"]))
+    split = HeldOutFraction.of(load_config(overrides=["eval_fraction=0.123456789012345"]).eval_fraction)
     assert split.fraction == Fraction(123456789012345, 10**15)
     number = 10**15
     index = split.record(number, False)
@@ -36,7 +36,7 @@ def test_large_denominators_and_indices_stay_exact() -> None:
 
 @pytest.mark.parametrize("text", ["0.1", "1e-1"])
 def test_a_tenth_means_one_tenth(text: str) -> None:
-    split = HeldOutFraction.from_config(load_config(overrides=[f"eval_fraction={text}"]))
+    split = HeldOutFraction.of(load_config(overrides=[f"eval_fraction={text}"]).eval_fraction)
     assert split.fraction == Fraction(1, 10)
     assert split.records(3, True).tolist() == [9, 19, 29]
 

@@ -16,6 +16,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
@@ -38,11 +39,11 @@ def config(tmp_path: Path) -> ConfigDict:
 
 
 def opened(config: ConfigDict) -> TokenStore:
-    return open_store(config, TOKENIZER)
+    return open_store(DataConfig.of(config), TOKENIZER)
 
 
 def found(config: ConfigDict) -> TokenStore | None:
-    return find_store(config, TOKENIZER)
+    return find_store(DataConfig.of(config), TOKENIZER)
 
 
 def changed(config: ConfigDict, **values: object) -> ConfigDict:
@@ -259,7 +260,7 @@ def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = DocumentSource.from_config(config)
+    source = DocumentSource.from_config(DataConfig.of(config))
     monkeypatch.setattr(DocumentSource, "from_config", lambda *_: source)
     with open(config.dataset_path, "a") as file:
         file.write('{"text": "late"}\n')
@@ -335,7 +336,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_told_as_that(
 def test_one_process_is_enough_for_little_and_all_cores_are_for_much(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = DocumentSource.from_config(config)
+    source = DocumentSource.from_config(DataConfig.of(config))
     monkeypatch.setattr(builder, "num_cores", lambda: 5)
     assert builder.default_workers(source) == 1
     large = source.files[0]._replace(size=1 << 30)
@@ -351,12 +352,13 @@ def test_a_plan_of_any_format_loads_neither_formats_nor_tokenizers(tmp_path: Pat
         "vocab_size=512",
     ]  # fmt: skip
     config = load_config(overrides=overrides)
-    open_store(config, make_tokenizer(config))
+    open_store(DataConfig.of(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path))
     script = (
         "import sys\n"
         "from maxbatch import load_config\n"
         "from maxbatch.data.stream.sources import samples_per_epoch_if_cached\n"
-        f"assert samples_per_epoch_if_cached(load_config(overrides={overrides!r})) == 1\n"
+        "from maxbatch.data.stream.stream_config import StreamConfig\n"
+        f"assert samples_per_epoch_if_cached(StreamConfig.of(load_config(overrides={overrides!r}))) == 1\n"
         "print(*sorted({'jax', 'grain', 'pyarrow', 'tokenizers', 'fsspec', 'array_record'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

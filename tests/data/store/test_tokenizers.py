@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
-from maxbatch.data.store.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    check_special_tokens,
-    check_vocab_size,
-    make_tokenizer,
-)
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import DataConfig
+from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, check_special_tokens, make_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "plain", "tab\tline\n\r\n", "żółw 🐢 汉字", "\x00\x7f"])
@@ -45,17 +42,21 @@ def test_ids_are_int32() -> None:
     assert ByteTokenizer().encode("abc").dtype == np.int32
 
 
+def tokenizer_in(config: ConfigDict) -> Tokenizer:
+    return make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+
+
 def test_a_vocabulary_too_small_names_both_sizes() -> None:
     config = load_config(overrides=["vocab_size=258"])
     with pytest.raises(ConfigError, match=r"vocab_size=258.*259"):
-        check_vocab_size(config, make_tokenizer(config))
+        check_vocabulary(config, tokenizer_in(config).vocab_size)
     exact = load_config(overrides=["vocab_size=259"])
-    check_vocab_size(exact, make_tokenizer(exact))
+    check_vocabulary(exact, tokenizer_in(exact).vocab_size)
 
 
 def test_a_tokenizer_file_that_nothing_would_read_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer_path='x\.json'"):
-        make_tokenizer(load_config(overrides=["tokenizer_path=x.json"]))
+        make_tokenizer("byte", "x.json")
 
 
 # --- tokenizers that are files -----------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def write_sentencepiece(path: Path, **options: Any) -> Path:
 
 
 def tokenizer_of(kind: str, path: Path | str, *overrides: str) -> Tokenizer:
-    return make_tokenizer(load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides]))
+    return tokenizer_in(load_config(overrides=[f"tokenizer_type={kind}", f"tokenizer_path={path}", *overrides]))
 
 
 def test_a_hugging_face_tokenizer_adds_and_cuts_nothing(tmp_path: Path) -> None:
@@ -148,9 +149,9 @@ def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_wo
     overrides = ["tokenizer_type=huggingface", f"tokenizer_path={path}", f"{others[key]}=false"]
     config = load_config(overrides=overrides)
     with pytest.raises(ConfigError, match=rf"{key}=true: .*; works: {key}=false"):
-        check_special_tokens(config, make_tokenizer(config))
+        check_special_tokens(DataConfig.of(config), tokenizer_in(config))
     works = load_config(overrides=[*overrides, f"{key}=false"])
-    check_special_tokens(works, make_tokenizer(works))
+    check_special_tokens(DataConfig.of(works), tokenizer_in(works))
 
 
 def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
     assert tokenizer_of("huggingface", path).vocab_size == 1000
     config = load_config(overrides=["tokenizer_type=huggingface", f"tokenizer_path={path}", "vocab_size=999"])
     with pytest.raises(ConfigError, match=r"vocab_size=999: .*1000 tokens; works: vocab_size=1000"):
-        check_vocab_size(config, make_tokenizer(config))
+        check_vocabulary(config, tokenizer_in(config).vocab_size)
 
 
 def test_the_identity_is_of_the_content_and_not_of_the_place(tmp_path: Path) -> None:

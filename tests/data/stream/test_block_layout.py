@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from maxbatch import ConfigError
 from maxbatch.data.store import document_table
 from maxbatch.data.store.heldout import HeldOutFraction, Records
-from maxbatch.data.stream.block_layout import BlockLayout
-from maxbatch.data.stream.rows import ConcatenatePlan, DocumentPlan, Extents, WholeLayout
+from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Extents, WholeLayout
 from tests.data.store.test_document_table import Saved, ranged
 
 # Of up to 25 blocks; a tenth of the documents is long, and many are empty.

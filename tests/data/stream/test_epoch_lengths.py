@@ -13,12 +13,17 @@ from ml_collections import ConfigDict
 from maxbatch.config.loading import load_config
 from maxbatch.data.stream.epoch_lengths import remembered_length
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.data.stream.stream_config import StreamConfig
 
 KEYS = ("dataset_type=text", "dataset_path=texts", "data_cache_dir=cache", "max_target_length=16")
 
 
 def config_of(*overrides: str) -> ConfigDict:
     return load_config(overrides=[*KEYS, *overrides])
+
+
+def remembered(*overrides: str) -> int | None:
+    return remembered_length(StreamConfig.of(config_of(*overrides)))
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +38,16 @@ def texts() -> None:
 )
 def test_a_length_is_remembered_for_the_settings_that_it_was_found_with(override: str) -> None:
     stream = open_stream(config_of())
-    assert remembered_length(config_of()) == stream.samples_per_epoch
-    assert remembered_length(config_of("data_shuffle_seed=7", "learning_rate=1")) == stream.samples_per_epoch
-    assert remembered_length(config_of(override)) is None
-    assert open_stream(config_of(override)).samples_per_epoch == remembered_length(config_of(override))
+    assert remembered() == stream.samples_per_epoch
+    assert remembered("data_shuffle_seed=7", "learning_rate=1") == stream.samples_per_epoch
+    assert remembered(override) is None
+    assert open_stream(config_of(override)).samples_per_epoch == remembered(override)
 
 
 def test_the_length_of_changed_files_is_not_remembered() -> None:
     open_stream(config_of())
     Path("texts/b.txt").write_text("word " * 38)
-    assert remembered_length(config_of()) is None
+    assert remembered() is None
 
 
 def test_a_cache_that_may_only_be_read_is_no_fault() -> None:
@@ -51,7 +56,7 @@ def test_a_cache_that_may_only_be_read_is_no_fault() -> None:
         path.unlink()
     Path("cache/epoch-lengths").rmdir()
     Path("cache/epoch-lengths").write_text("in the way")
-    assert open_stream(config_of()).samples_per_epoch and remembered_length(config_of()) is None
+    assert open_stream(config_of()).samples_per_epoch and remembered() is None
 
 
 def test_a_plan_of_a_remembered_epoch_imports_neither_numpy_nor_jax() -> None:

@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from maxbatch import ConfigError, load_config
 from maxbatch.config.loading import dump_config
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.mixture_order import WeightedOrder
-from maxbatch.data.stream.mixture_stages import MixtureStage, StagedOrder
+from maxbatch.data.stream.mixture_order import MixtureStage, StagedOrder, WeightedOrder
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.corpus import LENGTH, same, some_texts, write_jsonl
 
 BIG = 10**15
@@ -157,5 +157,5 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
 )
 def test_a_broken_mapping_is_refused_in_one_line(mixture: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        read_mixture(config_of(mixture))
+        read_mixture(StreamConfig.of(config_of(mixture)))
     assert "\n" not in str(caught.value)

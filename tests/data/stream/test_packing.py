@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ml_collections import ConfigDict
 
-from maxbatch import ConfigError, load_config
+from maxbatch import load_config
 from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import Extents
+from maxbatch.system.errors import TrainingError
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=60)
 
@@ -131,6 +133,10 @@ def config_in(folder: Path, *overrides: str):
     return load_config(overrides=[f"data_cache_dir={folder}", "max_target_length=8", *overrides])
 
 
+def of(config: ConfigDict) -> tuple[str, int]:
+    return config.data_cache_dir, config.max_target_length
+
+
 def documents() -> Extents:
     lengths = np.random.default_rng(0).integers(1, 20, 50)
     return Extents.of(np.concatenate([[0], np.cumsum(lengths)]), np.arange(50))
@@ -146,9 +152,9 @@ def all_pieces(plan: BestFitPlan) -> list[list[int]]:
 
 def test_a_plan_is_computed_once_and_read_by_row_afterwards(tmp_path: Path) -> None:
     config = config_in(tmp_path)
-    assert find_best_fit(config, {"content": "a"}) is None
-    plan = open_best_fit(config, {"content": "a"}, documents)
-    again = open_best_fit(config, {"content": "a"}, never)
+    assert find_best_fit(*of(config), {"content": "a"}) is None
+    plan = open_best_fit(*of(config), {"content": "a"}, documents)
+    again = open_best_fit(*of(config), {"content": "a"}, never)
     packing = best_fit(documents(), 8)
     assert all_pieces(plan)[1:] == [packing.start_P.tolist(), packing.length_P.tolist()]
     assert all_pieces(again) == all_pieces(plan)
@@ -160,11 +166,11 @@ def test_a_plan_is_computed_once_and_read_by_row_afterwards(tmp_path: Path) -> N
 
 
 def test_what_shapes_a_plan_is_in_its_key(tmp_path: Path) -> None:
-    open_best_fit(config_in(tmp_path), {"content": "a"}, documents)
-    assert find_best_fit(config_in(tmp_path), {"content": "b"}) is None
-    assert find_best_fit(config_in(tmp_path, "max_target_length=9"), {"content": "a"}) is None
-    assert find_best_fit(config_in(tmp_path / "other"), {"content": "a"}) is None
-    assert find_best_fit(config_in(tmp_path, "steps=3"), {"content": "a"}) is not None
+    open_best_fit(*of(config_in(tmp_path)), {"content": "a"}, documents)
+    assert find_best_fit(*of(config_in(tmp_path)), {"content": "b"}) is None
+    assert find_best_fit(*of(config_in(tmp_path, "max_target_length=9")), {"content": "a"}) is None
+    assert find_best_fit(*of(config_in(tmp_path / "other")), {"content": "a"}) is None
+    assert find_best_fit(*of(config_in(tmp_path, "steps=3")), {"content": "a"}) is not None
 
 
 def damaged(file: Path, how: str) -> None:
@@ -193,11 +199,11 @@ DAMAGES = [
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_plan_is_made_again(tmp_path: Path, how: str) -> None:
     config = config_in(tmp_path)
-    whole = all_pieces(open_best_fit(config, {}, documents))
+    whole = all_pieces(open_best_fit(*of(config), {}, documents))
     (file,) = (tmp_path / "packing").iterdir()
     damaged(file, how)
-    assert find_best_fit(config, {}) is None
-    assert all_pieces(open_best_fit(config, {}, documents)) == whole
+    assert find_best_fit(*of(config), {}) is None
+    assert all_pieces(open_best_fit(*of(config), {}, documents)) == whole
 
 
 def test_a_plan_that_is_not_finished_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
@@ -207,15 +213,15 @@ def test_a_plan_that_is_not_finished_leaves_nothing(tmp_path: Path, monkeypatch)
     config = config_in(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", fail)
-        with pytest.raises(ConfigError, match=r"data_cache_dir=.*packing.*No space left") as raised:
-            open_best_fit(config, {}, documents)
+        with pytest.raises(TrainingError, match=r"data_cache_dir=.*packing: no space left") as raised:
+            open_best_fit(*of(config), {}, documents)
     assert "\n" not in str(raised.value)
     assert list((tmp_path / "packing").iterdir()) == []
-    open_best_fit(config, {}, documents)
+    open_best_fit(*of(config), {}, documents)
 
 
 def test_a_pickled_plan_carries_no_arrays(tmp_path: Path) -> None:
-    plan = open_best_fit(config_in(tmp_path), {}, documents)
+    plan = open_best_fit(*of(config_in(tmp_path)), {}, documents)
     whole = all_pieces(plan)
     pickled = pickle.dumps(plan)
     assert len(pickled) < 1000

@@ -1,0 +1,18 @@
+"""The keys of a config that a stream knows."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+from maxbatch.config.sections import DataConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamConfig(DataConfig):
+    """The data's keys, the length of a row, the vocabulary, and for messages the model and the epochs of the run."""
+
+    max_target_length: int
+    vocab_size: int
+    load_parameters_path: str
+    num_epochs: int | float | Fraction | None
