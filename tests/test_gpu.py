@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from benchmarks import gpu
@@ -19,12 +17,13 @@ def lenient_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """One time limit for the whole group."""
+    return Bench(tmp_path_factory.mktemp("gpu"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device(bench: Bench) -> Gpu:
     """The GPU, which every test of this group needs."""
     found = gpu.find_gpu(bench)
