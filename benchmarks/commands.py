@@ -18,25 +18,31 @@ def environment(**variables: str | Path) -> dict[str, str]:
     return {**inherited, "JAX_PLATFORMS": "cpu", **{name: str(value) for name, value in variables.items()}}
 
 
-def start(module: str, *arguments: str, log: Path, cache: Path) -> subprocess.Popen[bytes]:
+def start(module: str, *arguments: str, log: Path, cache: Path, **variables: str) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments`; what it prints goes to `log`, what it caches into `cache`."""
     with open(log, "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            env=environment(XDG_CACHE_HOME=cache),
+            env=environment(XDG_CACHE_HOME=cache, **variables),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
 
 
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
+def finish(process: subprocess.Popen[bytes], log: Path, seconds: float | None = None) -> None:
     """Waits for a command's end.
 
     Raises:
-      BenchmarkError: it failed.
+      BenchmarkError: it failed, or was killed because it took longer than `seconds`.
     """
-    if code := process.wait():
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise BenchmarkError(f"{process.args!r} took longer than {seconds:.0f} s") from None
+    if code:
         raise BenchmarkError(f"{process.args!r} ended with {code}:\n{log.read_text(errors='replace')[-2000:]}")
 
 

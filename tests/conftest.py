@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if {"gs", "s3", "store"} & set(item.fixturenames):
             item.add_marker(pytest.mark.stores)
-        if item.get_closest_marker("tpu") or item.get_closest_marker("pages"):
+        if any(item.get_closest_marker(group) for group in ("gpu", "pages", "tpu")):
             item.fixturenames.append("standard_promotion")  # presets and what is imported compute in bfloat16
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     # Of the others, the files at the end of the tree compile most.

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measurement import Measurement, ratio
+from benchmarks import gpu
+from benchmarks.measurement import BenchmarkError, Measurement, ratio
+from benchmarks.trainer import QUICK_MODEL
 
 ROOT = Path(__file__).parents[1]
 
@@ -61,3 +63,35 @@ def test_unknown_benchmark_is_refused_by_name():
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "spead" in done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_measured(capsys):
+    assert gpu.measure(quick=True) == [] and "no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_plain_path_does_not_differ_from_itself():
+    differences = gpu.attention_differences("dot_product", length=16, head_dim=8)
+    assert differences.keys() == {"values", *(f"gradient by the {name}" for name in ("query", "key", "value"))}
+    assert set(differences.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("memory_gb", "layers"), [(10, 1), (72, 14), (1000, 32)])
+def test_as_many_layers_of_a_7b_are_trained_as_fit(memory_gb, layers):
+    assert gpu.layers_that_fit(memory_gb * 10**9) == layers
+
+
+def test_times_of_different_computations_are_not_compared():
+    gpu.check_losses([5.0, 4.9, 4.8, 1.0], [5.01, 4.9, 4.8, 2.0])
+    with pytest.raises(BenchmarkError, match="update 2"):
+        gpu.check_losses([5.0, 4.9, 4.8], [5.0, 5.1, 4.8])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_update_by_hand_has_the_losses_of_the_trainer(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")
+    keys = (*QUICK_MODEL, "per_device_batch_size=4", "remat_policy=full", "scan_layers=true")
+    figures = gpu.speed(gpu.Bench(tmp_path, "cpu"), gpu.Gpu("NVIDIA H100 80GB HBM3", 0), "tiny", keys, updates=4)
+    assert len(figures) == 5 and all(figure.value > 0 for figure in figures)

@@ -19,7 +19,8 @@ from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.simulation import simulate_devices
-from tests.helpers.command import start, wait_until
+from tests.helpers.command import start
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -192,7 +193,7 @@ def catches_sigterm(pid: int) -> bool:
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.7, 1.2, 2.0])
 def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float) -> None:
     process = start("train", *TINY_RUN, "run_dir=run", "steps=100000", "--simulate-devices", "2")
-    wait_until(lambda: catches_sigterm(process.pid), process)
+    wait_for(lambda: catches_sigterm(process.pid), process)
     time.sleep(delay)
     process.terminate()
     output, _ = process.communicate(timeout=120)
@@ -214,7 +215,7 @@ def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float
 )
 def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -> None:
     process = start(*command)
-    wait_until(lambda: catches_sigterm(process.pid), process)
+    wait_for(lambda: catches_sigterm(process.pid), process)
     time.sleep(0.5)
     process.terminate()
     output, _ = process.communicate(timeout=120)  # until every child has closed the pipe

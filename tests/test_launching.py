@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.command import Hold, environment, recorded, wait_until
+from tests.helpers.command import Hold, environment, recorded
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
@@ -220,7 +221,7 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
         return job.returncode, output
 
     job = start_job()
-    wait_until(lambda: recorded(run_dir) >= 3, job)
+    wait_for(lambda: recorded(run_dir) >= 3, job)
     job.send_signal(signal.SIGTERM)
     time.sleep(1)  # from the script to the tasks
     hold.release()

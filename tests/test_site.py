@@ -20,6 +20,7 @@ import pytest
 import maxbatch
 from maxbatch.commands import COMMANDS
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import SECTIONS
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import EXIT_CODES
 from tests.helpers.chromium import ask
@@ -58,8 +59,12 @@ def test_the_pictures_are_those_of_the_plans() -> None:
 
 def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> None:
     reference = tool("reference")
-    listed = {row[1] for row in re.finditer(r"^\| `(\w+)` \|", reference.keys_page(), re.M)}
+    keys_page = reference.keys_page()
+    listed = {row[1] for row in re.finditer(r"^\| `(\w+)` \|", keys_page, re.M)}
     assert listed == set(keys())
+    for key in (key for section in SECTIONS for key in section.declared()):
+        row = next(line for line in keys_page.splitlines() if line.startswith(f"| `{key.name}` |"))
+        assert reference._plain(key.sentence).replace("|", r"\|") in row
     metrics = reference.on_page_markdown((TOP / "docs" / "metrics.md").read_text(encoding="utf-8"))
     for metric in Metric:
         assert f"| `{metric}` | {metric.kind} | {metric.unit} |" in metrics

@@ -1,6 +1,6 @@
 """The reference pages of the site, made from the source at build time: a hook of mkdocs.
 
-Config keys come from the rows of config/keys.py and base.yml, metrics from runs/metrics_schema.py, flags from the
+Config keys come from the typed sections of config/sections.py, metrics from runs/metrics_schema.py, flags from the
 parsers, exit codes from system/errors.py, and the names of the Python page from `maxbatch.__all__`.
 """
 
@@ -33,16 +33,16 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def key_facts() -> list[dict[str, Any]]:
-    """Returns what `maxbatch config --json` says of every key."""
+    """Returns the facts that `maxbatch config --json` prints of every key."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main(["config", "--json"]) == 0
     return list(json.loads(printed.getvalue()).values())
 
 
 def keys_page() -> str:
-    """Returns the page of config keys: a table for each section of base.yml."""
-    says = "Every key with its default, its unit or rule, and MaxText's name for it."
-    page = [f"# Config keys\n\n{says} `maxbatch config KEY` prints the same and where a value comes from.\n"]
+    """Returns the page of config keys: a table for each section."""
+    summary = "Every key with its default, its unit or rule, and MaxText's name for it."
+    page = [f"# Config keys\n\n{summary} `maxbatch config KEY` prints the same and where a value comes from.\n"]
     heads = ("key", "default", "rule", "meaning", "in MaxText")
     for section, facts in itertools.groupby(key_facts(), lambda of_key: of_key["section"]):
         page.append(f"\n## {section[:1].upper()}{section[1:]}\n\n{table(heads, map(_key_row, facts))}")
@@ -57,7 +57,7 @@ def _key_row(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _plain(comment: str) -> str:
-    """Returns a comment of base.yml as Markdown in which nothing is markup."""
+    """Returns the sentence of a key as Markdown in which nothing is markup."""
     return comment.replace("*", r"\*").replace("<", "&lt;").replace("[", r"\[").replace("_", r"\_")
 
 
@@ -72,8 +72,8 @@ def metrics_table() -> str:
 
 
 def commands_page() -> str:
-    """Returns the page of commands: what `maxbatch COMMAND --help` prints."""
-    page = ["# Commands and flags\n\nWhat `maxbatch COMMAND --help` prints.\n"]
+    """Returns the page of commands: the help of each."""
+    page = ["# Commands and flags\n\nThe output of `maxbatch COMMAND --help`.\n"]
     for name, command in COMMANDS.items():
         page.append(f"\n## {name}\n\n{command.summary}\n\n```text\n{make_parser(name).format_help().strip()}\n```\n")
     return "".join(page)
@@ -86,7 +86,7 @@ def exit_codes_page() -> str:
 
 
 def python_page() -> str:
-    """Returns the page of the Python API: what the package exports, from its docstrings."""
+    """Returns the page of the Python API: the names that the package exports, from their docstrings."""
     text = (inspect.getdoc(maxbatch) or "").replace("\n\n    ", "\n\n```python\n", 1)
     summary, _, rest = text.partition("```python\n")
     code, _, after = rest.partition("\n\nImporting")

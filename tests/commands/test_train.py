@@ -13,7 +13,8 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.training.pretraining import train
-from tests.helpers.command import Hold, environment, maxbatch, recorded, start, wait_until
+from tests.helpers.command import Hold, environment, maxbatch, recorded, start
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -90,7 +91,7 @@ def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
 def kill_at(step: int, run_dir: Path, *arguments: str) -> None:
     """Starts a run and kills it with -9 as soon as it has recorded `step`."""
     process = start("train", *arguments, f"run_dir={run_dir}", **Hold(step, Path.cwd()).variables)
-    wait_until(lambda: recorded(run_dir) >= step, process)
+    wait_for(lambda: recorded(run_dir) >= step, process)
     process.kill()
     process.communicate()
 
@@ -113,7 +114,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
     hold = Hold(5, Path.cwd())
     process = start(*command, **hold.variables)
-    wait_until(lambda: recorded(tmp_path) >= 5, process)
+    wait_for(lambda: recorded(tmp_path) >= 5, process)
     process.send_signal(number)
     hold.release()
     output, _ = process.communicate(timeout=300)
@@ -130,7 +131,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
 
 def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
     process = start("train", *RAMP, f"run_dir={tmp_path}")
-    wait_until((tmp_path / "config.yml").exists, process)
+    wait_for((tmp_path / "config.yml").exists, process)
     process.terminate()
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output

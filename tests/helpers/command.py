@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 # Halves the time that compiling takes; what is computed is the same. (XLA's older emitters of fusions would halve it
@@ -52,11 +50,3 @@ def recorded(run_dir: Path) -> int:
     """Returns the number of updates that a run has recorded."""
     log = run_dir / "metrics.jsonl"
     return log.read_bytes().count(b"\n") if log.exists() else 0
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 300) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)

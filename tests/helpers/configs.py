@@ -1,10 +1,11 @@
-"""Config files of a test, and the error that a config ends in."""
+"""Configs of a test: files, keys in Python, and the error that a config ends in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 
@@ -13,6 +14,10 @@ def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def config_of(*overrides: str) -> ConfigDict:
+    return load_config(overrides=overrides)
 
 
 def error_of(path: Path | None = None, overrides: tuple[str, ...] = ()) -> str:

@@ -41,6 +41,12 @@ def jsonl_config(path: Path, texts: Sequence[str] | None = None, *overrides: str
     )
 
 
+def mixture_config(mixture: str | Path, *overrides: str) -> ConfigDict:
+    """Rows of a mixture, of one document each."""
+    keys = ["dataset_type=jsonl", f"dataset_path={mixture}", f"max_target_length={LENGTH}", "packing=false"]
+    return load_config(overrides=[*keys, *overrides])
+
+
 def synthetic_config(*overrides: str) -> ConfigDict:
     return load_config(overrides=["dataset_type=synthetic", f"max_target_length={LENGTH}", *overrides])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,12 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 300
+) -> None:
+    """Waits until the condition holds; fails after so many seconds, and at once if the process that brings it ends."""
     end = time.monotonic() + seconds
     while not condition():
+        assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.02)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
@@ -50,6 +52,24 @@ def some_rows(num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+SAME = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
+CLOSE = ("loss", "grad_norm", "eval_loss")
+
+
+def assert_same_run(
+    found: Sequence[Mapping[str, Any]],
+    expected: Sequence[Mapping[str, Any]],
+    same: Sequence[str] = SAME,
+    close: Sequence[str] = CLOSE,
+    tolerance: float = 2e-4,
+) -> None:
+    """Compares the lines of two runs: the same data bit for bit, the same losses to float tolerance."""
+    for line, other in zip(found, expected, strict=True):
+        assert {key: line[key] for key in same} == {key: other[key] for key in same}
+        for key in other.keys() & set(close):
+            assert line[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (other["step"], key)
 
 
 def bytes_of(tree: Any) -> int:

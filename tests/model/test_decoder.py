@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.loss import loss_sums
-from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows
+from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows, tiny_config
 
 LONG_ROPE = (
     "rope_type=longrope", "original_max_position_embeddings=16", "rope_factor=4", "head_dim=8",
@@ -27,12 +26,8 @@ LONG_ROPE = (
 LAYERS_ONLY = ("query", "key", "value", "out", "gate", "up", "down")
 
 
-def config_of(*overrides: str) -> ConfigDict:
-    return load_config(overrides=[*TINY_MODEL, *overrides])
-
-
 def decoder_of(*overrides: str) -> Decoder:
-    return Decoder(DecoderConfig.of(config_of(*overrides)), rngs=nnx.Rngs(params=0))
+    return Decoder(DecoderConfig.of(tiny_config(*overrides)), rngs=nnx.Rngs(params=0))
 
 
 @nnx.jit
@@ -59,7 +54,9 @@ def loss_and_gradient_of(*overrides: str) -> tuple[jax.Array, nnx.State]:
     return loss_and_gradient(graphdef, params, some_rows(4))
 
 
-def assert_same(got: tuple[jax.Array, nnx.State], expected: tuple[jax.Array, nnx.State], rtol: float = 1e-5) -> None:
+def assert_same_gradients(
+    got: tuple[jax.Array, nnx.State], expected: tuple[jax.Array, nnx.State], rtol: float = 1e-5
+) -> None:
     np.testing.assert_allclose(got[0], expected[0], rtol=rtol)
     for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, atol=rtol * float(jnp.max(jnp.abs(b))))
@@ -116,7 +113,7 @@ def test_sampled_rows_have_one_set_of_rope_factors_from_their_first_token_on(len
 
 
 def test_layers_in_a_loop_equal_unrolled_layers() -> None:
-    assert_same(loss_and_gradient_of("scan_layers=true"), loss_and_gradient_of("scan_layers=false"))
+    assert_same_gradients(loss_and_gradient_of("scan_layers=true"), loss_and_gradient_of("scan_layers=false"))
 
 
 @pytest.mark.parametrize("scan_layers", ["true", "false"])
@@ -131,7 +128,7 @@ def test_layers_in_a_loop_equal_unrolled_layers() -> None:
 )
 def test_rematerialisation_changes_no_gradient(policy: str, scan_layers: str) -> None:
     scan = f"scan_layers={scan_layers}"
-    assert_same(loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan))
+    assert_same_gradients(loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan))
 
 
 @pytest.mark.parametrize("policy", ["minimal", "full"])
@@ -200,7 +197,7 @@ def test_layers_start_unlike_each_other() -> None:
 
 
 def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
-    config = config_of()
+    config = tiny_config()
     decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
     by_name = [(path[-1], v.size) for path, v in nnx.iter_graph(decoder) if isinstance(v, nnx.Param)]
     matrices = sum(size for name, size in by_name if name in LAYERS_ONLY) + decoder.output_projection().size

@@ -16,11 +16,11 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.parallel import hosts
-from tests.helpers.command import Hold, environment, maxbatch, recorded, wait_until
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from tests.helpers.command import Hold, environment, maxbatch, recorded
+from tests.helpers.processes import wait_for
+from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
 
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
-SAME = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint", "learning_rate")
 
 
 def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
@@ -35,14 +35,6 @@ def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
     output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
-
-
-def assert_same(run: Path, reference: Path) -> None:
-    ours, theirs = read_metrics(run), read_metrics(reference)
-    assert [[m[k] for k in SAME] for m in ours] == [[m[k] for k in SAME] for m in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        for key in {"loss", "grad_norm", "eval_loss"} & other.keys():
-            assert mine[key] == pytest.approx(other[key], rel=2e-4), (mine["step"], key)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +62,7 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
     simulated = ("--simulate-devices", str(devices), "--simulate-hosts", str(num_hosts))
     code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=1", *more, *simulated))
     assert code == 0, output
-    assert_same(run_dir, one_process)
+    assert_same_run(read_metrics(run_dir), read_metrics(one_process), (*SAME, "learning_rate"))
     assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, "nothing compiles after the first step"
 
 
@@ -85,7 +77,7 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     def resume(*arguments: str, until: int) -> tuple[subprocess.Popen[str], Hold]:
         hold = Hold(until, tmp_path)
         process = train(run_dir, *ramp, "per_device_batch_size=2", *arguments, **hold.variables)
-        wait_until(lambda: recorded(run_dir) >= until, process)
+        wait_for(lambda: recorded(run_dir) >= until, process)
         return process, hold
 
     four = ("--simulate-devices", "4", "--simulate-hosts", "4")
@@ -110,13 +102,13 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     expanded = ("expansion_factor_real_data=2", "ici_data_parallelism=2")
     code, output = finish(train(run_dir, *ramp, "per_device_batch_size=2", *expanded, *four))
     assert code == 0, output
-    assert_same(run_dir, reference)
+    assert_same_run(read_metrics(run_dir), read_metrics(reference), (*SAME, "learning_rate"))
 
 
 @pytest.mark.slow
 def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Path) -> None:
     process = train(tmp_path / "run", "steps=100000", "--simulate-hosts", "3")
-    wait_until(lambda: recorded(tmp_path / "run") >= 2, process)
+    wait_for(lambda: recorded(tmp_path / "run") >= 2, process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     start = time.monotonic()
     os.kill(int(children[2]), signal.SIGKILL)

@@ -18,7 +18,7 @@ def rate_of(*overrides: str, num_devices: int = 1, **keywords: int) -> LearningR
     return LearningRate.from_config(config, RampupBatchManager.from_config(config, num_devices, **keywords))
 
 
-def assert_same(rate: LearningRate, schedule: optax.Schedule, steps: int) -> None:
+def assert_follows(rate: LearningRate, schedule: optax.Schedule, steps: int) -> None:
     batch = rate.manager.batch_size_at(0)
     expected = [float(schedule(step)) for step in range(steps + 1)]
     assert [rate.at(step * batch) for step in range(steps + 1)] == pytest.approx(expected, rel=2e-5, abs=1e-9)
@@ -28,18 +28,20 @@ def assert_same(rate: LearningRate, schedule: optax.Schedule, steps: int) -> Non
 def test_cosine_is_optaxs(warmup: float, final: float) -> None:
     rate = rate_of("steps=60", f"warmup_steps_fraction={warmup}", f"learning_rate_final_fraction={final}")
     init = 0.0 if warmup else 3e-3
-    assert_same(rate, optax.warmup_cosine_decay_schedule(init, 3e-3, int(60 * warmup), 60, 3e-3 * final), 60)
+    assert_follows(rate, optax.warmup_cosine_decay_schedule(init, 3e-3, int(60 * warmup), 60, 3e-3 * final), 60)
 
 
 def test_wsd_is_a_warmup_a_plateau_and_a_linear_decay() -> None:
     rate = rate_of("steps=60", "learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0.2")
     pieces = [optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3), optax.linear_schedule(3e-3, 3e-4, 12)]
-    assert_same(rate, optax.join_schedules(pieces, [6, 48]), 60)
+    assert_follows(rate, optax.join_schedules(pieces, [6, 48]), 60)
 
 
 def test_constant_is_a_warmup_and_a_plateau() -> None:
     rate = rate_of("steps=60", "learning_rate_schedule=constant")
-    assert_same(rate, optax.join_schedules([optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3)], [6]), 60)
+    assert_follows(
+        rate, optax.join_schedules([optax.linear_schedule(0, 3e-3, 6), optax.constant_schedule(3e-3)], [6]), 60
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])

@@ -19,8 +19,8 @@ from maxbatch.system.storage import AnyPath, as_path, copy_tree
 from maxbatch.training.pretraining import train
 from tests.helpers.command import environment
 from tests.helpers.stores import Store
-from tests.helpers.tiny import tiny_config
-from tests.training.test_remote_runs import RAMPED, assert_same, names, records
+from tests.helpers.tiny import assert_same_run, tiny_config
+from tests.training.test_remote_runs import RAMPED, names, records
 
 STEPS = [6, 3]  # of the checkpoints, the newest first
 ITEMS = {"params", "opt_state", "position"}
@@ -95,7 +95,7 @@ def test_a_ramped_run_on_disk_gs_and_s3_on_one_process_and_on_four_hosts_is_the_
     for place in places:
         train(tiny_config(*keys_of(place, "here")))
         for run_dir in (as_path(f"{place}/here"), as_path(f"{place}/hosts")):
-            assert_same(records(run_dir), records(expected))
+            assert_same_run(records(run_dir), records(expected))
             assert stated(run_dir, place) == stated(expected, disk)
             assert committed_steps(run_dir) == STEPS
             assert names(run_dir) == names(expected)

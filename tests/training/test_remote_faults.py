@@ -18,10 +18,11 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_state, init_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
-from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.command import maxbatch, start
+from tests.helpers.processes import wait_for
 from tests.helpers.stores import Store
-from tests.helpers.tiny import tiny_config
-from tests.training.test_remote_runs import RAMPED, assert_same, records
+from tests.helpers.tiny import assert_same_run, tiny_config
+from tests.training.test_remote_runs import RAMPED, records
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_bucket_that_fills_up_or_is_closed_ends_the_run_in_one_line_and_mended
     fate = f"step {saved[0]} is saved" if saved else "nothing is saved"
     assert lines[1].startswith("maxbatch: error") and said in lines[1] and fate in lines[1], ended.stderr
     train(tiny_config(*keys), jax.devices()[:1])
-    assert_same(records(as_path(keys[-1].removeprefix("run_dir="))), expected)
+    assert_same_run(records(as_path(keys[-1].removeprefix("run_dir="))), expected)
 
 
 # No client tries again what is answered so, as if it had tried for as long as it does: the bound is the house's alone.
@@ -115,7 +116,7 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
 def test_a_run_that_is_asked_to_stop_while_the_store_is_down_ends_soon_and_says_what_is_saved(store: Store) -> None:
     run_dir = store.bucket() + "/run"
     process = start("train", *RAMPED, f"run_dir={run_dir}", "steps=100000", "checkpoint_period=20")
-    wait_until(lambda: bool(committed_steps(as_path(run_dir))), process)
+    wait_for(lambda: bool(committed_steps(as_path(run_dir))), process)
     with store.failing(down=True):
         time.sleep(1)
         process.send_signal(signal.SIGTERM)

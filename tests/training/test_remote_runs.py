@@ -21,25 +21,20 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from tests.data.store.test_tokenizers import write_bpe
-from tests.helpers.command import Hold, environment, maxbatch, wait_until
+from tests.helpers.command import Hold, environment, maxbatch
+from tests.helpers.processes import wait_for
 from tests.helpers.stores import LEASE_WRITES, Store
-from tests.helpers.tiny import TINY_RUN, tiny_config
+from tests.helpers.tiny import TINY_RUN, assert_same_run, tiny_config
 
 RAMPED = (
     *TINY_RUN, "per_device_batch_size=2", "enable_rampup_batch_size=true", "per_device_batch_size_start=1",
     "per_device_batch_size_increment=1", "global_rampup_samples=24", "checkpoint_period=3", "steps=6",
     "learning_rate_schedule=constant", "warmup_steps_fraction=0", "base_num_decoder_layers=1",
 )  # fmt: skip
-EXACT = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
 
 
 def records(run_dir: AnyPath) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same(found: list[dict], expected: list[dict]) -> None:
-    assert [[r[key] for key in EXACT] for r in found] == [[r[key] for key in EXACT] for r in expected]
-    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], abs=2e-4)
 
 
 def names(run_dir: AnyPath) -> set[str]:
@@ -55,7 +50,7 @@ def test_a_run_in_a_store_is_the_run_on_a_disk_and_resumes_from_the_bucket_alone
     assert committed_steps(there) == [4, 3] and len(records(there)) == 4
     store.forget()
     train(tiny_config(*RAMPED, f"run_dir={bucket}/run"))
-    assert_same(records(there), records(tmp_path / "run"))
+    assert_same_run(records(there), records(tmp_path / "run"))
     assert names(there) == names(tmp_path / "run")
     assert committed_steps(there) == [6, 4, 3]
     assert main(["report", str(there)]) == 0 and (there / "report.html").is_file()
@@ -132,13 +127,13 @@ def test_a_run_killed_on_four_hosts_goes_on_on_two_and_then_on_one_from_other_fo
             env=environment() | Hold(saved + 9, elsewhere).variables,
             start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        wait_until(lambda saved=saved: (committed_steps(run_dir) or [0])[0] > saved, process)
+        wait_for(lambda saved=saved: (committed_steps(run_dir) or [0])[0] > saved, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         saved = committed_steps(run_dir)[0]
         assert saved < 24
     train(tiny_config(*keys, f"run_dir={expected}"), jax.devices()[:4])
-    assert_same(records(run_dir), records(expected))
+    assert_same_run(records(run_dir), records(expected))
     assert committed_steps(run_dir)[0] == 24
 
 
@@ -202,7 +197,7 @@ def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in
                 assert time.monotonic() < end, "none is refused"
                 time.sleep(0.05)
         refused, trains = sorted(processes, key=lambda process: process.poll() is None)
-        wait_until(lambda: bool(committed_steps(as_path(run_dir))), trains)
+        wait_for(lambda: bool(committed_steps(as_path(run_dir))), trains)
         trains.send_signal(signal.SIGTERM)
         _, errors = refused.communicate(timeout=60)
         assert refused.returncode == 2 and len(errors.splitlines()) == 1, errors

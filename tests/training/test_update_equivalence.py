@@ -65,7 +65,7 @@ def apart(one: Vector, other: Vector) -> float:
     return float(np.linalg.norm(one - other) / np.linalg.norm(other))
 
 
-def assert_same(one: Vector, other: Vector, tolerance: float = 1e-3) -> None:
+def assert_same_change(one: Vector, other: Vector, tolerance: float = 1e-3) -> None:
     assert apart(one, other) < tolerance
 
 
@@ -183,7 +183,7 @@ def check_gradient(row: str, there: Vector, rows: Rows) -> None:
         return
     numbers = {"rate": RATE, "W": W, "g": G, "r": 1, "T": weight(rows)}
     rate = eval(said.replace("×", "*"), {"__builtins__": {}}, numbers)
-    assert_same(here(rows, rate), RATE * there)
+    assert_same_change(here(rows, rate), RATE * there)
     if said != "rate":
         assert apart(at_the_same_rate, RATE * there) > 0.1
 
@@ -308,9 +308,9 @@ def _() -> None:
     filled_up = {name: np.concatenate([array, array[:2]]) for name, array in left_over.items()}
     there = np.mean([np.mean(one_pass, axis=0) for one_pass in of_each(filled_up, "mean")], axis=0)
     check_gradient("last-batch", there, left_over)
-    assert_same(here(filled_up, RATE), RATE * there)
+    assert_same_change(here(filled_up, RATE), RATE * there)
     alone = np.mean([gradient(part(left_over, slice(i, i + 2)), "mean") for i in range(0, left, 2)], axis=0)
-    assert_same(here(left_over, RATE), RATE * alone)
+    assert_same_change(here(left_over, RATE), RATE * alone)
 
 
 # --- the optimizer
@@ -334,10 +334,10 @@ def _() -> None:
     rows = some_rows(B)
     mean = mean_gradient(rows)
     there = first_adam_step(K * mean, EPSILON * K)
-    assert_same(here(rows, RATE, UNDECAYED), RATE * there, tolerance=1e-2)
+    assert_same_change(here(rows, RATE, UNDECAYED), RATE * there, tolerance=1e-2)
     assert apart(first_adam_step(mean, EPSILON * K), there) > 0.1
     usual = 1e-12  # against which the gradients of so small a model are large, as a large model's are against 1e-8
-    assert_same(first_adam_step(mean, usual), first_adam_step(K * mean, usual))
+    assert_same_change(first_adam_step(mean, usual), first_adam_step(K * mean, usual))
 
 
 @check("clip-the-mean")
@@ -345,14 +345,14 @@ def _() -> None:
     rows = some_rows(B)
     mean = mean_gradient(rows)
     assert np.linalg.norm(mean) > 2 * THRESHOLD
-    assert_same(here(rows, RATE, CLIPPED), RATE * clipped(mean, THRESHOLD))
+    assert_same_change(here(rows, RATE, CLIPPED), RATE * clipped(mean, THRESHOLD))
 
 
 @check("clip-the-sum")
 def _() -> None:
     rows = some_rows(B)
     there = RATE * clipped(K * mean_gradient(rows), K * THRESHOLD)
-    assert_same(here(rows, RATE * K, CLIPPED), there)
+    assert_same_change(here(rows, RATE * K, CLIPPED), there)
     assert apart(here(rows, RATE, CLIPPED), there) > 0.1
 
 
@@ -368,7 +368,7 @@ def _() -> None:
     rows = some_rows(B)
     direction = first_adam_step(mean_gradient(rows), EPSILON)
     there = start() - (start() * (1 - RATE * DECAY * is_matrix()) - RATE * direction)
-    assert_same(here(rows, RATE, DECAYED), there, tolerance=5e-3)
+    assert_same_change(here(rows, RATE, DECAYED), there, tolerance=5e-3)
 
 
 @check("decay-everything")
@@ -377,8 +377,8 @@ def _() -> None:
     direction = first_adam_step(mean_gradient(rows), EPSILON)
     there = start() - (start() * (1 - RATE * DECAY) - RATE * direction)
     ours, matrices = here(rows, RATE, DECAYED), is_matrix()
-    assert_same(ours[matrices], there[matrices], tolerance=5e-3)
-    assert_same((there - ours)[~matrices], RATE * DECAY * start()[~matrices], tolerance=2e-2)
+    assert_same_change(ours[matrices], there[matrices], tolerance=5e-3)
+    assert_same_change((there - ours)[~matrices], RATE * DECAY * start()[~matrices], tolerance=2e-2)
 
 
 @check("decay-in-the-gradient")
@@ -397,8 +397,8 @@ def _() -> None:
     def there(rate: float, decay: float) -> Vector:
         return start() * is_matrix() * (1 - (1 - rate * decay) ** k)
 
-    assert_same(taken, there(RATE, DECAY / k), tolerance=RATE * DECAY)  # decay x k at the same rate
-    assert_same(taken, there(RATE / k, DECAY), tolerance=RATE * DECAY)  # the same decay at rate x k
+    assert_same_change(taken, there(RATE, DECAY / k), tolerance=RATE * DECAY)  # decay x k at the same rate
+    assert_same_change(taken, there(RATE / k, DECAY), tolerance=RATE * DECAY)  # the same decay at rate x k
     assert apart(taken, there(RATE, DECAY)) > 0.4
 
 
@@ -412,4 +412,4 @@ def _() -> None:
         there = np.zeros_like(mean)
         for _ in range(k):
             there = beta ** (1 / k) * there + (1 - beta ** (1 / k)) * mean**power
-        assert_same(flat(moment), there)
+        assert_same_change(flat(moment), there)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.command import maxbatch, start
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
 
@@ -158,7 +159,7 @@ def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_di
     command = ("critical-batch", path, *MEASURE)
     process = start(*command)
     second = path / "critical-batch" / "sqrt-128" / "step-16-batch-8"
-    wait_until((second / "metrics.jsonl").exists, process)
+    wait_for((second / "metrics.jsonl").exists, process)
     process.kill()
     process.communicate()
     first = second.with_name("step-16-batch-4")
@@ -183,7 +184,7 @@ def test_sigterm_saves_the_branch_and_exits_75(run_dir, tmp_path):
     shutil.copytree(run_dir, path)
     process = start("critical-batch", path, *MEASURE, "--simulate-devices", "2")
     log = path / "critical-batch" / "sqrt-128" / "step-16-batch-4" / "log.txt"
-    wait_until(lambda: log.exists() and "ready in" in log.read_text(), process)
+    wait_for(lambda: log.exists() and "ready in" in log.read_text(), process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75 and "The same command goes on" in output, output

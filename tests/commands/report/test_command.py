@@ -18,7 +18,8 @@ from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, Reported
 from maxbatch.pages.page import plotly_js
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
-from tests.helpers.command import start, wait_until
+from tests.helpers.command import start
+from tests.helpers.processes import wait_for
 from tests.helpers.reports import make_sweep, write_run
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
@@ -146,12 +147,12 @@ def test_watch_follows_a_run_until_it_is_stopped() -> None:
     write_run(Path("a"), 3)
     process = start("report", "a", "--watch", "1")
     page = Path("a/report.html")
-    wait_until(page.exists, process)
+    wait_for(page.exists, process)
     assert '<meta http-equiv="refresh" content="1">' in page.read_text()
     first = json.loads(Path("a/metrics.jsonl").read_text().splitlines()[-1])
     with Path("a/metrics.jsonl").open("a") as file:
         file.write(json.dumps(first | {"step": 4, "samples_seen": 64}) + "\n")
-    wait_until(lambda: page_data(page)["runs"][0]["axes"]["steps"][-1] == 4, process)
+    wait_for(lambda: page_data(page)["runs"][0]["axes"]["steps"][-1] == 4, process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

@@ -13,7 +13,8 @@ from maxbatch.commands.report.command import make_page
 from maxbatch.pages.page import AXES, Page
 from maxbatch.pages.plots import heat_map, loss_against_batch
 from tests.helpers.chromium import ask
-from tests.helpers.command import Hold, maxbatch, recorded, start, wait_until
+from tests.helpers.command import Hold, maxbatch, recorded, start
+from tests.helpers.processes import wait_for
 from tests.helpers.reports import CURVES, TRIALS, make_sweep, write_run
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
@@ -147,7 +148,7 @@ def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
         "global_rampup_samples=600", "train_samples=2000", "checkpoint_period=4",
     )  # fmt: skip
     process = start("train", *ramp, **Hold(50, Path.cwd()).variables)
-    wait_until(lambda: recorded(Path("run")) >= 50, process)
+    wait_for(lambda: recorded(Path("run")) >= 50, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = maxbatch("train", *ramp)

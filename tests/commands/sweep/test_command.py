@@ -23,7 +23,8 @@ from maxbatch.runs.supervisor import Supervisor
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
-from tests.helpers.command import maxbatch, start, wait_until
+from tests.helpers.command import maxbatch, start
+from tests.helpers.processes import wait_for
 from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, write_sweep
 from tests.helpers.tiny import read_metrics
 
@@ -56,7 +57,7 @@ def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice(
 
     for at_least in (2, 6):
         process = start("sweep", "sweep.yml")
-        wait_until(lambda count=at_least: len(finished()) >= count, process)  # type: ignore[misc]
+        wait_for(lambda count=at_least: len(finished()) >= count, process)  # type: ignore[misc]
         process.kill()
         process.communicate()
         before = finished()
@@ -96,7 +97,7 @@ def test_training_goes_with_a_sweep_that_is_killed() -> None:
     write_sweep({"learning_rate": ["1e-3"]}, {"steps": 1_000_000, "checkpoint_period": 1_000_000})
     process = start("sweep", "sweep.yml")
     log = Path("sw/trials/0000/metrics.jsonl")
-    wait_until(log.exists, process)
+    wait_for(log.exists, process)
     process.kill()
     process.communicate()
     wait_until_free(SweepFolder(Path("sw")).trials()[0])
@@ -113,7 +114,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
     )  # fmt: skip
     process = start("sweep", "sweep.yml")
     folder = SweepFolder(Path("sw"))
-    wait_until(
+    wait_for(
         lambda: (
             len(trials := folder.trials()) == 4
             and all(trial.is_finished for trial in trials[1:])

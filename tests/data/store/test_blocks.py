@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-def config_of(folder: object, *overrides: str) -> ConfigDict:
+def config_on(folder: object, *overrides: str) -> ConfigDict:
     keys = ["dataset_type=tokens", f"dataset_path={folder}", "max_target_length=64"]
     return load_config(overrides=[*keys, "grain_worker_count=0", *overrides])
 
@@ -65,7 +65,7 @@ def test_a_damaged_file_is_named_and_nothing_is_read_in_its_place(folder: Path, 
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(DAMAGES[damage](content))
     with pytest.raises(ConfigError) as refused:
-        epoch(open_stream(config_of(folder)))
+        epoch(open_stream(config_on(folder)))
     # A hash and its block differ from each other: which of them is damaged cannot be known.
     named = "tokens.bin" if name == "blocks.bin" and damage in SAME_SIZE else name
     assert f"{folder / named}: " in str(refused.value) and "\n" not in str(refused.value)
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_named_and_nothing_is_read_in_its_place(folder: Path, 
 @pytest.mark.parametrize("settings", STRATEGIES)
 @pytest.mark.parametrize("damage", ("swapped halves", "cut short"))
 def test_tokens_damaged_in_mid_run_are_refused(folder: Path, damage: str, settings: tuple[str, ...]) -> None:
-    stream = open_stream(config_of(folder, *settings))
+    stream = open_stream(config_on(folder, *settings))
     with open(folder / "tokens.bin", "rb") as file:
         content = file.read()
     with open(folder / "tokens.bin", "r+b") as file:  # in place: it may be mapped
@@ -88,7 +88,7 @@ def test_tokens_damaged_in_mid_run_are_refused(folder: Path, damage: str, settin
 
 
 def test_tokens_cut_short_after_they_were_read_do_not_end_the_process(folder: Path) -> None:
-    stream = open_stream(config_of(folder))
+    stream = open_stream(config_on(folder))
     epoch(stream)
     os.truncate(folder / "tokens.bin", 1000)
     with pytest.raises(ConfigError, match="cut short in block 7"):
@@ -105,10 +105,10 @@ def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pyt
     keys = ["dataset_type=jsonl", f"dataset_path={path}", "--shard-tokens", "4000"]
     main(["prepare", *keys, "--output", str(tmp_path / "many")])
     shard = tmp_path / "many" / "tokens-00000.bin"
-    assert open_stream(config_of(tmp_path / "many")).identity == open_stream(config_of(folder)).identity
+    assert open_stream(config_on(tmp_path / "many")).identity == open_stream(config_on(folder)).identity
     shard.write_bytes(DAMAGES["a flipped bit"](shard.read_bytes()))
     with pytest.raises(ConfigError, match=r"tokens-00000\.bin: .* block 2 \(bytes 256 on\) differs from its hash"):
-        epoch(open_stream(config_of(tmp_path / "many")))
+        epoch(open_stream(config_on(tmp_path / "many")))
 
 
 def test_files_of_another_store_are_refused_with_their_hashes(folder: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_files_of_another_store_are_refused_with_their_hashes(folder: Path, tmp_
     for name in ("tokens.bin", "offsets.npy", "blocks.bin"):
         shutil.copy(tmp_path / "other" / name, folder / name)
     with pytest.raises(ConfigError, match=r"tokens\.bin: .* differs from its hash"):
-        epoch(open_stream(config_of(folder)))
+        epoch(open_stream(config_on(folder)))
 
 
 def test_the_cache_takes_neither_the_store_nor_the_packing_of_other_data(tmp_path: Path) -> None:
@@ -142,11 +142,11 @@ def test_the_cache_takes_neither_the_store_nor_the_packing_of_other_data(tmp_pat
 def test_a_store_without_hashes_is_the_same_stream_with_one_warning(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    new = open_stream(config_of(folder))
+    new = open_stream(config_on(folder))
     expected = new.read(0, 20)
     without_hashes(folder)
     capsys.readouterr()
-    old, _ = (open_stream(config_of(folder)) for _ in range(2))
+    old, _ = (open_stream(config_on(folder)) for _ in range(2))
     assert capsys.readouterr().err.count("made without hashes") == 1
     assert old.identity == new.identity
     np.testing.assert_array_equal(old.read(0, 20)["tokens"], expected["tokens"])
@@ -183,13 +183,13 @@ def test_a_block_damaged_in_a_bucket_in_mid_run_is_named(
         monkeypatch.setattr(blocks, "WHOLE_BYTES", 0)
     path = as_path(bucket_folder) / name
     content = path.read_bytes()
-    stream = open_stream(config_of(bucket_folder))
+    stream = open_stream(config_on(bucket_folder))
     path.write_bytes(DAMAGES["swapped halves"](content))
     if name == "offsets.npy" and not is_ranged:
         stream.read(0, 20)  # it was read whole when the stream was opened
         stream = None
     with pytest.raises(ConfigError, match=r"(tokens\.bin|offsets\.npy): .*block \d+ .*differs from its hash"):
-        epoch(stream or open_stream(config_of(bucket_folder)))
+        epoch(stream or open_stream(config_on(bucket_folder)))
 
 
 def test_hashes_let_the_bytes_that_are_read_from_a_bucket_grow_by_a_tenth_at_most(
@@ -199,7 +199,7 @@ def test_hashes_let_the_bytes_that_are_read_from_a_bucket_grow_by_a_tenth_at_mos
 
     def bytes_read(settings: tuple[str, ...]) -> int:
         keys = ("max_target_length=1024", "enable_data_shuffling=false", *settings)
-        stream = open_stream(config_of(bucket_folder, *keys))
+        stream = open_stream(config_on(bucket_folder, *keys))
         stream.batch([0])  # reads the hashes
         store.forget()
         for row in rows.tolist():

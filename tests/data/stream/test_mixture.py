@@ -16,7 +16,7 @@ from maxbatch.data.stream.reader import Contiguous
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
-from tests.helpers.corpus import LENGTH, same, some_texts, write_jsonl
+from tests.helpers.corpus import LENGTH, mixture_config, same, some_texts, write_jsonl
 
 SIZES = {"web": 120, "code": 45, "books": 9}
 
@@ -34,17 +34,8 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def config_of(mixture: str, *overrides: str):
-    return load_config(
-        overrides=[
-            "dataset_type=jsonl", f"dataset_path={mixture}", f"max_target_length={LENGTH}", "packing=false",
-            *overrides,
-        ]
-    )  # fmt: skip
-
-
 def opened(mixture: str, *overrides: str, split: str = "train") -> Stream:
-    stream = open_stream(config_of(mixture, *overrides), split)
+    stream = open_stream(mixture_config(mixture, *overrides), split)
     assert stream is not None
     return stream
 
@@ -67,7 +58,7 @@ books: {path: books.jsonl, weight: 0.1}
 
 
 def parts(mixture: str, *overrides: str) -> list[tuple[str, Fraction, str]]:
-    sources = read_mixture(StreamConfig.of(config_of(mixture, *overrides)))
+    sources = read_mixture(StreamConfig.of(mixture_config(mixture, *overrides)))
     assert sources is not None
     return [(source.name, source.weight, source.config.dataset_path) for source in sources]
 
@@ -96,7 +87,7 @@ def test_a_list_in_a_config_file_is_a_mixture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "web.jsonl", "web.jsonl;code.jsonl", "*.json", "a,b.jsonl", "x,nan"])
 def test_paths_without_weights_are_no_mixture(path: str) -> None:
-    assert read_mixture(StreamConfig.of(config_of(path))) is None
+    assert read_mixture(StreamConfig.of(mixture_config(path))) is None
 
 
 @pytest.mark.parametrize("name", ["mix.yml", "mix.yaml", "mix.json"])
@@ -110,7 +101,7 @@ def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(tmp_path: P
         "python": {"weight": 1, "dataset_type": "python_stdlib"},
     }
     text = json.dumps(sources, indent="\t") if name.endswith("json") else json.dumps(sources)
-    mixture = read_mixture(StreamConfig.of(config_of(mixture_file(tmp_path / "below", text, name))))
+    mixture = read_mixture(StreamConfig.of(mixture_config(mixture_file(tmp_path / "below", text, name))))
     assert mixture is not None and [source.name for source in mixture] == list(sources)
     below = tmp_path / "below"
     assert [source.config.dataset_path for source in mixture] == [
@@ -138,7 +129,7 @@ REFUSED_LINES = {
 def test_a_line_that_is_no_mixture_is_refused(case: str) -> None:
     line, message = REFUSED_LINES[case]
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        read_mixture(StreamConfig.of(config_of(line)))
+        read_mixture(StreamConfig.of(mixture_config(line)))
     assert str(raised.value).startswith("dataset_path=") and "\n" not in str(raised.value)
 
 
@@ -174,13 +165,13 @@ REFUSED_FILES = {
 def test_a_file_that_is_no_mixture_is_refused(tmp_path: Path, case: str) -> None:
     text, message = REFUSED_FILES[case]
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        read_mixture(StreamConfig.of(config_of(mixture_file(tmp_path, text))))
+        read_mixture(StreamConfig.of(mixture_config(mixture_file(tmp_path, text))))
     assert "mix.yml" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_mixture_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"dataset_path='no/mix.yml': .* does not exist \(seen from"):
-        read_mixture(StreamConfig.of(config_of("no/mix.yml")))
+        read_mixture(StreamConfig.of(mixture_config("no/mix.yml")))
 
 
 @pytest.mark.parametrize("path", ["fifo.yml", "zero.yml"])
@@ -188,7 +179,7 @@ def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
     os.mkfifo("fifo.yml")
     os.symlink("/dev/zero", "zero.yml")
     with pytest.raises(ConfigError, match=rf"dataset_path='{path}': .*must be a regular file"):
-        read_mixture(StreamConfig.of(config_of(path)))
+        read_mixture(StreamConfig.of(mixture_config(path)))
 
 
 @pytest.mark.parametrize("odd", ["a\0b", "a\ud800b"])
@@ -196,21 +187,21 @@ def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
 def test_paths_that_no_file_system_can_hold_are_one_line(odd: str, pattern: str) -> None:
     Path("mix.yml").write_text(json.dumps({"a": {"path": odd, "weight": 1}}))
     with pytest.raises(ConfigError, match="must be UTF-8 text without NUL characters") as raised:
-        read_mixture(StreamConfig.of(config_of(pattern.format(odd))))
+        read_mixture(StreamConfig.of(mixture_config(pattern.format(odd))))
     assert str(raised.value).isprintable()
 
 
 def test_data_whose_name_is_that_of_a_mixture_file_are_read_by_a_glob(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.json", [{"text": "abc"}, {"text": "def"}])
     with pytest.raises(ConfigError, match=r"if it holds data: dataset_path='data.jso\[n\]'"):
-        read_mixture(StreamConfig.of(config_of("data.json")))
+        read_mixture(StreamConfig.of(mixture_config("data.json")))
     assert opened("data.jso[n]").samples_per_epoch == 2
 
 
 def test_a_mixture_with_made_rows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"dataset_type=synthetic.*reads no path"):
-        open_stream(config_of(LINE, "dataset_type=synthetic"))
-    assert open_stream(config_of("", "dataset_type=synthetic")) is not None
+        open_stream(mixture_config(LINE, "dataset_type=synthetic"))
+    assert open_stream(mixture_config("", "dataset_type=synthetic")) is not None
 
 
 def source_of(tokens: np.ndarray) -> str:
@@ -364,7 +355,7 @@ def test_the_held_out_part_of_each_source_comes_once_one_after_the_other() -> No
     assert not kept.keys() & seen.keys()
     with pytest.raises(IndexError, match=f"0 to {len(rows) - 1}"):
         stream[len(rows)]
-    assert open_stream(config_of(LINE), "eval") is None
+    assert open_stream(mixture_config(LINE), "eval") is None
 
 
 def test_a_held_out_path_is_held_out_of_every_source(tmp_path: Path) -> None:
@@ -385,30 +376,30 @@ def test_a_held_out_path_is_held_out_of_every_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["web.jsonl,1", "web.jsonl,0.5;code.jsonl,0.5", "web.jsonl;code.jsonl,2"])
 def test_held_out_paths_take_no_weights(value: str) -> None:
     with pytest.raises(ConfigError, match="held-out data have no weights") as raised:
-        open_stream(config_of("books.jsonl", f"eval_dataset_path={value}"))
+        open_stream(mixture_config("books.jsonl", f"eval_dataset_path={value}"))
     suggested = str(raised.value).rpartition("works: eval_dataset_path=")[2].strip("'")
-    assert open_stream(config_of("books.jsonl", f"eval_dataset_path={suggested}"), "eval") is not None
+    assert open_stream(mixture_config("books.jsonl", f"eval_dataset_path={suggested}"), "eval") is not None
     with pytest.raises(ConfigError, match="names a mixture file"):
-        open_stream(config_of("books.jsonl", "eval_dataset_path=mix.yml"))
+        open_stream(mixture_config("books.jsonl", "eval_dataset_path=mix.yml"))
 
 
 def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> None:
-    config = config_of(LINE, "num_epochs=1.5")
+    config = mixture_config(LINE, "num_epochs=1.5")
     with pytest.raises(ConfigError, match=r"num_epochs of a mixture.*works: train_samples=1000000"):
         samples_per_epoch_if_cached(StreamConfig.of(config))
     stream = opened(LINE)
-    assert stream.samples_per_epoch is None and samples_per_epoch_if_cached(StreamConfig.of(config_of(LINE))) is None
+    assert stream.samples_per_epoch is None and samples_per_epoch_if_cached(mixture_config(LINE)) is None
     with pytest.raises(ConfigError, match=r"num_epochs=1\.5: num_epochs of a mixture") as raised:
         open_stream(config)
     works = str(raised.value).rpartition("works: ")[2]
     assert works == f"train_samples={-(-3 * stream.stats()['samples'] // 2)} num_epochs=null"
-    assert open_stream(config_of(LINE, *works.split())) is not None
+    assert open_stream(mixture_config(LINE, *works.split())) is not None
 
 
 def test_a_source_that_cannot_be_opened_is_named() -> None:
     file = mixture_file(Path("."), FILE.replace("books.jsonl", "none.jsonl"))
     with pytest.raises(ConfigError, match=r"source books of the mixture: dataset_path='.*none.jsonl'"):
-        open_stream(config_of(file))
+        open_stream(mixture_config(file))
 
 
 def test_sources_of_different_types_are_mixed(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.loading import dump_config
@@ -18,7 +17,7 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.mixture_order import MixtureStage, StagedOrder, WeightedOrder
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
-from tests.helpers.corpus import LENGTH, same, some_texts, write_jsonl
+from tests.helpers.corpus import LENGTH, mixture_config, same, some_texts, write_jsonl
 
 BIG = 10**15
 
@@ -90,27 +89,22 @@ def data(tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": text} for text in texts])
 
 
-def config_of(mixture: str, *overrides: str) -> ConfigDict:
-    base = ["dataset_type=jsonl", f"dataset_path={mixture}", f"max_target_length={LENGTH}", "packing=false"]
-    return load_config(overrides=[*base, *overrides])
-
-
 @pytest.mark.usefixtures("data")
 def test_a_stream_changes_its_mixture_exactly_at_the_position() -> None:
-    stream = open_stream(config_of(STAGED))
+    stream = open_stream(mixture_config(STAGED))
     last = -(-64_000 // LENGTH)
     assert stream.samples_by_source(500) == {"web.jsonl": 450, "code.jsonl": 50, "books.jsonl": 0}
     assert stream.samples_by_source(1500) == {"web.jsonl": 950, "code.jsonl": 550, "books.jsonl": 0}
     assert {stream.row(i).source for i in range(last - 200, last)} == {"web.jsonl", "code.jsonl"}
     assert {stream.row(i).source for i in range(last, last + 200)} == {"books.jsonl"}
-    first_stage = open_stream(config_of("web.jsonl,.9;code.jsonl,.1"))
+    first_stage = open_stream(mixture_config("web.jsonl,.9;code.jsonl,.1"))
     assert same(stream.read(0, 500), first_stage.read(0, 500)), "what is behind stays as it was"
 
 
 @pytest.mark.usefixtures("data")
 def test_the_positions_and_weights_are_part_of_the_identity() -> None:
     identities = [
-        open_stream(config_of(STAGED.replace(*change))).identity
+        open_stream(mixture_config(STAGED.replace(*change))).identity
         for change in (("", ""), ("500", "501"), (".5, code.jsonl: .5", ".6, code.jsonl: .4"), ("500", "0.5K"))
     ]
     assert identities[0] != identities[1] and identities[0] != identities[2] and identities[0] == identities[3]
@@ -124,7 +118,7 @@ def test_a_mapping_in_a_config_file_is_the_mapping_in_braces(tmp_path: Path) -> 
         "  64Kt: books.jsonl\n"
     )
     config = load_config(tmp_path / "run.yml")
-    assert open_stream(config).identity == open_stream(config_of(STAGED)).identity
+    assert open_stream(config).identity == open_stream(mixture_config(STAGED)).identity
     (tmp_path / "again.yml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yml") == config
 
@@ -136,7 +130,7 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
         "code: {path: code.jsonl, weight: {0: .1, 500: .5, 64Kt: 0}}\n"
         "books: {path: books.jsonl, weight: {0: 0, 64Kt: 1}}\n"
     )
-    assert open_stream(config_of("mix.yml")).identity == open_stream(config_of(STAGED)).identity
+    assert open_stream(mixture_config("mix.yml")).identity == open_stream(mixture_config(STAGED)).identity
 
 
 @pytest.mark.parametrize(
@@ -157,5 +151,5 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
 )
 def test_a_broken_mapping_is_refused_in_one_line(mixture: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        read_mixture(StreamConfig.of(config_of(mixture)))
+        read_mixture(StreamConfig.of(mixture_config(mixture)))
     assert "\n" not in str(caught.value)

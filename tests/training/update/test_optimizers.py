@@ -25,7 +25,7 @@ NUM_LAYERS = 2
 ALL = sorted(DIRECTIONS)
 
 
-def config_of(opt_type: str, *overrides: str) -> ConfigDict:
+def optimizer_config(opt_type: str, *overrides: str) -> ConfigDict:
     sizes = ("base_emb_dim=128", "base_mlp_dim=160", f"base_num_decoder_layers={NUM_LAYERS}")
     return load_config(overrides=[*TINY_MODEL, *sizes, f"opt_type={opt_type}", *overrides])
 
@@ -43,13 +43,13 @@ def random_like(tree: Any, seed: int) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
-    config = config_of(*opt)
+    config = optimizer_config(*opt)
     updates, state = make_optimizer(OptimizerConfig.of(config), learning_rate).update(gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    state = make_optimizer(OptimizerConfig.of(config_of(*opt)), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), 0.0).init(parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
     return parameters
@@ -64,7 +64,7 @@ def unstacked(tree: nnx.State) -> dict[str, Any]:
 
 @pytest.mark.parametrize("opt_type", ALL)
 def test_stacked_layers_are_updated_as_separate_ones(opt_type: str) -> None:
-    parameters = parameters_of(config_of(opt_type))
+    parameters = parameters_of(optimizer_config(opt_type))
     gradients = [random_like(parameters, seed) for seed in (1, 2)]
     stacked = after_two_updates((opt_type,), parameters, gradients)
     separate = after_two_updates((opt_type,), unstacked(parameters), [unstacked(g) for g in gradients])
@@ -73,7 +73,7 @@ def test_stacked_layers_are_updated_as_separate_ones(opt_type: str) -> None:
 
 @pytest.mark.parametrize("opt_type", ALL)
 def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
-    parameters = parameters_of(config_of(opt_type))
+    parameters = parameters_of(optimizer_config(opt_type))
     target = random_like(parameters, 3)
 
     def loss(parameters: Any) -> jax.Array:
@@ -82,7 +82,7 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
             for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
         )
 
-    state = make_optimizer(OptimizerConfig.of(config_of(opt_type)), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(optimizer_config(opt_type)), 0.0).init(parameters)
     start = float(loss(parameters))
     moved = parameters
     for _ in range(5):
@@ -94,7 +94,7 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
 
 @pytest.mark.parametrize("opt_type", ALL)
 def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None:
-    parameters = parameters_of(config_of(opt_type))
+    parameters = parameters_of(optimizer_config(opt_type))
     gradients = [random_like(parameters, 1)]
     with_decay, without = (
         after_two_updates((opt_type, f"adam_weight_decay={decay}"), parameters, gradients) for decay in (0.5, 0.0)
@@ -109,9 +109,9 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
 
 @pytest.mark.parametrize("opt_type", ALL)
 def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
-    parameters = parameters_of(config_of(opt_type, "adam_weight_decay=0"))
+    parameters = parameters_of(optimizer_config(opt_type, "adam_weight_decay=0"))
     gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
-    start = make_optimizer(OptimizerConfig.of(config_of(*opt)), 0.0).init(parameters)
+    start = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), 0.0).init(parameters)
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
@@ -124,7 +124,7 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
     ("opt_type", "least", "most"), [("adamw", 8, 8), ("lion", 4, 4), ("sgd", 4, 4), ("muon", 4, 6), ("adafactor", 2, 4)]
 )
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
-    config = config_of(opt_type)
+    config = optimizer_config(opt_type)
     parameters = jax.eval_shape(lambda: parameters_of(config))
     state = jax.eval_shape(make_optimizer(OptimizerConfig.of(config), 0.0).init, parameters)
     size = sum(x.size for x in jax.tree.leaves(parameters))
@@ -134,7 +134,7 @@ def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int,
 
 def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
     opt = ("muon", "adam_weight_decay=0")
-    parameters = parameters_of(config_of(*opt))
+    parameters = parameters_of(optimizer_config(*opt))
     moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
     updates = nnx.to_pure_dict(jax.tree.map(lambda a, b: a - b, moved, parameters))
     layers = updates["layers"]
@@ -150,7 +150,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
 def test_bfloat16_parameters_keep_their_dtype() -> None:
     for opt_type in ALL:
         opt = (opt_type, "weight_dtype=bfloat16")
-        parameters = parameters_of(config_of(*opt))
+        parameters = parameters_of(optimizer_config(*opt))
         moved = after_two_updates(opt, parameters, [random_like(parameters, 1)])
         assert {x.dtype for x in jax.tree.leaves(moved)} == {jnp.dtype("bfloat16")}
 
@@ -163,8 +163,8 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition 4)."""
-    scaled = config_of("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
-    plain = config_of("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
+    scaled = optimizer_config("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
+    plain = optimizer_config("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
     parameters = parameters_of(plain)
     gradient = random_like(parameters, 1)
     results = []
