@@ -34,3 +34,9 @@ def test_tests_mirror_the_package(room: str) -> None:
     if room in ("helpers", "__pycache__"):
         return
     assert (ROOT / "maxbatch" / room).is_dir()
+
+
+def test_no_room_but_system_asks_for_remote_path() -> None:
+    inside = ROOT / "maxbatch" / "system"
+    asking = [path for path in MODULES if inside not in path.parents and "RemotePath" in path.read_text()]
+    assert not asking, f"{asking}: take an AnyPath, and ask maxbatch.system.storage for what is needed"

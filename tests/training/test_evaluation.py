@@ -7,12 +7,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from maxbatch.training.compile.background import Background
 
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.training.compile.background import Background
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from tests.helpers.tiny import tiny_config

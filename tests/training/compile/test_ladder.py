@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-from maxbatch.training.compile.background import Background
 
 from maxbatch import RampupBatchManager
+from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.ladder import BatchShape, StepLadder, plan_shapes
 from tests.helpers.tiny import tiny_config
 

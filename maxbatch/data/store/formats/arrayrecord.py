@@ -9,8 +9,9 @@ from typing import Any
 from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
 from maxbatch.data.store.formats.example import example_field
-from maxbatch.data.store.storage import SourceFile, is_remote, reason
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.source_files import SourceFile, reason
+from maxbatch.system.storage import is_remote
 
 _BATCH_BYTES = 1 << 20
 
