@@ -110,3 +110,9 @@ def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str
                 yield name
         inner = f"{name}." if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else within
         yield from _takers_of_the_whole_config(child, inner)
+
+
+def test_no_room_but_system_asks_for_remote_path() -> None:
+    inside = ROOT / "maxbatch" / "system"
+    asking = [path for path in MODULES if inside not in path.parents and "RemotePath" in path.read_text()]
+    assert not asking, f"{asking}: take an AnyPath, and ask maxbatch.system.storage for what is needed"

@@ -63,7 +63,7 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
     `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` are the same packaged file in every folder; `llama3-8b` is
     a preset. A file that is there wins over a name.
     """
-    if is_remote(name):
+    if is_remote(str(name)):
         return as_path(name)
     path = Path(name)
     return path if os.path.exists(path) else _packaged(os.fspath(name)) or path

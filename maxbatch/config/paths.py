@@ -6,18 +6,17 @@ import glob
 import os
 import re
 
-from maxbatch.system.storage import url_fault
+from maxbatch.system.storage import is_remote, scheme_of, url_fault
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
-_STORES = ("gs", "s3")
 _MOST_BYTES, _MOST_NAME_BYTES = 4096, 255  # Linux's PATH_MAX, its closing zero included, and NAME_MAX
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
 def local_fault(path: str) -> str | None:
     """Returns the rule that a path of another place than this machine breaks; None for a path of this machine."""
-    scheme = _URL.match(path.strip())
-    return f"a local path ({scheme[1]}:// is not supported here)" if scheme else _too_long(path)
+    if url_fault(path) or is_remote(path):
+        return f"a local path ({path.strip().partition(':')[0]}:// is not supported here)"
+    return _too_long(path)
 
 
 def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
@@ -25,13 +24,7 @@ def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
 
     `may_hold_pattern`: the path may name several files, as in `gs://bucket/*.jsonl`.
     """
-    scheme = _URL.match(path.strip())
-    if scheme is None:
-        return _too_long(path)
-    if scheme[1] in _STORES:
-        url = path if scheme[2] else f"{scheme[1]}://"  # which lacks a bucket
-        return url_fault(url, may_hold_pattern)
-    return f"a local path, gs:// or s3:// ({scheme[1]}:// is not supported)"
+    return url_fault(path, may_hold_pattern) or (None if is_remote(path) else _too_long(path))
 
 
 def _too_long(path: str) -> str | None:
@@ -44,7 +37,7 @@ def _too_long(path: str) -> str | None:
 def data_fault(paths: str) -> str | None:
     """Returns the rule that one of several paths of data, joined by ";" or in a mapping, breaks."""
     parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
-    urls = [path.strip() for path in parts if (url := _URL.match(path.strip())) and url[2]]
+    urls = [path.strip() for path in parts if scheme_of(path)]
     return next(filter(None, (place_fault(url, may_hold_pattern=True) for url in urls)), None)
 
 

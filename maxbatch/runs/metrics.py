@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,7 @@ from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, cannot_read
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, open_whole
 
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
@@ -52,10 +50,7 @@ class StepLog:
         self._path = folder.path / name
         old = _lines(self._path)
         kept = self._kept(old, step)
-        # An object is written in any case: a writer that held the folder before knows only the version before.
-        if kept != old or (old and isinstance(self._path, RemotePath)):
-            folder.write(name, b"".join(kept))
-        self._file = open_appender(self._path, b"".join(kept))
+        self._file = open_appender(self._path, b"".join(kept), found=b"".join(old))
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
         return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
@@ -162,11 +157,7 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
 
 def _lines(path: AnyPath) -> list[bytes]:
     try:
-        if not isinstance(path, RemotePath) and os.path.lexists(path) and not path.is_file():
-            raise ConfigError(f"{path}: must be a file")
-        if isinstance(path, RemotePath):
-            return path.read_bytes().splitlines(keepends=True)
-        with path.open("rb") as file:
+        with open_whole(path) as file:
             return list(_bounded_lines(file))
     except FileNotFoundError:
         return []

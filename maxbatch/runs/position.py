@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -11,8 +12,7 @@ from typing import Any, NamedTuple
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.system.errors import cannot_read
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, subfolders
+from maxbatch.system.storage import AnyPath, is_whole, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
@@ -130,8 +130,8 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
 
 
 def is_committed(checkpoint: AnyPath) -> bool:
-    """Returns whether a folder named by a step is a whole checkpoint: on a disk always, since it was renamed there."""
-    return not isinstance(checkpoint, RemotePath) or (checkpoint / COMMITTED_FILE).is_file()
+    """Returns whether a folder named by a step is a whole checkpoint."""
+    return is_whole(checkpoint, COMMITTED_FILE)
 
 
 def _is_step(name: str) -> bool:
@@ -139,12 +139,9 @@ def _is_step(name: str) -> bool:
 
 
 def _content(path: AnyPath) -> str:
-    if isinstance(path, RemotePath):
-        try:
-            return path.read_text()
-        except FileNotFoundError:
-            return "null"
-    return path.read_bytes().decode() if path.is_file() else "null"
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_bytes().decode() if path.is_file() else "null"
+    return "null"
 
 
 def _whole(value: Any) -> int:

@@ -16,13 +16,11 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED
-from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.stopping import Stopping
-from maxbatch.system.storage import AnyPath, kept_here
+from maxbatch.system.storage import AnyPath, kept_here, look_period, send
 
 LOG_FILE = "log.txt"
 _POLL_S = 0.1
-_LOOK_S = 5.0  # between two looks at a run in an object store
 T = TypeVar("T")
 
 
@@ -140,16 +138,14 @@ class Supervisor(Generic[T]):
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
             child.close()
-            if isinstance(child.run.run_dir, RemotePath):
-                (child.run.run_dir / LOG_FILE).write_bytes(child.run.log.read_bytes())
+            send(child.run.log, child.run.run_dir / LOG_FILE)
             self._runs.ended(child.run, child.end(stop.is_asked))
 
     def _watch(self) -> None:
         for child in self._children:
-            if isinstance(child.run.run_dir, RemotePath):
-                if time.monotonic() < child.looked_at + _LOOK_S:
-                    continue
-                child.looked_at = time.monotonic()
+            if time.monotonic() < child.looked_at + look_period(child.run.run_dir):
+                continue
+            child.looked_at = time.monotonic()
             if not child.pruned and (reason := self._runs.watch(child.run)):
                 child.pruned = RecordedOutcome(Status.PRUNED, reason)
                 write_outcome(child.run.run_dir, child.pruned)  # first: a kill in between must not undo it

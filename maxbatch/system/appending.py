@@ -11,10 +11,14 @@ import os
 import threading
 from typing import Protocol
 
+from maxbatch.system import fences
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
-from maxbatch.system.joining import join
+from maxbatch.system.object_stores import persist
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
+from maxbatch.system.stores import store_of
+from maxbatch.system.stores.store import has_lost, split
 
 PERIOD_S = 25.0
 REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least
@@ -33,8 +37,17 @@ class Appender(Protocol):
         """Syncs and closes the file."""
 
 
-def open_appender(path: AnyPath, content: bytes) -> Appender:
-    """Opens a file whose content is known, to append to it."""
+def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> Appender:
+    """Opens a file to append to it.
+
+    Args:
+      path: the file.
+      content: what it holds, or is to hold before the first line is appended.
+      found: what it holds now, if that may be something else. An object is then written anew in any case: a process
+        that wrote to it before, and goes on late, knows only the version before.
+    """
+    if found is not None and (content != found or (found and isinstance(path, RemotePath))):
+        write_atomically(path, content)
     return _Object(path, content) if isinstance(path, RemotePath) else _File(path)
 
 
@@ -111,7 +124,35 @@ class _Object:
                 self._path.write_bytes(whole)
                 self._head = whole if len(whole) <= REWRITTEN_BYTES else None
             else:
-                join(self._path, self._size, lines)
+                _join(self._path, self._size, lines)
             self._size += len(lines)
             with self._lock:
                 del self._new[: len(lines)]
+
+
+def _join(path: RemotePath, size: int, data: bytes) -> None:
+    """Adds bytes to the end of an object of `size` bytes, so that readers see it before or after, never between.
+
+    Done again after a lost answer it adds nothing twice: the object's size tells whether it was done. The object is
+    changed only if it is still the one whose size was read.
+
+    Raises:
+      LeaseLost: another process holds the lease of the folder.
+      TrainingError: another process has written the object.
+    """
+
+    def add() -> None:
+        version, found = fences.version_of(path.url), path.stat().st_size
+        if found == size + len(data):
+            return
+        fences.ask(path.url)
+        if found != size or version is None:
+            raise TrainingError(f"{path}: another process has written to it; this one stops")
+        try:
+            store_of(path.url).join(path.file_system, *split(path.url)[1:], version, size, data)
+        except Exception as error:
+            if not has_lost(error):
+                raise
+            raise ConnectionError("it was changed meanwhile") from None  # looked at once more
+
+    persist(path.url, add)

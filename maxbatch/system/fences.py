@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 
 from maxbatch.system import preconditions
-from maxbatch.system.object_stores import file_system, persist, split
+from maxbatch.system.object_stores import file_system, persist
+from maxbatch.system.stores.store import split
 
 BUILDING = ".building-"  # begins the name of whatever is not finished yet
 _fences: dict[str, Fence] = {}  # by the URL of the folder

@@ -17,16 +17,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, TrainingError
 from maxbatch.system.fences import Fence
 from maxbatch.system.folding import printable
-from maxbatch.system.object_stores import PATIENCE
+from maxbatch.system.locks import is_lock_on, take_lock
+from maxbatch.system.patience import patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
-LEASE_FILE = ".lease"
+LEASE_FILE, LOCK_FILE = ".lease", ".lock"
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0
 _LOOK_S = 1.0
@@ -35,6 +36,16 @@ _END_WAIT_S = 5.0
 _OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
 
 Clocks = tuple[float, ...]
+
+
+class Hold(Protocol):
+    """What keeps other processes from writing to a folder."""
+
+    def check(self) -> None:
+        """Raises LeaseLost once another process may be writing to the folder."""
+
+    def close(self) -> None:
+        """Lets others write to the folder."""
 
 
 class Lease:
@@ -106,7 +117,7 @@ class Lease:
     def close(self) -> None:
         """Gives the lease back; a store that does not answer keeps it until it lapses."""
         self._closed.set()
-        if PATIENCE.gave_up:
+        if patience().gave_up:
             return  # it lapses
         self._thread.join(_END_WAIT_S)
         if self._thread.is_alive() or self.lost:
@@ -121,6 +132,22 @@ class Lease:
             self._fence.remove()
         except (ConfigError, TrainingError, OSError):
             return  # it lapses
+
+
+class _Lock:
+    """The lock on a folder of a disk; it goes with the process, also when that is killed."""
+
+    def __init__(self, folder: Path, lock: BinaryIO) -> None:
+        self._folder, self._lock = folder, lock
+
+    def check(self) -> None:
+        if not is_lock_on(self._lock, self._folder / LOCK_FILE):
+            raise LeaseLost(
+                f"{self._folder}: its lock was removed, and another process may write to it; this one stops"
+            )
+
+    def close(self) -> None:
+        self._lock.close()
 
 
 def _clocks() -> Clocks:
@@ -186,6 +213,22 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
     if isinstance(lease, str):
         raise ConfigError(f"{named or folder}: {lease} {refusal}")
     return lease
+
+
+def hold_folder(folder: AnyPath, refusal: str, named: str = "") -> Hold:
+    """Keeps other processes from writing to a folder: by its lease, or on a disk by its lock. Arguments are as of
+    `hold_lease`.
+
+    Raises:
+      ConfigError: another process holds it.
+      OSError: the lock cannot be taken.
+    """
+    if isinstance(folder, RemotePath):
+        return hold_lease(folder, refusal, named)
+    lock = take_lock(folder / LOCK_FILE)
+    if lock is None:
+        raise ConfigError(f"{named or folder}: another process {refusal}")
+    return _Lock(folder, lock)
 
 
 @contextlib.contextmanager

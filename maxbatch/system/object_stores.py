@@ -1,37 +1,34 @@
 """The clients of object stores: their settings, what is tried again, and what an error means.
 
-gcsfs and s3fs come through fsspec. Orbax reaches the same clients through fsspec by itself, so their settings stand in
-fsspec's own configuration. TensorStore reads environment variables.
+The packages of `maxbatch.system.stores` come through fsspec. Orbax reaches the same clients through fsspec by itself,
+so their settings are in fsspec's own configuration. TensorStore reads environment variables.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import logging
-import os
 import random
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.folding import printable
+from maxbatch.system.patience import Patience, patience
+from maxbatch.system.stores import STORES
+from maxbatch.system.stores.store import chain, split, status_of
 
 T = TypeVar("T")
 
-SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}  # and the package that reaches them
-EXTRAS = {"gs": "gcs", "s3": "s3"}
-MAX_REQUESTS = 32  # at the same time
-_CONNECT_S, _READ_S = 10, 30  # a request that is silent for longer has failed
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
-_SLICE_S = 0.5
+# Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
+_TENSORSTORE_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 _PASSING_CODES = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_TYPES = (
     "ClientConnectionError", "ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "ClientPayloadError",
@@ -52,73 +49,6 @@ _CREDENTIALS = re.compile(
     r"Unauthorized|UnauthorizedSSO|token.*expired",
     re.I,
 )
-_HOW_TO_SIGN_IN = {
-    "gs": "sign in with `gcloud auth application-default login`, or give the machine a service account",
-    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), or give the machine a role",
-}
-_WHAT_IT_NEEDS = {
-    "gs": "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket",
-    "s3": "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket",
-}
-
-
-class Patience:
-    """How long a request that fails for a passing reason is tried again."""
-
-    seconds = 300.0
-    hurried_seconds = 20.0  # once somebody asked to stop, for all requests together
-    last_seconds = 2.0  # after that, for each
-
-    def __init__(self) -> None:
-        self._hurried_at: float | None = None
-        self.gave_up = False  # after somebody asked to stop
-        self.left_behind = False  # whether a thread still waits for a store on which the command gave up
-        self._trying = 0  # threads that make a request
-        self._lock = threading.Lock()
-
-    def hurry(self) -> None:
-        """Shortens the bound, since somebody asked the process to stop."""
-        self._hurried_at = self._hurried_at or time.monotonic()
-
-    @contextlib.contextmanager
-    def trying(self) -> Iterator[None]:
-        """Counts a thread that makes a request, which may be tried again for long."""
-        with self._lock:
-            self._trying += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._trying -= 1
-
-    @property
-    def keeps_threads(self) -> bool:
-        """Whether threads of this process still wait for a store."""
-        return self.left_behind or self._trying > 0
-
-    def renew(self) -> None:
-        """Forgets that somebody asked to stop: another command begins."""
-        self._hurried_at, self.gave_up = None, False
-
-    def ends(self, started: float) -> float:
-        """Returns when a request that started then is given up, in time.monotonic()."""
-        end = started + self.seconds
-        if self._hurried_at is None:
-            return end
-        return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
-
-    def give_up(self) -> None:
-        """Notes that a request was given up; once somebody asked to stop, those after it get less time."""
-        self.gave_up = self._hurried_at is not None
-
-    def sleep(self, seconds: float) -> None:
-        """Pauses between two tries; once somebody asks to stop the pause is over."""
-        end, was_hurried = time.monotonic() + seconds, self._hurried_at
-        while (left := end - time.monotonic()) > 0 and self._hurried_at == was_hurried:
-            time.sleep(min(left, _SLICE_S))
-
-
-PATIENCE = Patience()
 
 
 def persist(url: str, request: Callable[[], T]) -> T:
@@ -127,30 +57,31 @@ def persist(url: str, request: Callable[[], T]) -> T:
     Raises:
       FileNotFoundError, FileExistsError: what the store says of the object.
       StoreRefused: the store refuses for good.
-      StoreFailed: it does not answer for as long as `PATIENCE` says.
+      StoreFailed: it does not answer for as long as the patience of the command lasts.
     """
-    with PATIENCE.trying():
-        return _persist(url, request)
+    mine = patience()
+    with mine.trying():
+        return _persist(url, request, mine)
 
 
-def _persist(url: str, request: Callable[[], T]) -> T:
+def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
     started, attempt = time.monotonic(), 0
     while True:
         try:
-            return _within(PATIENCE.last_seconds, request) if PATIENCE.gave_up else request()
+            return _within(patience.last_seconds, request) if patience.gave_up else request()
         except Exception as error:  # each client has exceptions of its own
             failure = meaning(error, url)
             if failure is error:
                 raise  # no fault of the store, or that of a request within this one, which was tried for as long
-            left = PATIENCE.ends(started) - time.monotonic()
+            left = patience.ends(started) - time.monotonic()
             if not isinstance(failure, StoreFailed) or left <= 0:
-                raise _given_up(failure, started) from error
+                raise _given_up(failure, started, patience) from error
             waited = time.monotonic() - started
             if attempt and waited > _LONGEST_PAUSE_S:
                 told = f"maxbatch: warning: {printable(str(failure))}; trying again, for {left:.0f} s more"
                 print(told, file=sys.stderr, flush=True)
         pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
-        PATIENCE.sleep(min(pause, max(0.0, left)))
+        patience.sleep(min(pause, max(0.0, left)))
         attempt += 1
 
 
@@ -184,10 +115,10 @@ def _within(seconds: float, request: Callable[[], T]) -> T:
     return done.result(timeout=seconds)
 
 
-def _given_up(failure: BaseException, started: float) -> BaseException:
+def _given_up(failure: BaseException, started: float, patience: Patience) -> BaseException:
     seconds = time.monotonic() - started
     if isinstance(failure, StoreFailed):
-        PATIENCE.give_up()
+        patience.give_up()
     if isinstance(failure, StoreFailed) and seconds >= 1:
         return StoreFailed(f"{failure} (tried for {seconds:.0f} s); run the same command again later")
     return failure
@@ -220,9 +151,9 @@ def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | Stor
         code = int(told[1])
     if _CREDENTIALS.search(said) or code == 401:
         return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
-                            f"{_HOW_TO_SIGN_IN[scheme]}")  # fmt: skip
+                            f"{STORES[scheme].sign_in}")  # fmt: skip
     if code == 403 or isinstance(error, PermissionError) or _FORBIDDEN.search(said):
-        return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {_WHAT_IT_NEEDS[scheme]}")
+        return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {STORES[scheme].needs}")
     if code == 507 or "QuotaExceeded" in said:
         return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
     if "NoSuchBucket" in said:
@@ -235,27 +166,8 @@ def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | Stor
 def missing_bucket(url: str) -> StoreRefused:
     """Returns what to raise for an object of a bucket that is not there."""
     scheme, bucket, _ = split(url)
-    make = f"gcloud storage buckets create gs://{bucket}" if scheme == "gs" else f"aws s3 mb s3://{bucket}"
-    return StoreRefused(f"{url}: there is no bucket {bucket}; make it ({make}) or correct its name")
-
-
-def chain(error: BaseException | None) -> list[BaseException]:
-    """Returns an exception and what caused it, the nearest first."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return found[:4]
-
-
-def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status that an exception of a client carries."""
-    response = getattr(error, "response", None)
-    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    for value in (getattr(error, "code", None), getattr(error, "status", None), metadata.get("HTTPStatusCode")):
-        if isinstance(value, int | str) and str(value).isdigit():
-            return int(value)
-    return None
+    make = STORES[scheme].make_bucket
+    return StoreRefused(f"{url}: there is no bucket {bucket}; make it ({make}{bucket}) or correct its name")
 
 
 def _is_passing(error: BaseException) -> bool:
@@ -269,18 +181,6 @@ def _short(error: BaseException) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def split(url: str) -> tuple[str, str, str]:
-    """Returns the scheme, the bucket and the name in the bucket."""
-    scheme, _, rest = url.partition("://")
-    bucket, _, name = rest.partition("/")
-    return scheme, bucket, name
-
-
-def gcs_object(bucket: str, name: str) -> str:
-    """Returns the place of an object in the JSON API of Google Cloud Storage."""
-    return f"b/{quote(bucket)}/o/{quote(name, safe='')}"
-
-
 @functools.cache
 def file_system(scheme: str) -> Any:
     """Returns the fsspec file system of a scheme.
@@ -288,11 +188,9 @@ def file_system(scheme: str) -> Any:
     Raises:
       ConfigError: its package is not installed; the message names the extra.
     """
-    package = SCHEMES[scheme]
+    package, extra = STORES[scheme].package, STORES[scheme].extra
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{scheme}:// needs {package}, which is not installed: pip install 'maxbatch[{EXTRAS[scheme]}]'"
-        )
+        raise ConfigError(f"{scheme}:// needs {package}, which is not installed: pip install 'maxbatch[{extra}]'")
     configure()
     import fsspec
 
@@ -303,41 +201,20 @@ def file_system(scheme: str) -> Any:
 
 
 def configure() -> None:
-    """Sets the clients up before they are made: what the environment says holds for all, TensorStore included."""
-    emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
-    if emulator:
-        emulator = emulator if "://" in emulator else f"http://{emulator}"
-        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator.rstrip("/"))
-        os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anonymous")
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    """Sets the clients up before they are made: the environment holds for all of them, TensorStore included."""
+    from fsspec.config import conf
+
     for name in ("gcsfs", "s3fs", "aiobotocore", "botocore"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they log with a traceback what they also raise
-    from fsspec.config import conf
-
-    google, amazon = conf.setdefault("gs", {}), conf.setdefault("s3", {})
-    for settings in (google, amazon):
+    for scheme, store in STORES.items():
+        settings = conf.setdefault(scheme, {})
         settings.setdefault("use_listings_cache", False)  # other processes write to the same folders
-    if emulator:
-        google.setdefault("token", "anon")
-    if "requests_timeout" not in google and importlib.util.find_spec("aiohttp"):
-        import aiohttp
-
-        google["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
-    pool = {"max_pool_connections": MAX_REQUESTS}
-    amazon.setdefault("config_kwargs", {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, **pool})
-    for key, variable in (("key", "AWS_ACCESS_KEY_ID"), ("secret", "AWS_SECRET_ACCESS_KEY")):
-        if key in amazon:  # FSSPEC_S3_KEY: TensorStore knows the other name only
-            os.environ.setdefault(variable, str(amazon[key]))
+        store.configure(settings)
 
 
-def s3_endpoint() -> tuple[str | None, str]:
-    """Returns the endpoint of S3, None for Amazon's own, and its region; TensorStore has to be told both."""
+def kvstore(url: str) -> dict[str, Any]:
+    """Returns TensorStore's specification of a folder; `url` may have one slash after its scheme."""
     configure()
-    from fsspec.config import conf
-
-    environment, settings = os.environ, conf.get("s3", {})
-    endpoint = (
-        settings.get("endpoint_url") or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    )
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
-    return endpoint or None, region
+    scheme, _, rest = url.partition(":")
+    bucket, _, name = rest.lstrip("/").partition("/")
+    return STORES[scheme].kvstore(bucket, name, _TENSORSTORE_RETRIES)

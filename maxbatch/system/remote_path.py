@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, Self
 
 from maxbatch.system import fences, preconditions
-from maxbatch.system.contents import read_whole
-from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist, split
+from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist
+from maxbatch.system.stores.store import split
 
 _UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
 _READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read bit by bit
@@ -155,7 +155,7 @@ class RemotePath:
                     yield from RemotePath(url).glob(rest)
 
     def read_bytes(self) -> bytes:
-        return persist(self.url, lambda: read_whole(self.file_system, self.url))
+        return persist(self.url, lambda: preconditions.read_whole(self.file_system, self.url))
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)

@@ -19,7 +19,7 @@ from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, cannot_read
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, read_range
 
 INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -127,12 +127,12 @@ def _header(file: AnyPath) -> dict[str, StoredTensor]:
     """Returns the tensors of a file, held to the rules of the format's own library, and to unique keys."""
     try:
         size = file.stat().st_size
-        length = int.from_bytes(_bytes_of(file, 0, 8), "little") if size >= 8 else 0
+        length = int.from_bytes(read_range(file, 0, 8), "little") if size >= 8 else 0
         if size < 8 or length > size - 8:
             raise ValueError("its header is cut off")
         if length > _MOST_HEADER_BYTES:
             raise ValueError(f"its header is larger than {_MOST_HEADER_BYTES:,} bytes")
-        text = _bytes_of(file, 8, 8 + length).decode("utf-8")
+        text = read_range(file, 8, 8 + length).decode("utf-8")
         header = read_json(text, "its header", most_bytes=_MOST_HEADER_BYTES, unique=True)
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
@@ -196,14 +196,6 @@ def _tensors(file: AnyPath, entries: dict[str, _Entry], start: int, size: int) -
     if start + reached != size:
         raise ValueError(f"its tensors have {reached} bytes, and {size - start} follow its header")
     return {name: StoredTensor(file, dtype, shape, start + first) for name, (dtype, shape, first, _) in entries.items()}
-
-
-def _bytes_of(file: AnyPath, begin: int, end: int) -> bytes:
-    if isinstance(file, RemotePath):
-        return file.read_range(begin, end)
-    with file.open("rb") as opened:
-        opened.seek(begin)
-        return opened.read(end - begin)
 
 
 def write_tensors(

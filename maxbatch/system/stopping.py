@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, Self
 
 from maxbatch.system.errors import EXIT_FAILED
-from maxbatch.system.object_stores import PATIENCE
+from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
 _waits: list[str] = []  # what a signal makes the command wait for, the innermost last
@@ -31,6 +31,7 @@ class Stopping:
     def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # of the signal that asked
         self._waits_for = waits_for
+        self._patience = patience()
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -43,11 +44,11 @@ class Stopping:
         if self.signal_name is None:
             _answer(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
-        PATIENCE.hurry()  # a store that does not answer must not keep the process
+        self._patience.hurry()  # a store that does not answer must not keep the process
 
     def __enter__(self) -> Self:
+        self._patience = patience() if _waits else begin()
         if not _waits:
-            PATIENCE.renew()
             _unanswered.update(self.numbers)
         _waits.append(self._waits_for)  # before its handlers stand and until they are gone: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
@@ -83,7 +84,7 @@ def keep_signals() -> None:
 
 def leave_threads_behind(code: int) -> None:
     """Ends a process that failed at once if threads of it wait for a store: the usual exit would wait for them."""
-    if code == EXIT_FAILED and PATIENCE.keeps_threads:
+    if code == EXIT_FAILED and patience().keeps_threads:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()

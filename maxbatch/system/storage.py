@@ -11,21 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
+import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
 
 from maxbatch.system.errors import ConfigError, StoreRefused
-from maxbatch.system.object_stores import MAX_REQUESTS, SCHEMES, file_system, meaning, split
+from maxbatch.system.object_stores import file_system, meaning
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.stores import STORES
+from maxbatch.system.stores.store import MAX_REQUESTS, split
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
+_SCHEMES = " or ".join(f"{scheme}://" for scheme in STORES)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SPECIAL = "?#*[]\\"  # clients of stores take these for a query, a version, a pattern or a slash, each its own way
+_LOOK_S = 5.0
 _MOST_BYTES = 800  # of a name; stores end at 1,024, and a run adds names of its own
 
 
@@ -35,20 +45,42 @@ T = TypeVar("T")
 
 def scheme_of(text: str) -> str | None:
     """Returns the scheme of a URL, None for a path of this machine."""
-    scheme = _URL.match(text.strip())
-    return scheme[1] if scheme else None
+    url = _URL.match(text.strip())
+    return url[1] if url and url[2] else None
 
 
-def is_remote(text: object) -> bool:
-    """Returns whether a path lies in an object store."""
-    return isinstance(text, RemotePath) or scheme_of(str(text)) in SCHEMES
+def url_fault(text: str, may_hold_pattern: bool = False) -> str | None:
+    """Returns the rule that a text breaks which begins with a scheme; None for a sound URL, and for other texts.
 
+    The rule for all URLs: of config keys, arguments and data. A text with one slash after its scheme counts as a URL.
 
-def url_fault(url: str, may_hold_pattern: bool = False) -> str | None:
-    """Returns the rule that a gs:// or s3:// URL breaks, with a URL that keeps it; None if it breaks none.
-
-    `may_hold_pattern`: the URL may name several objects, as in `gs://bucket/*.jsonl`.
+    Args:
+      text: a path or a URL.
+      may_hold_pattern: the URL may name several objects, as in `gs://bucket/*.jsonl`.
     """
+    url = _URL.match(text.strip())
+    if url is None:
+        return None
+    if url[1] not in STORES:
+        return f"a local path, {_SCHEMES} ({url[1]}:// is not supported)"
+    return _store_fault(text if url[2] else f"{url[1]}://", may_hold_pattern)
+
+
+@overload
+def is_remote(path: AnyPath) -> TypeIs[RemotePath]: ...
+@overload
+def is_remote(path: str) -> bool: ...
+def is_remote(path: AnyPath | str) -> bool:
+    """Returns whether a path is in an object store.
+
+    Callers ask for messages, for options of libraries that reach stores by themselves, and where the two kinds of
+    storage take two algorithms. Everything else asks a function of this module, or a method that both kinds have.
+    """
+    return isinstance(path, RemotePath) or scheme_of(str(path)) in STORES
+
+
+def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
+    """Returns the rule that the URL of a store breaks, with a URL that keeps it; None if it breaks none."""
     scheme, bucket, name = split(url.strip())
     if not bucket:
         return f"a local path or a URL with a bucket, such as {scheme}://bucket/{name or 'folder'}"
@@ -85,8 +117,6 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
     scheme = scheme_of(text)
     if scheme is None:
         return Path(text).expanduser().absolute()
-    if scheme not in SCHEMES:
-        raise ConfigError(f"{text[:80]}: must be a local path, gs:// or s3:// ({scheme}:// is not supported)")
     if rule := url_fault(text):
         raise ConfigError(f"{text[:80]}: must be {rule}")
     file_system(scheme)  # a missing package is told here
@@ -129,10 +159,7 @@ def remove_tree(path: AnyPath) -> None:
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
     """Moves a folder within the disk or the bucket that it lies in."""
-    if isinstance(source, RemotePath) and isinstance(target, RemotePath):
-        source.rename(target)
-    else:
-        Path(str(source)).rename(str(target))
+    source.rename(target)  # type: ignore[arg-type]  # both are of one kind
 
 
 def subfolders(folder: AnyPath) -> list[str]:
@@ -143,8 +170,106 @@ def subfolders(folder: AnyPath) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir()]
 
 
-def copy_objects(source: RemotePath, target: RemotePath, last: str = "") -> None:
-    """Copies the objects below a folder to another one, inside of the store; the one named `last` after all others."""
+def file_sizes(folder: AnyPath) -> dict[str, int]:
+    """Returns the bytes of the files that are directly in a folder, by their names, by one listing."""
+    if isinstance(folder, RemotePath):
+        return folder.file_sizes()
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def is_misplaced(path: AnyPath, is_folder: bool) -> bool:
+    """Returns whether something else than a file, or than a folder, is at a path; object stores hold files only."""
+    if isinstance(path, RemotePath):
+        return False
+    return os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file())
+
+
+def open_whole(path: AnyPath) -> BinaryIO:
+    """Opens a file for reading. An object is read at once, so that all its bytes are of one version.
+
+    Raises:
+      ConfigError: it is not a file.
+      OSError: it cannot be read.
+    """
+    if is_misplaced(path, is_folder=False):
+        raise ConfigError(f"{path}: must be a file")
+    return io.BytesIO(path.read_bytes()) if isinstance(path, RemotePath) else path.open("rb")
+
+
+def read_range(path: AnyPath, begin: int, end: int) -> bytes:
+    """Returns the bytes of a file from `begin` to before `end`; fewer if a file of a disk is shorter."""
+    if isinstance(path, RemotePath):
+        return path.read_range(begin, end)
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(end - begin)
+
+
+def look_period(path: AnyPath) -> float:
+    """Returns the seconds to wait between two looks at what others write: a look at an object store is a request."""
+    return _LOOK_S if isinstance(path, RemotePath) else 0.0
+
+
+@contextlib.contextmanager
+def place_here(folder: AnyPath) -> Iterator[Path]:
+    """Yields a folder of this machine for files that grow and belong to a folder: the folder itself, or a temporary one
+    if the folder is in an object store, whose files `send` or `copy_tree` copies."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="maxbatch-") as temporary:
+        yield Path(temporary)
+
+
+def send(file: Path, target: AnyPath) -> bool:
+    """Copies a file of this machine to where it belongs; returns False if it is there already, as `target` itself."""
+    if file == target:
+        return False
+    target.write_bytes(file.read_bytes())
+    return True
+
+
+def upload(file: Path, target: AnyPath) -> None:
+    """Copies a large file of this machine, part by part."""
+    if isinstance(target, RemotePath):
+        target.upload(file)
+    else:
+        shutil.copyfile(file, target)
+
+
+def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
+    """Gives the files below a folder a second place, which is whole (`is_whole`) once all of them are there.
+
+    Objects are copied inside of their store, the one named `last` after all others. Files of a disk are linked, or
+    copied where it has no links.
+
+    Raises:
+      OSError: a file cannot be read or written.
+    """
+    if isinstance(source, RemotePath) and isinstance(target, RemotePath):
+        _copy_objects(source, target, last)
+        return
+    linking = Path(str(target)).with_name(".linking")
+    linking.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(str(source), linking, copy_function=_link_or_copy)
+    linking.rename(str(target))
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+
+
+def is_whole(folder: AnyPath, last: str) -> bool:
+    """Returns whether a folder that was made under another name is complete: on a disk always, since it was renamed;
+    in an object store, where folders are copied, once the object named `last` is there."""
+    return not isinstance(folder, RemotePath) or (folder / last).is_file()
+
+
+def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
     names = [found.relative_to(source) for found, _ in source.files()]
     for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
         _each(group, lambda name: (source / name).copy(target / name))
@@ -157,7 +282,9 @@ def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
 
 
 def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:
-    """Copies the files below a local folder, or those `names` of it, into another folder."""
+    """Copies the files below a local folder, or those `names` of it, into another folder, unless it is the same one."""
+    if source == target:
+        return
     files = [path for path in source.rglob("*") if path.is_file()] if names is None else [source / n for n in names]
     for path in sorted(files):
         goal = target / path.relative_to(source).as_posix()
@@ -165,15 +292,17 @@ def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None)
         goal.write_bytes(path.read_bytes())
 
 
-def probe(folder: RemotePath) -> None:
+def probe(folder: AnyPath) -> None:
     """Writes, reads and removes a small object, so that a missing right is told before anything starts.
+
+    Does nothing to a folder of a disk.
 
     Raises:
       StoreRefused: the bucket is missing, or writing, reading or removing is not allowed.
       StoreFailed: the store does not answer.
     """
-    import secrets
-
+    if not isinstance(folder, RemotePath):
+        return
     path, content = folder / f".probe-{secrets.token_hex(4)}", b"maxbatch writes, reads and removes this\n"
     path.write_bytes(content)
     if path.read_bytes() != content:
@@ -187,6 +316,6 @@ def storage_errors(path: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_remote(path) or (understood := meaning(error, str(path))) is error:
+        if not is_remote(str(path)) or (understood := meaning(error, str(path))) is error:
             raise
         raise understood from error

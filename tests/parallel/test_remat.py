@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from maxbatch.config.sections import REMAT_POLICIES, RematConfig
+from maxbatch.config.loading import keys
+from maxbatch.config.sections import RematConfig
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.rope import rope_tables
 from maxbatch.parallel.remat import Remat, checkpointed
@@ -47,7 +48,9 @@ def test_minimal_keeps_every_product_once(norms: str) -> None:
 
 
 def test_policies_are_ordered_by_what_they_keep() -> None:
-    kept = [kept_values(policy) for policy in REMAT_POLICIES if policy not in ("save_out_proj", "custom")]
+    kept = [
+        kept_values(policy) for policy in keys()["remat_policy"].choices if policy not in ("save_out_proj", "custom")
+    ]
     assert kept == sorted(kept, reverse=True)
 
 

@@ -15,7 +15,7 @@ from maxbatch.system.errors import LeaseLost
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import Lease, take_lease
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import as_path, copy_objects, remove_tree
+from maxbatch.system.storage import as_path, clone_tree, remove_tree
 from tests.helpers.stores import Store
 
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_was_removed_before_it_was_copied_does_not_come_back(
     for path, _ in found:
         path.file_system.rm_file(path.url)
     with pytest.raises(FileNotFoundError):
-        copy_objects(staging, folder / "5", last="commit_success.txt")
+        clone_tree(staging, folder / "5", last="commit_success.txt")
     assert not (folder / "5").exists()
 
 

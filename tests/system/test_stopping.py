@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from maxbatch.system.object_stores import PATIENCE
+from maxbatch.system.patience import patience
 from maxbatch.system.stopping import Stopping
 from tests.helpers.processes import cpu_seconds, wait_for
 
@@ -109,6 +109,6 @@ def test_a_command_after_one_that_was_stopped_is_as_patient_with_stores_as_ever(
     now = time.monotonic()
     with Stopping():
         signal.raise_signal(signal.SIGTERM)
-        assert PATIENCE.ends(now) <= now + PATIENCE.hurried_seconds + 1
+        assert patience().ends(now) <= now + patience().hurried_seconds + 1
     with Stopping():
-        assert PATIENCE.ends(now) == now + PATIENCE.seconds
+        assert patience().ends(now) == now + patience().seconds

@@ -14,6 +14,7 @@ import tensorstore as ts
 from maxbatch.system import object_stores, remote_path
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused
+from maxbatch.system.patience import Patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path, is_remote, probe, remove_tree, subfolders
 from tests.helpers.stores import SCHEMES, Store
@@ -29,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_stores.PATIENCE, "seconds", 1.0)
+    monkeypatch.setattr(Patience, "seconds", 1.0)
 
 
 def test_the_same_methods_do_the_same_wherever_a_path_lies(folder: AnyPath) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.position import committed_steps
+from maxbatch.system import patience
 from maxbatch.system.errors import StoreFailed
-from maxbatch.system.object_stores import PATIENCE
+from maxbatch.system.patience import Patience
 from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_state, init_state
@@ -101,14 +102,14 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
 ) -> None:
     saving = Saving(store.bucket() + "/run")
     saving.save(3)
-    monkeypatch.setattr(PATIENCE, "seconds", 1.5)
-    monkeypatch.setattr(PATIENCE, "left_behind", False)  # what a failed save makes of it is of this test
+    monkeypatch.setattr(Patience, "seconds", 1.5)
+    monkeypatch.setattr(patience, "_current", Patience())  # what a failed save makes of it is of this test
     with store.failing(matching=r"checkpoints/(\.building-\w+-)?4", share=1.0, kinds=CLIENTS_GAVE_UP):
         with pytest.raises(
             StoreFailed, match=r"does not answer .*\(tried for \d+ s\); run the same command again later$"
         ):
             saving.save(4)
-        assert PATIENCE.left_behind, "nobody waits for what the save left"
+        assert patience.patience().keeps_threads, "nobody waits for what the save left"
     assert saving.checkpoints.fate == "step 3 is saved" and committed_steps(saving.run_dir) == [3]
 
 

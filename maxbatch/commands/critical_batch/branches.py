@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 from maxbatch.commands.critical_batch.critical_size import Chunk, last_chunks
@@ -31,8 +28,7 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, copy_objects, kept_here, remove_tree
+from maxbatch.system.storage import AnyPath, clone_tree, kept_here, remove_tree
 
 _LOCK_S = 20  # for the branch of a command that was killed to end
 
@@ -124,19 +120,12 @@ class Branches:
 
     def _link_checkpoint(self, step: int, folder: AnyPath) -> None:
         source = self._run.path / "checkpoints" / str(step)
-        if isinstance(source, RemotePath) and isinstance(folder, RemotePath):
-            copy_objects(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
-        else:
-            self._link_files(Path(str(source)), Path(str(folder)), step)
-
-    def _link_files(self, source: Path, folder: Path, step: int) -> None:
-        linking = folder / ".linking"
         try:
-            shutil.copytree(source, linking, copy_function=_link_or_copy)
+            clone_tree(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
+        except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
+            raise
         except OSError as error:
             raise ConfigError(f"{source}: cannot be forked ({error}); name others with --checkpoints") from None
-        (folder / "checkpoints").mkdir()
-        linking.rename(folder / "checkpoints" / str(step))
 
     def overrides(self, branch: Branch) -> list[str]:
         """Returns what the config of a branch states over the run's."""
@@ -161,10 +150,3 @@ class Branches:
             "load_full_state_path=",
             "expansion_factor_real_data=-1",
         ]
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without hard links
-        shutil.copy2(source, target)

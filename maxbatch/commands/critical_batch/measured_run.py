@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import load_config
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import read_metrics
@@ -72,7 +73,7 @@ class MeasuredRun:
     @property
     def reference_batch_size(self) -> int:
         """The batch for which `learning_rate` is the peak."""
-        stages = stated_stages(self.config, self.num_devices)
+        stages = stated_stages(PlanConfig.of(self.config), self.num_devices)
         last = int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
         return self.config.reference_batch_size or last
 

@@ -88,7 +88,7 @@ def make_plan(
       scaling: how the learning rate follows the batch.
     """
     own = run.config.learning_rate_scaling
-    if len(stated_stages(run.config, run.num_devices)) > 1 and own != scaling:
+    if len(stated_stages(PlanConfig.of(run.config), run.num_devices)) > 1 and own != scaling:
         raise ConfigError(
             f"--scaling {scaling}: the batch of {run.path} changes, with learning_rate_scaling={own}, and no config "
             f"could state rates that follow two rules; works: --scaling {own}"

@@ -23,6 +23,7 @@ from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
@@ -168,7 +169,7 @@ def written(translation: Translation, source: str) -> str:
     """Returns the config as YAML; raises ConfigError where its values do not go together."""
     config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
     check_dataset(config)  # as plan does
-    stated_batches(config)
+    stated_batches(PlanConfig.of(config))
     if not is_mixture_file(config.dataset_path):  # which may be on another machine
         read_mixture(StreamConfig.of(config))
     lines = [f"# from {shown(source)} by maxbatch import"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -159,7 +158,7 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:
     """Returns the shortest ends of the paths that tell them apart."""
-    parts = [PurePosixPath(os.path.realpath(path) if isinstance(path, Path) else str(path)).parts for path in paths]
+    parts = [PurePosixPath(str(path.resolve())).parts for path in paths]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

@@ -27,8 +27,7 @@ from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import kept_here
+from maxbatch.system.storage import kept_here, send
 
 MOST_COMBINATIONS = 100_000
 _LOST_S = 60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
@@ -120,14 +119,14 @@ class SweepStudy:
 
     def _fetch(self) -> None:
         """Takes the database of a sweep in an object store from there, where another machine may have left it."""
-        if isinstance(self._folder.path, RemotePath) and self._sweep.storage is None:
+        if self._sweep.storage is None and self._here != self._folder.path:
             with contextlib.suppress(FileNotFoundError):
                 write_atomically(self._here / _DATABASE, (self._folder.path / _DATABASE).read_bytes())
 
     def _keep(self) -> None:
         """Copies the database of a sweep in an object store there. Trials that it lacks are known by their folders."""
-        if isinstance(self._folder.path, RemotePath) and self._sweep.storage is None:
-            (self._folder.path / _DATABASE).write_bytes((self._here / _DATABASE).read_bytes())
+        if self._sweep.storage is None:
+            send(self._here / _DATABASE, self._folder.path / _DATABASE)
 
     def _trials(self) -> list[Any]:
         return self._study.get_trials(deepcopy=False)

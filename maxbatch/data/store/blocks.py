@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, read_range
 
 BLOCKS = "blocks.bin"
 BLOCK_BYTES = 128
@@ -139,10 +138,9 @@ class Blocks:
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Returns bytes `begin` to `end - 1` of a file in an object store; reads and checks whole blocks."""
         path = self._folder / name
-        assert isinstance(path, RemotePath), "a file of this machine is mapped"
         low = begin // BLOCK_BYTES * BLOCK_BYTES
         high = min(num_blocks(end) * BLOCK_BYTES, self._sizes[name])
-        data = path.read_range(low, high)
+        data = read_range(path, low, high)
         if len(data) != high - low:
             raise damaged_file(path, f"bytes {low} to {high} are cut short: {len(data)} were read")
         self.check(name, low, data)
@@ -151,7 +149,7 @@ class Blocks:
     def _stored(self, first: int, end: int) -> np.ndarray:
         path = self._folder / BLOCKS
         if self.num_bytes > WHOLE_BYTES:
-            data = _read_range(path, first * _HASH.itemsize, end * _HASH.itemsize)
+            data = read_range(path, first * _HASH.itemsize, end * _HASH.itemsize)
             if len(data) != (end - first) * _HASH.itemsize:
                 raise damaged_file(path, "it is cut short")
             return np.frombuffer(data, _HASH)
@@ -165,14 +163,6 @@ class Blocks:
         if len(hashes) != self.num_bytes:
             raise damaged_file(path, f"it has {len(hashes)} bytes, and {self.num_bytes} hold its hashes")
         return hashes.view(_HASH)
-
-
-def _read_range(path: AnyPath, begin: int, end: int) -> bytes:
-    if isinstance(path, RemotePath):
-        return path.read_range(begin, end)
-    with open(path, "rb") as file:
-        file.seek(begin)
-        return file.read(end - begin)
 
 
 class MappedFile:

@@ -43,8 +43,7 @@ from maxbatch.system.atomic_files import BUILDING, remove_leftovers, write_atomi
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import exclusive
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, is_remote, upload
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
@@ -96,7 +95,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
       TrainingError: a worker was killed.
       OSError: the folder cannot be written.
     """
-    if isinstance(folder, RemotePath):
+    if is_remote(folder):
         return _build_remotely(folder, build)
     name = build.signature
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +115,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _build_remotely(folder: RemotePath, build: Build) -> TokenStore:
+def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
     """Builds a store shard by shard on this machine's disk and copies each to an object store, the manifest last."""
     refusal = "is preparing it; wait for it, or give another folder"
     with leased(folder, refusal) as check, tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
@@ -135,7 +134,7 @@ def _build_remotely(folder: RemotePath, build: Build) -> TokenStore:
         check()
         (folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
         for file in here.iterdir():
-            (folder / file.name).upload(file)
+            upload(file, folder / file.name)
         check()
         write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
         shards.tidy(list(manifest["sizes"]))

@@ -25,7 +25,7 @@ import numpy as np
 from maxbatch.data.store.blocks import Blocks
 from maxbatch.data.store.ranged_tokens import readers
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
 BLOCK_DOCUMENTS = 8192  # 64 KiB: a request costs as much as reading so many bytes
@@ -77,7 +77,7 @@ class RangedTable:
       ConfigError: the file is no such table.
     """
 
-    def __init__(self, path: RemotePath, num_documents: int, num_tokens: int, blocks: Blocks | None = None) -> None:
+    def __init__(self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None = None) -> None:
         self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
         self._header = self._checked_header()
         self._open()
@@ -96,7 +96,7 @@ class RangedTable:
     def _read_range(self, begin: int, end: int) -> bytes:
         if self._hashes:
             return self._hashes.read_range(self._path.name, begin, end)
-        return self._path.read_range(begin, end)
+        return read_range(self._path, begin, end)
 
     def _open(self) -> None:
         self._lock = threading.Lock()

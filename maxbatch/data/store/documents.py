@@ -18,8 +18,8 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
-from maxbatch.data.store.storage import LocalDisk, SourceFile
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.source_files import LocalDisk, SourceFile
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
 STDLIB_HELD_OUT = frozenset({

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.storage import SourceFile, is_remote, reason, storage_of
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.source_files import SourceFile, reason, storage_of
+from maxbatch.system.storage import scheme_of
 
 _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 
@@ -49,7 +50,7 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
 
 
 def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
-    remote = is_remote(path)
+    remote = scheme_of(path) is not None
     storage, place = storage_of(path if remote else str(Path(os.path.expanduser(path))), where)
     is_single = False
     try:

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.data.store.blocks import Blocks, MappedFile
-from maxbatch.system.object_stores import MAX_REQUESTS
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import MAX_REQUESTS, AnyPath, is_remote
 
 # Ranges that are closer than this are read as one: a request costs as much as reading so many bytes.
 _GAP_BYTES = 16 << 10
@@ -76,14 +74,14 @@ class RangedTokens:
                 stop = min(end, begin + longest, int(self._starts[file + 1]))
                 parts.append((file, begin - int(self._starts[file]), stop - int(self._starts[file])))
                 begin = stop
-        is_far = len(parts) > 1 and isinstance(self._files[0], RemotePath)
+        is_far = len(parts) > 1 and is_remote(self._files[0])
         found = readers().map(self._read_one, parts) if is_far else map(self._read_one, parts)
         return np.concatenate([np.zeros(0, self.dtype), *found])
 
     def _read_one(self, part: tuple[int, int, int]) -> np.ndarray:
         number, begin, end = part
         file, itemsize = self._files[number], self.dtype.itemsize
-        if isinstance(file, RemotePath):
+        if is_remote(file):
             first, last = begin * itemsize, end * itemsize
             blocks = self._blocks
             data = blocks.read_range(file.name, first, last) if blocks else file.read_range(first, last)

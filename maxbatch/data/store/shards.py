@@ -22,8 +22,7 @@ import numpy as np
 from maxbatch.data.store.blocks import BlockHasher
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import remove_tree
+from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
 
 
 def _name(number: int) -> str:
@@ -148,7 +147,7 @@ class ShardWriter:
 class RemoteShards:
     """The finished shards of a build into an object store."""
 
-    def __init__(self, folder: RemotePath, signature: str) -> None:
+    def __init__(self, folder: AnyPath, signature: str) -> None:
         self._folder, self._signature = folder, signature
 
     def begin(self) -> None:
@@ -159,7 +158,7 @@ class RemoteShards:
         """Returns the shards that an earlier build of the same signature finished, from the first on."""
         found: list[Shard] = []
         try:
-            sizes = self._folder.file_sizes()
+            sizes = file_sizes(self._folder)
         except FileNotFoundError:
             return found
         while (name := _name(len(found))) in sizes:
@@ -178,16 +177,16 @@ class RemoteShards:
     def keep(self, number: int, file: Path, shard: Shard) -> None:
         """Copies a finished shard to the store, and then its facts, which make it count; removes the file here."""
         (self._folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
-        (self._folder / file.name).upload(file)
+        upload(file, self._folder / file.name)
         self._facts(number).write_bytes(shard.to_bytes(self._signature))
         file.unlink()
 
-    def _facts(self, number: int) -> RemotePath:
+    def _facts(self, number: int) -> AnyPath:
         return self._folder / BUILDING_FOLDER / f"{number:05d}.npz"
 
     def tidy(self, names: Sequence[str]) -> None:
         """Removes what only a build needs, and tokens of another store that lay in the folder."""
         remove_tree(self._folder / BUILDING_FOLDER)
-        for name in self._folder.file_sizes():
+        for name in file_sizes(self._folder):
             if name.startswith("tokens") and name.endswith(".bin") and name not in names:
                 (self._folder / name).unlink(missing_ok=True)

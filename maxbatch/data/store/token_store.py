@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,8 +36,7 @@ from maxbatch.data.store.document_table import DocumentTable, RangedTable, Whole
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, file_sizes, is_remote
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
@@ -118,7 +116,7 @@ class TokenStore:
 
         files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name not in _BESIDE}
         (path, size), *others = files.items()
-        if others or isinstance(path, RemotePath):
+        if others or is_remote(path):
             sizes = [size // dtype.itemsize for size in files.values()]
             return RangedTokens(list(files), dtype.name, sizes, self.blocks)
         return MappedTokens(MappedFile(path, dtype, size, self.blocks))
@@ -136,7 +134,7 @@ class TokenStore:
         """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced meanwhile."""
         self._refuse_replaced()
         path = self.folder / OFFSETS
-        is_mapped = isinstance(path, Path) and self.manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES
+        is_mapped = not is_remote(path) and self.manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES
         data = np.memmap(str(path), np.uint8, mode="r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
             if self.blocks:
@@ -148,7 +146,7 @@ class TokenStore:
     def table(self) -> DocumentTable:
         """The starts of documents: of a large store in a bucket read by range, else `offsets`."""
         folder, manifest = self.folder, self.manifest
-        if isinstance(folder, RemotePath) and manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES:
+        if is_remote(folder) and manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES:
             return RangedTable(folder / OFFSETS, manifest["documents"], manifest["tokens"], self.blocks)
         return WholeTable(self.offsets)
 
@@ -230,7 +228,7 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
       ConfigError: it is missing, damaged or of another version, or a file has another size than it states.
     """
     try:
-        sizes = _file_sizes(folder)
+        sizes = file_sizes(folder)
         manifest = json.loads((folder / MANIFEST).read_bytes()) if MANIFEST in sizes else None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
@@ -245,14 +243,6 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
             block = min(size, sizes[name]) // BLOCK_BYTES
             raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")
     return dict(manifest)
-
-
-def _file_sizes(folder: AnyPath) -> dict[str, int]:
-    """Returns the bytes of the files in a folder, by one listing."""
-    if isinstance(folder, RemotePath):
-        return folder.file_sizes()
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 def _is_manifest(value: Any) -> bool:

@@ -14,10 +14,10 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import names_fixing
 from maxbatch.data.store.cache_folder import cache_file
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.storage import is_remote
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import is_remote
 
 _VERSION = 2  # of how documents become rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)

@@ -19,7 +19,7 @@ from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InT
 from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.storage import is_remote
 
 # Part of every identity. Raise it if the same settings come to mean other samples.
 _STREAM_VERSION = 1
@@ -141,7 +141,7 @@ def open_stream(config: ConfigDict | StreamConfig, split: Literal["train", "eval
         identity |= order_identity(config)
     has_epochs = mixture is None or held_out
     samples_per_epoch = sum(source.rows.num_rows for source in sources.values()) if has_epochs else None
-    is_far = any(isinstance(source.store_folder, RemotePath) for source in sources.values())
+    is_far = any(source.store_folder and is_remote(source.store_folder) for source in sources.values())
     seconds = _FAR_AHEAD_S if is_far else 0.0
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size, seconds)
     return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead)

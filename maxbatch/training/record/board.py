@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError, StoreFull, TrainingError
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
 
 _FLUSH_S = 120.0
@@ -36,10 +34,8 @@ class Board:
         self._folder, self._files, self._warn = folder, 0, warn
         self._writer: EventsWriter | None = None
         self._stack = contextlib.ExitStack()
-        self._here = Path(str(folder))
-        if isinstance(folder, RemotePath):
-            # An object cannot grow: events go to a file here, which is uploaded for others to see.
-            self._here = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="maxbatch-")))
+        # An object cannot grow: events go to a file here, which is copied for others to see.
+        self._here = self._stack.enter_context(place_here(folder))
         self._open()
         self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
         self._flushed = time.monotonic()
@@ -103,11 +99,10 @@ class Board:
 
     def _upload(self) -> None:
         """Writes the events so far to an object store; a file that has grown large is followed by another one."""
-        if not isinstance(self._folder, RemotePath) or self._writer is None:
+        if self._writer is None:
             return
         newest = Path(self._writer._file_name)
-        (self._folder / newest.name).write_bytes(newest.read_bytes())
-        if newest.stat().st_size > _UPLOADED_BYTES:
+        if send(newest, self._folder / newest.name) and newest.stat().st_size > _UPLOADED_BYTES:
             self._writer.close()
             self._open()
 
@@ -115,8 +110,7 @@ class Board:
         """Closes the file."""
         with self._stack:
             try:
-                if isinstance(self._folder, RemotePath):
-                    self.sync()
+                self.sync()
             finally:
                 self._close_file()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
+import contextlib
 from pathlib import Path
 
 import jax
 
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, copy_tree, remove_tree
+from maxbatch.system.storage import AnyPath, copy_tree, place_here
 
 
 class Profiler:
@@ -23,11 +22,11 @@ class Profiler:
         self._steps = range(int(first), int(end)) if window else range(0)
         self._folder = folder
         self._writes_to: Path | None = None  # while it traces
+        self._stack = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
         if step in self._steps and not self._writes_to:
-            is_remote = isinstance(self._folder, RemotePath)
-            self._writes_to = Path(tempfile.mkdtemp(prefix="maxbatch-") if is_remote else str(self._folder))
+            self._writes_to = self._stack.enter_context(place_here(self._folder))
             jax.profiler.start_trace(str(self._writes_to))
 
     def ends_after(self, step: int) -> bool:
@@ -40,9 +39,9 @@ class Profiler:
     def _end(self) -> None:
         jax.profiler.stop_trace()
         written, self._writes_to = self._writes_to, None
-        if written and isinstance(self._folder, RemotePath):
-            copy_tree(written, self._folder)
-            remove_tree(written)
+        with self._stack:
+            if written:
+                copy_tree(written, self._folder)
 
     def __enter__(self) -> Profiler:
         return self

@@ -16,17 +16,15 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from maxbatch.system.object_stores import refusal, s3_endpoint
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.object_stores import kvstore, refusal
+from maxbatch.system.storage import AnyPath, is_remote
+from maxbatch.system.stores import STORES
 from maxbatch.training.weights.orbax_files import let_failed_arrays_end_quietly, let_orbax_wait_for_stores
 
 T = TypeVar("T")
 
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
-# Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
-_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 
 
 def arrays_handler() -> ocp.PyTreeCheckpointHandler:
@@ -47,23 +45,9 @@ def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
     return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
 
 
-def kvstore_of(url: str) -> dict[str, Any]:
-    """Returns TensorStore's specification of a folder in an object store."""
-    scheme, _, rest = url.partition(":")
-    bucket, _, name = rest.lstrip("/").partition("/")
-    where = {"bucket": bucket, "path": name}
-    if scheme == "gs":
-        return {"driver": "gcs", **where, "gcs_request_retries": _RETRIES}
-    endpoint, region = s3_endpoint()
-    there: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
-    if os.environ.get("AWS_ACCESS_KEY_ID"):  # looking for profiles as well prints errors where there are none
-        there["aws_credentials"] = {"type": "environment"}
-    return {"driver": "s3", **where, "aws_region": region, "s3_request_retries": _RETRIES, **there}
-
-
 @functools.cache
 def let_orbax_reach_stores() -> None:
-    """Teaches Orbax where s3:// is: it knows the commit protocol of a store, but names only gs:// to TensorStore.
+    """Teaches Orbax the place of every store: it knows their commit protocol, but names only gs:// to TensorStore.
 
     Orbax has no public way to say it; it asks these two functions for the place of every array (0.12.8).
     """
@@ -71,8 +55,8 @@ def let_orbax_reach_stores() -> None:
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     # By here its own normalisation has made one slash of two after any scheme but gs.
-    tensorstore_utils._use_gcs_driver = lambda folder: re.match(r"(gs|s3):/", folder) is not None
-    gcs_utils.get_kvstore_for_gcs = kvstore_of
+    tensorstore_utils._use_gcs_driver = lambda folder: folder.partition(":/")[0] in STORES
+    gcs_utils.get_kvstore_for_gcs = kvstore
     let_orbax_wait_for_stores()
 
 
@@ -83,7 +67,7 @@ def plain_path(folder: AnyPath) -> Iterator[Path]:
     They take `[` for a pattern, `\\` for a separator and `gs:` for a scheme, wherever it stands in a path; such a
     folder is reached through a link.
     """
-    if isinstance(folder, RemotePath):
+    if is_remote(folder):
         let_orbax_reach_stores()
         yield epath.Path(str(folder))
         return
@@ -101,7 +85,7 @@ def os_error(error: Exception, path: AnyPath) -> OSError | None:
 
     TensorStore raises ValueError and names the system's error in its text.
     """
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         return refusal(error, str(path))
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:

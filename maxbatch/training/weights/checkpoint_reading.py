@@ -22,7 +22,7 @@ from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import gather, warn
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, cannot_read
-from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.storage import AnyPath, as_path, is_remote
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
@@ -83,7 +83,7 @@ class StoredCheckpoint:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         if self.record.parameters is not None:
             return {name: stored.shape for name, stored in self.record.parameters.items()}
-        if not isinstance(self.folder, Path):
+        if is_remote(self.folder):
             return {}
         try:
             stored = arrays_handler().metadata(self.folder / "params")

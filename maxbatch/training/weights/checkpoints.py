@@ -27,9 +27,8 @@ from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
 from maxbatch.system.errors import ConfigError, LeaseLost, cannot_read, cannot_write
 from maxbatch.system.fences import BUILDING, ask
-from maxbatch.system.object_stores import PATIENCE
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, move_tree, probe, remove_tree, subfolders
+from maxbatch.system.patience import patience
+from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.update_config import UpdateConfig
@@ -95,6 +94,7 @@ class Checkpoints:
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
+        self._is_remote = is_remote(self._run_dir)  # then Orbax removes no leftovers, and tries again for minutes
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts = (jax.process_count(), num_loading_hosts)
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
@@ -110,17 +110,17 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         self._folder.mkdir(exist_ok=True)
-        is_remote = isinstance(self._folder, RemotePath)
+        in_store = self._is_remote
         # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
         staged = None
-        if isinstance(self._folder, RemotePath):
+        if in_store:
             staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
-        mode = AtomicityMode.COMMIT_FILE if is_remote else AtomicityMode.AUTO
+        mode = AtomicityMode.COMMIT_FILE if in_store else AtomicityMode.AUTO
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            cleanup_tmp_directories=not is_remote,
+            cleanup_tmp_directories=not in_store,
             enable_async_checkpointing=True,
-            lightweight_initialize=is_remote,  # else it reads an object of every checkpoint, for times that nobody asks
+            lightweight_initialize=in_store,  # else it reads an object of every checkpoint, for times that nobody asks
             atomicity_options=AtomicityOptions(mode=mode),
             temporary_path_class=staged,
             async_options=AsyncOptions(timeout_secs=COMMIT_S),
@@ -155,7 +155,7 @@ class Checkpoints:
         """
 
         def look() -> dict[str, Any] | None:
-            if isinstance(self._folder, RemotePath):
+            if self._is_remote:
                 self._remove_unfinished()
             records = (self._look(step)[1] for step in committed_steps(self._run_dir))
             return next(filter(None, records), None)
@@ -303,23 +303,22 @@ class Checkpoints:
         TensorStore tries again for minutes what a full or closed bucket refuses.
         """
         looked_at = time.monotonic()
-        while isinstance(self._run_dir, RemotePath) and self._opened and self._opened.is_saving_in_progress():
+        while self._is_remote and self._opened and self._opened.is_saving_in_progress():
             time.sleep(_POLL_S)
-            if time.monotonic() < looked_at + _LOOK_S and not PATIENCE.gave_up:
+            if time.monotonic() < looked_at + _LOOK_S and not patience().gave_up:
                 continue
             probe(self._run_dir)
             looked_at = time.monotonic()
-        if isinstance(self._run_dir, RemotePath) and self._opened:
+        if self._is_remote and self._opened:
             self._opened.wait_until_finished()
             self._saved = self._started
 
     def _give_up(self) -> None:
         """Leaves the threads of a save to a store that fails behind: nobody waits for them, or is told once more."""
-        if isinstance(self._run_dir, RemotePath):
+        if self._is_remote:
             self._opened = None
             self._stack.pop_all()
-            PATIENCE.left_behind = True
-            PATIENCE.give_up()
+            patience().leave_behind()
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

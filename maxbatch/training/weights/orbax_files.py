@@ -27,15 +27,16 @@ from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
 from maxbatch.runs.position import COMMITTED_FILE
 from maxbatch.system import fences
 from maxbatch.system.errors import StoreRefused
-from maxbatch.system.object_stores import PATIENCE, SCHEMES, gone_is_done, persist
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import copy_objects, remove_tree
+from maxbatch.system.object_stores import gone_is_done, persist
+from maxbatch.system.patience import Patience
+from maxbatch.system.storage import AnyPath, as_path, clone_tree, remove_tree
+from maxbatch.system.stores import STORES
 
 T = TypeVar("T")
 AnyText = str | os.PathLike[str]
 
 # Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
-BARRIER_S = 2 * int(PATIENCE.seconds)
+BARRIER_S = 2 * int(Patience.seconds)
 COMMIT_S = 2 * BARRIER_S  # for the whole of a save
 _failed_loops: list[asyncio.AbstractEventLoop] = []
 
@@ -46,7 +47,7 @@ def let_orbax_wait_for_stores() -> None:
     Epath has no public way to name a backend; it looks them up in this table (etils 1.15). Nor has Orbax one to set how
     long hosts wait for each other while a checkpoint begins (0.12.8).
     """
-    for scheme in SCHEMES:
+    for scheme in STORES:
         gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
     multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S
 
@@ -80,7 +81,7 @@ def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath]:
+def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
     """Returns how Orbax saves the steps in a folder: each in a folder with `token` in its name, and copied when whole.
 
     The file that says that a checkpoint is whole is copied last.
@@ -89,7 +90,7 @@ def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath
     class Staged(CommitFileTemporaryPath):
         @classmethod
         def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
-            is_step = os.fspath(final_path.parent) == folder.url
+            is_step = os.fspath(final_path.parent) == str(folder)
             name = f"{fences.BUILDING}{token}-{final_path.name}"
             staging = final_path.parent / name if is_step else final_path  # an item of a step is within its folder
             options.pop("snapshot_type", None)
@@ -101,29 +102,29 @@ def staged_below(folder: RemotePath, token: str) -> type[CommitFileTemporaryPath
             await super().finalize()
             self._final_path = final
             if final != staging:
-                await asyncio.to_thread(_publish, RemotePath(os.fspath(staging)), RemotePath(os.fspath(final)))
+                await asyncio.to_thread(_publish, as_path(staging), as_path(final))
 
     return Staged
 
 
-def _publish(staging: RemotePath, final: RemotePath) -> None:
-    copy_objects(staging, final, last=COMMITTED_FILE)
+def _publish(staging: AnyPath, final: AnyPath) -> None:
+    clone_tree(staging, final, last=COMMITTED_FILE)
     remove_tree(staging)
 
 
 class PatientFiles(backend._FileSystemSpecBackend):
-    """Epath's files of object stores, whose requests are made again as `PATIENCE` says."""
+    """Epath's files of object stores, whose requests are made again until the patience of the command ends."""
 
     def open(self, path: AnyText, mode: str) -> IO[Any]:
-        there = RemotePath(os.fspath(path))
+        there = as_path(path)
         raw = _Written(there) if "w" in mode else io.BytesIO(there.read_bytes())
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding="utf-8")
 
     def exists(self, path: AnyText) -> bool:
-        return RemotePath(os.fspath(path)).exists()
+        return as_path(path).exists()
 
     def isdir(self, path: AnyText) -> bool:
-        return RemotePath(os.fspath(path)).is_dir()  # fsspec's own says no where the store does not answer
+        return as_path(path).is_dir()  # fsspec's own says no where the store does not answer
 
     def listdir(self, path: AnyText) -> list[str]:
         return _patiently(path, partial(super().listdir, path))
@@ -152,7 +153,7 @@ class PatientFiles(backend._FileSystemSpecBackend):
 class _Written(io.BytesIO):
     """A file that is written into an object when it is closed."""
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: AnyPath) -> None:
         super().__init__()
         self._path = path
 

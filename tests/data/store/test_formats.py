@@ -20,6 +20,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl, parquet
 from maxbatch.system import object_stores
 from maxbatch.system.errors import StoreFailed
+from maxbatch.system.patience import Patience
 from maxbatch.system.storage import as_path
 from tests.helpers.stores import Store
 
@@ -331,7 +332,7 @@ def test_a_store_that_does_not_answer_is_waited_for_and_its_records_are_not_dama
         assert texts(documents) == TEXTS
         documents.refuse_changed()
     assert [status for *_, status in store.requests()].count(425) == 2
-    monkeypatch.setattr(object_stores.PATIENCE, "seconds", 0.2)
+    monkeypatch.setattr(Patience, "seconds", 0.2)
     with store.failing(share=1.0, kinds=("425",)):
         for ask in (lambda: texts(documents), documents.refuse_changed, lambda: source(kind, str(folder))):
             with pytest.raises(StoreFailed, match="does not answer"):

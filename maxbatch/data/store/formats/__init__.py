@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.storage import SourceFile
+from maxbatch.system.source_files import SourceFile
 
 # Handles a bad record, given its problem: raises, or returns the empty document if bad records are left out.
 Bad = Callable[[str], bytes]

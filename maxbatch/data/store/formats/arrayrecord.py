@@ -10,8 +10,9 @@ from typing import Any
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
-from maxbatch.data.store.storage import SourceFile, is_remote, reason
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.source_files import SourceFile, reason
+from maxbatch.system.storage import is_remote
 
 _BATCH_BYTES = 1 << 20
 # The declaration of tf.train.Example, for reading it without TensorFlow.

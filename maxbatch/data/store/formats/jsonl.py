@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
-from maxbatch.data.store.storage import SourceFile
+from maxbatch.system.source_files import SourceFile
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"

@@ -9,8 +9,8 @@ from typing import Any
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, grouped, record_as_json
-from maxbatch.data.store.storage import SourceFile, reason
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.source_files import SourceFile, reason
 
 _BATCH_ROWS = 512
 _READ_AHEAD_BYTES = 1 << 20

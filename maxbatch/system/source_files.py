@@ -1,6 +1,6 @@
-"""Files on this machine and in remote stores, behind one interface.
+"""Lists and opens the files of datasets, on this machine and in object stores, whose names may hold any character.
 
-A path with a scheme (gs://, s3://, ...) is read through fsspec, which needs the scheme's own package. A path without a
+A path with a scheme is read through fsspec, which needs the scheme's own package. A path without a
 scheme is read without fsspec: importing it takes as long as importing numpy, and its local file system neither gives
 times in nanoseconds nor follows symbolic links to folders.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -19,13 +18,11 @@ from functools import partial
 from stat import S_ISREG
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.object_stores import SCHEMES, file_system, persist
+from maxbatch.system.object_stores import file_system, persist
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import url_fault
+from maxbatch.system.storage import scheme_of, url_fault
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # Fields in which stores give the version of an object, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 
@@ -39,11 +36,6 @@ class SourceFile(NamedTuple):
     name: str  # its path below the dataset
     size: int  # bytes
     stamp: int | str  # changes with the content: mtime in ns, or what a store gives as the version of the object
-
-
-def is_remote(path: str) -> bool:
-    """Returns whether a path has a scheme and is read through fsspec."""
-    return _SCHEME.match(path) is not None
 
 
 class LocalDisk:
@@ -149,19 +141,17 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
 
     Messages about a store that needs another package, or cannot be reached, begin with `where`, by default the path.
     """
-    scheme = _SCHEME.match(path)
+    scheme = scheme_of(path)
     if scheme is None:
         return _DISK, path
-    where = where or shown(path)
-    if scheme[1] not in SCHEMES:
-        raise ConfigError(f"{where}: must be a local path, gs:// or s3:// ({scheme[1]}:// is not supported)")
+    where = where or path[:80]
     if rule := url_fault(path, may_hold_pattern=True):
         raise ConfigError(f"{where}: must be {rule}")
     try:
-        found = file_system(scheme[1])
+        found = file_system(scheme)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}; a copy on a local disk needs none") from error
-    return RemoteStore(scheme[1], found), found._strip_protocol(path)
+    return RemoteStore(scheme, found), found._strip_protocol(path)
 
 
 def reason(error: Exception) -> str:

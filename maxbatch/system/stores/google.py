@@ -1,0 +1,103 @@
+"""Google Cloud Storage: requests of gcsfs to its JSON API, and settings of its clients."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from maxbatch.system.stores.store import CONNECT_S, READ_S, has_lost
+
+
+class Google:
+    """`gs://`, whose versions are generations."""
+
+    package, extra = "gcsfs", "gcs"
+    sign_in = "sign in with `gcloud auth application-default login`, or give the machine a service account"
+    needs = "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket"
+    make_bucket = "gcloud storage buckets create gs://"
+
+    def configure(self, conf: dict[str, Any]) -> None:
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        if emulator:
+            emulator = emulator if "://" in emulator else f"http://{emulator}"
+            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator.rstrip("/"))
+            os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anonymous")
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+            conf.setdefault("token", "anon")
+        if "requests_timeout" not in conf and importlib.util.find_spec("aiohttp"):
+            import aiohttp
+
+            conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+
+    def kvstore(self, bucket: str, name: str, retries: dict[str, Any]) -> dict[str, Any]:
+        return {"driver": "gcs", "bucket": bucket, "path": name, "gcs_request_retries": retries}
+
+    def version(self, files: Any, bucket: str, name: str) -> str:
+        return str(files.call("GET", _object(bucket, name), json_out=True)["generation"])
+
+    def read(self, files: Any, bucket: str, name: str) -> tuple[bytes, str]:
+        while True:
+            version = self.version(files, bucket, name)
+            content = files.cat_file(f"gs://{bucket}/{name}")
+            if self.version(files, bucket, name) == version:
+                return content, version
+
+    def read_checked(self, files: Any, bucket: str, name: str) -> tuple[bytes, object, object]:
+        headers, content = files.call("GET", files.url(f"gs://{bucket}/{name}"))
+        return content, *_stated(headers, content)
+
+    def write(self, files: Any, bucket: str, name: str, data: bytes, version: str | None) -> str:
+        service = files.base.removesuffix("/storage/v1/")
+        path, mark = f"{service}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
+        named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
+        begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
+        body = begin.encode() + data + f"\n--{mark}--".encode()  # in parts, since an empty body is taken for none
+        headers = {"Content-Type": f'multipart/related; boundary="{mark}"'}
+        match = version or "0"
+        answer = files.call(
+            "POST", path, uploadType="multipart", ifGenerationMatch=match, headers=headers, data=body, json_out=True
+        )
+        return str(answer["generation"])
+
+    def remove(self, files: Any, bucket: str, name: str, version: str) -> bool:
+        files.call("DELETE", _object(bucket, name), ifGenerationMatch=version)
+        return True
+
+    def join(self, files: Any, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+        tail = f"{name}.tail"
+        try:  # by its version: a writer that was stopped may write a tail of its own at any time
+            found = self.version(files, bucket, tail)
+        except FileNotFoundError:
+            found = None
+        written = self.write(files, bucket, tail, data, found)
+        parts = [{"name": name}, {"name": tail, "generation": written}]
+        sources = {"sourceObjects": parts, "destination": {"contentType": "text/plain"}}
+        files.call("POST", f"{_object(bucket, name)}/compose", json=sources, ifGenerationMatch=version)
+        try:
+            self.remove(files, bucket, tail, written)
+        except Exception as error:
+            if not (isinstance(error, FileNotFoundError) or has_lost(error)):
+                raise
+
+
+def _object(bucket: str, name: str) -> str:
+    """Returns the place of an object in the JSON API."""
+    return f"b/{quote(bucket)}/o/{quote(name, safe='')}"
+
+
+def _stated(headers: Mapping[str, str], content: bytes) -> tuple[object, object]:
+    """Returns the MD5 or else the length that the store states, and that of the content."""
+    if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
+        return None, None  # it was unpacked on its way
+    hashes = ",".join(value for name, value in headers.items() if name.lower() == "x-goog-hash")
+    if md5 := re.search(r"md5=([^,]+)", hashes):
+        return md5[1].strip(), base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+    return int(headers.get("x-goog-stored-content-length", len(content))), len(content)

@@ -1,0 +1,76 @@
+"""What the house asks of an object store beyond fsspec's methods, and what the clients of stores have in common."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+MAX_REQUESTS = 32  # at the same time
+CONNECT_S, READ_S = 10, 30  # a request that is silent for longer has failed
+
+
+class ObjectStore(Protocol):
+    """One kind of object store. `files` is its fsspec file system, `bucket` and `name` are the parts of a URL.
+
+    Methods raise what the client raises. A version changes with every write of an object.
+    """
+
+    package: str  # which reaches it
+    extra: str  # of maxbatch, which installs the package
+    sign_in: str  # how to get credentials, for messages
+    needs: str  # rights that a run needs, for messages
+    make_bucket: str  # the command that makes a bucket, which follows it
+
+    def configure(self, conf: dict[str, Any]) -> None:
+        """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
+
+    def kvstore(self, bucket: str, name: str, retries: dict[str, Any]) -> dict[str, Any]:
+        """Returns TensorStore's specification of a folder; `retries` are its pauses between tries of a request."""
+
+    def version(self, files: Any, bucket: str, name: str) -> str:
+        """Returns the version of an object; FileNotFoundError if there is none."""
+
+    def read(self, files: Any, bucket: str, name: str) -> tuple[bytes, str]:
+        """Returns the content of an object and its version."""
+
+    def read_checked(self, files: Any, bucket: str, name: str) -> tuple[bytes, object, object]:
+        """Returns the content of an object, the hash or length that the store states, and that of the content."""
+
+    def write(self, files: Any, bucket: str, name: str, data: bytes, version: str | None) -> str:
+        """Writes an object that has a version, or that is not there (None); returns its new version."""
+
+    def remove(self, files: Any, bucket: str, name: str, version: str) -> bool:
+        """Removes an object that has a version; returns whether it did."""
+
+    def join(self, files: Any, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+        """Adds bytes to the end of an object of `size` bytes that has a version, inside of the store."""
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """Returns the scheme, the bucket and the name in the bucket."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, name = rest.partition("/")
+    return scheme, bucket, name
+
+
+def chain(error: BaseException | None) -> list[BaseException]:
+    """Returns an exception and what caused it, the nearest first."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found[:4]
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status that an exception of a client carries."""
+    response = getattr(error, "response", None)
+    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
+    for value in (getattr(error, "code", None), getattr(error, "status", None), metadata.get("HTTPStatusCode")):
+        if isinstance(value, int | str) and str(value).isdigit():
+            return int(value)
+    return None
+
+
+def has_lost(error: BaseException) -> bool:
+    """Returns whether a store says that the precondition does not hold, or that a rival is just writing."""
+    return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))
