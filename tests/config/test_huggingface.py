@@ -25,7 +25,9 @@ def test_the_ends_of_a_text_are_those_of_generation_config(tmp_path: Path, text:
 def test_an_end_that_is_no_id_is_refused(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
-    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id must be null, an id or ids"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: (eos_token_id=.*must be the id of a token|is not JSON)"
+    ):
         end_tokens(tmp_path)
 
 
@@ -33,6 +35,8 @@ def test_an_end_that_is_no_id_is_refused(tmp_path: Path, value: str) -> None:
 def test_a_damaged_generation_config_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"generation_config\.json: (is not|must be a) JSON") as error:
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: (is not|must be a) JSON|nested more than 100 deep"
+    ) as error:
         end_tokens(tmp_path)
     assert "\n" not in str(error.value)

@@ -34,6 +34,7 @@ from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
+from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, file_sizes, is_remote
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 
 VERSION = 2
+_MOST_MANIFEST_BYTES = 64 << 20  # a held-out part of some million documents is listed in it
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
 MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
@@ -229,10 +231,13 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
     """
     try:
         sizes = file_sizes(folder)
-        manifest = json.loads((folder / MANIFEST).read_bytes()) if MANIFEST in sizes else None
+        path = folder / MANIFEST
+        manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES) if MANIFEST in sizes else None
+    except RefusedContent:
+        manifest = None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         manifest = None
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
