@@ -23,14 +23,27 @@ WALLS = {
     "parallel": {"MeshConfig", "RematConfig"},
     "model": {"ModelConfig", "RematConfig"},
     "data": {"DataConfig"},
+    "sampling": set(),
+    "runs": set(),
+    "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig"},
+    "training/weights": {"AdapterConfig", "DataConfig", "ModelConfig"},
+    "training/record": {"OptimizerConfig"},
+    "training/compile": set(),
+    "rl": {"DataConfig", "EvaluationConfig", "ModelConfig", "RLConfig"},
+    "pages": set(),
 }  # fmt: skip
-# The public Python API of these rooms, which takes the whole config.
+# The functions of these rooms that take the whole config: the public Python API, and what opens a session.
 WHOLE_CONFIG = {
     "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
              "RampupBatchManager.from_state", "render_plan"},
     "parallel": {"make_mesh", "mesh_shape"},
     "model": set(),
     "data": {"open_stream"},
+    "sampling": set(),
+    "runs": set(),
+    "training": {"MakeModel.__call__", "RunContext.__init__", "program_keys", "train", "with_flags"},
+    "rl": {"Learner.__init__", "PromptSource.__init__", "_pretraining", "train_policy", "warm_up"},
+    "pages": set(),
 }  # fmt: skip
 
 

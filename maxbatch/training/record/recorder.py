@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 
 from maxbatch.config.keys import Section
-from maxbatch.config.sections import OptimizerConfig, PromptBatchConfig
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.stream.fingerprint import to_hex
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
@@ -49,7 +49,6 @@ class RecordConfig(Section):
     """The keys that say what an update trains on, measures and may skip."""
 
     max_target_length: int
-    prompts: PromptBatchConfig
     optimizer: OptimizerConfig
 
 
