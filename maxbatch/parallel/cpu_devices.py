@@ -17,7 +17,7 @@ from pathlib import Path
 
 from maxbatch.system.errors import EXIT_FAILED
 
-_THREADS_PER_DEVICE = 16
+_THREADS_PER_DEVICE = 4  # loops within loops, as steps have them; idle threads cost time
 _MOST_THREADS = 256  # XLA's own limit for the pool
 _COUNT = "--xla_force_host_platform_device_count"
 _FLAGS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from flax import nnx
 from maxbatch import ConfigError
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.training.own import Parts, task_model
+from maxbatch.training.own import task_model
 from maxbatch.training.task import TaskModel
+from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
 
@@ -25,7 +27,8 @@ class OneMatrix(nnx.Module):
 
 def model_on(num_devices: int, *overrides: str) -> TaskModel:
     config = tiny_config("ici_fsdp_parallelism=1", *overrides)
-    return task_model(Parts(OneMatrix), config, MeshShape.from_config(PlanConfig.of(config), num_devices))
+    mesh = MeshShape.from_config(PlanConfig.of(config), num_devices)
+    return task_model(partial(OneMatrix, config), UpdateConfig.of(config), mesh, "")
 
 
 def test_a_model_of_the_user_takes_a_pipeline_axis_that_comes_to_one_stage() -> None:

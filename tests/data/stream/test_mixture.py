@@ -388,7 +388,9 @@ def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> No
     with pytest.raises(ConfigError, match=r"num_epochs of a mixture.*works: train_samples=1000000"):
         samples_per_epoch_if_cached(StreamConfig.of(config))
     stream = opened(LINE)
-    assert stream.samples_per_epoch is None and samples_per_epoch_if_cached(mixture_config(LINE)) is None
+    assert (
+        stream.samples_per_epoch is None and samples_per_epoch_if_cached(StreamConfig.of(mixture_config(LINE))) is None
+    )
     with pytest.raises(ConfigError, match=r"num_epochs=1\.5: num_epochs of a mixture") as raised:
         open_stream(config)
     works = str(raised.value).rpartition("works: ")[2]

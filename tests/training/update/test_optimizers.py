@@ -156,9 +156,9 @@ def test_bfloat16_parameters_keep_their_dtype() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    config = ConfigDict({"opt_type": "adam"})
+    config = OptimizerConfig.of(optimizer_config("adamw")).replaced({"opt_type": "adam"})
     with pytest.raises(ConfigError, match=r"opt_type='adam'.*adamw"):
-        make_optimizer(OptimizerConfig.of(config), 0.1)
+        make_optimizer(config, 0.1)
 
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:

@@ -336,7 +336,7 @@ def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_pa
     gradient_accumulation_steps=2 and the smallest model (the rest is in its config.yml), on one CPU device.
     `uninterrupted.jsonl` is its metrics.jsonl; `run` is its folder as if it was killed after update 6.
     """
-    with tarfile.open(Path(__file__).parent / "data" / "run_before_rooms.tar.xz") as archive:
+    with tarfile.open(Path(__file__).parents[1] / "data" / "run_before_rooms.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     config = load_config(tmp_path / "run" / "config.yml", [f"run_dir={tmp_path / 'run'}"])
     outcome = train(config, jax.devices()[:1])
