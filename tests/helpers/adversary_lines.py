@@ -7,7 +7,8 @@ import random
 from pathlib import Path
 
 from maxbatch.cli import make_parser
-from maxbatch.config.keys import ROWS, Key
+from maxbatch.config.keys import Key
+from maxbatch.config.sections import KEYS
 from tests.helpers.adversary_cases import Case
 
 TINY = (
@@ -289,7 +290,7 @@ class _Line:
         if command == "score":
             return [rng.choice(("run", "hf", *PATHS)), rng.choice(("data.jsonl", *PATHS))]
         if command == "config" and rng.random() < 0.3:
-            return [rng.choice((*(key.name for key in ROWS), *TEXTS))]
+            return [rng.choice((*(key.name for key in KEYS), *TEXTS))]
         words = [rng.choice(("run.yml", *PATHS))] if rng.random() < 0.3 else []
         return words + list(TINY if command not in ("plan", "config") or rng.random() < 0.3 else ())
 
@@ -297,7 +298,7 @@ class _Line:
         rng = self._rng
         if rng.random() < 0.04:
             return f"{rng.choice((*TEXTS, 'batch_size', 'lr', 'per_device_batchsize'))}={rng.choice(NUMBERS)}"
-        key = rng.choice(ROWS)
+        key = rng.choice(KEYS)
         return f"{key.name}={self._value(key)}"
 
     def _value(self, key: Key) -> str:

@@ -42,11 +42,11 @@ _OUTPUTS = {
 _PACKAGES = ("optuna", "optuna.storages", "plotly.offline", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
 _ROOMS = (
     "training.pretraining",
-    "training.export",
-    "training.peft",
+    "training.weights.export",
+    "training.weights.peft",
     "training.scoring",
     "training.compile.saved",
-    "training.parameters",
+    "training.weights.parameters",
     "training.compile.cache",
     "rl.run",
     "commands.simulation",

@@ -6,6 +6,7 @@ import io
 import pickle
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,6 +18,25 @@ from maxbatch.data.store import document_table
 from maxbatch.data.store.document_table import RangedTable, WholeTable
 
 
+class Opened:
+    """A file whose reads are those of a range."""
+
+    def __init__(self, read_range: Callable[[int, int], bytes]) -> None:
+        self._read_range, self._place = read_range, 0
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return
+
+    def seek(self, place: int) -> None:
+        self._place = place
+
+    def read(self, size: int) -> bytes:
+        return self._read_range(self._place, self._place + size)
+
+
 class Saved:
     """A table as an object of a store, whose reads are counted."""
 
@@ -24,6 +44,9 @@ class Saved:
         file = io.BytesIO()
         np.save(file, offsets)
         self.content, self.reads = file.getvalue(), 0
+
+    def open(self, mode: str) -> Opened:
+        return Opened(self.read_range)
 
     def read_range(self, begin: int, end: int) -> bytes:
         self.reads += 1
@@ -43,6 +66,9 @@ class Computed:
 
     def starts(self, documents: np.ndarray) -> np.ndarray:
         return documents * 10 + np.maximum(0, documents - self.half) * 5000
+
+    def open(self, mode: str) -> Opened:
+        return Opened(self.read_range)
 
     def read_range(self, begin: int, end: int) -> bytes:
         self.reads += 1
