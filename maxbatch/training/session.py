@@ -30,7 +30,15 @@ from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import ConfigError, DivergedError, StoreFailed, StoreFull, StoreRefused, TrainingError
+from maxbatch.system.errors import (
+    ConfigError,
+    DivergedError,
+    LeaseLost,
+    StoreFailed,
+    StoreFull,
+    StoreRefused,
+    TrainingError,
+)
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -277,10 +285,10 @@ class Session(Generic[B]):
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
-        """Says with a failure of the store in mid-run, which is not the fault of the command's input, what is saved."""
+        """Re-raises a failure of the store in mid-run as TrainingError, naming what is saved."""
         try:
             yield
-        except (StoreRefused, StoreFailed, StoreFull) as error:
+        except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
             fate = self.checkpoints.fate if self.checkpoints else "nothing is saved"
             raise TrainingError(f"{error}; {fate}") from error
 
