@@ -21,15 +21,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-
-from maxbatch.runs.position import committed_steps, read_record
+from maxbatch.runs.position import committed_steps
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import as_path
-from maxbatch.training.weights.array_files import plain_path
 
 LAPSE_S = 3.0
 MOMENTS = ("lease", "staging", "lines", "checkpoint", "done")
@@ -153,21 +148,14 @@ class Suspensions:
         return found
 
     def check_checkpoints(self) -> None:
-        """Raises SuspensionError unless every checkpoint of the run that counts is whole."""
-        run_dir = as_path(self.run_dir)
-        steps = committed_steps(run_dir)
-        with plain_path(run_dir / "checkpoints") as folder:
-            for step in steps:
-                found = sum(_checksum(folder / str(step) / name) for name in ("params", "opt_state")) % 2**32
-                if found != read_record(run_dir, step).checksum:
-                    raise SuspensionError(f"{run_dir}: checkpoint {step} does not match its checksum")
+        """Raises SuspensionError unless every checkpoint of the run that counts can be read, checksums included."""
+        rows = self.folder / "rows.jsonl"
+        rows.write_text('{"tokens": [1, 2, 3]}\n')
+        steps = committed_steps(as_path(self.run_dir))
+        for step in steps:
+            command = [sys.executable, "-m", "maxbatch", "score", f"{self.run_dir}/checkpoints/{step}", str(rows)]
+            read = subprocess.run(command, env=os.environ | self.environment, capture_output=True, text=True)
+            if read.returncode:
+                raise SuspensionError(f"{self.run_dir}: checkpoint {step}: {read.stderr[-2000:]}")
         if not steps:
-            raise SuspensionError(f"{run_dir}: no checkpoint is left")
-
-
-def _checksum(item: Path) -> int:
-    """Returns the sum of the words of the arrays below a folder, as `state_checksum` has it."""
-    with ocp.PyTreeCheckpointer() as reader:
-        restored = reader.restore(item)
-    words = (np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored))
-    return sum(int(w.view(np.uint16 if w.itemsize == 2 else np.uint32).sum(dtype=np.uint64)) for w in words)
+            raise SuspensionError(f"{self.run_dir}: no checkpoint is left")
