@@ -141,7 +141,9 @@ class Suspensions:
             found["holder"] = json.loads((there / LEASE_FILE).read_bytes()).get("pid")
         with contextlib.suppress(FileNotFoundError):
             found["lines"] = (there / "metrics.jsonl").stat().version
-        names = {p.name for p in (there / "checkpoints").iterdir()} if (there / "checkpoints").is_dir() else set()
+        names = set[str]()
+        with contextlib.suppress(FileNotFoundError):  # also where it vanishes while it is listed
+            names = {path.name for path in (there / "checkpoints").iterdir()}
         found["staging"] = sorted(name for name in names if name.startswith(BUILDING))
         found["checkpoint"] = sorted(names)
         found["done"] = committed_steps(there)

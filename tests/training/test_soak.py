@@ -1,4 +1,4 @@
-"""Kills and stops at random moments; `.ci/run` makes more of the kills."""
+"""Kills at random moments; `.ci/run` makes more of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,3 @@ def soak(*arguments: str) -> None:
 @pytest.mark.stores
 def test_killed_runs_train_what_an_unharmed_run_trains() -> None:
     soak("--kills", "4", "--seed", "4")
-
-
-@pytest.mark.slow
-@pytest.mark.stores
-def test_writers_that_are_stopped_for_longer_than_their_lease_lose_and_repeat_nothing() -> None:
-    soak("--suspends", "4", "--seed", "3")

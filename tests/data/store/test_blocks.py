@@ -173,8 +173,10 @@ def bucket_folder(store: Store, tmp_path: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize("is_ranged", [False, True])
-@pytest.mark.parametrize("name", ("tokens.bin", "offsets.npy", "blocks.bin"))
+@pytest.mark.parametrize(
+    ("name", "is_ranged"),
+    [("tokens.bin", False), ("tokens.bin", True), ("offsets.npy", False), ("offsets.npy", True), ("blocks.bin", False)],
+)
 def test_a_block_damaged_in_a_bucket_in_mid_run_is_named(
     bucket_folder: str, name: str, is_ranged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
