@@ -1,1 +1,1 @@
-"""The config: one row per key, YAML, layers, precedence."""
+"""The config: typed sections of keys, YAML, layers, precedence."""
