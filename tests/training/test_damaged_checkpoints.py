@@ -26,6 +26,7 @@ from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position
 from maxbatch.training.weights.checksums import array_checksums, word_sum
 from maxbatch.training.weights.parameters import load_parameters, open_model, restore_full_state
+from tests.helpers.damage import flip_a_parameter
 from tests.helpers.tiny import read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
@@ -72,14 +73,6 @@ def run(trained: Trained, tmp_path: Path) -> Trained:
 
 def same(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
-
-
-def flip_a_parameter(checkpoint: Path) -> None:
-    """Flips a bit of the largest file of the parameters; it is stored without a checksum of its own."""
-    file = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
 
 
 def put_in_the_parameters_of(step: int, checkpoint: Path) -> None:

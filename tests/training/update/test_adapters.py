@@ -27,6 +27,7 @@ from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.parameters import load_parameters
 from tests.helpers.configs import error_of
+from tests.helpers.damage import flip_a_parameter
 from tests.helpers.tiny import read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -158,10 +159,7 @@ def test_damaged_adapters_and_a_damaged_model_below_them_are_named(
     config = run_dir / "config.yml"
     config.write_text(config.read_text().replace(str(base), str(own_base)))
     checkpoint = run_dir / "checkpoints" / "6" if damaged == "adapters" else own_base / "checkpoints" / "2"
-    file = max((p for p in (checkpoint / "params").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+    flip_a_parameter(checkpoint)
     for flags in ((), ("--adapter",)):
         code = main(["export", str(run_dir), "--output", "exported", *flags])
         if flags and damaged == "base":

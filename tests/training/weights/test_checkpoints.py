@@ -28,6 +28,7 @@ from maxbatch.training.update.state import TrainState, abstract_state, init_stat
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.weights.parameters import restore_parameters
+from tests.helpers.damage import flip_a_parameter
 from tests.helpers.tiny import read_metrics, tiny_config
 
 DATA = {"dataset_type": "synthetic", "data_shuffle_seed": 0}
@@ -68,10 +69,6 @@ def saved(saved_once: Saved, tmp_path: Path) -> Saved:
     return own
 
 
-def largest_file(folder: Path) -> Path:
-    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-
-
 def newest_of(checkpoints: Checkpoints) -> tuple[Position, tuple[int, int]]:
     record = checkpoints.newest()
     assert record is not None
@@ -93,13 +90,6 @@ def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     assert_equal(restored.state, saved.state)
     for leaf, planned in zip(jax.tree.leaves(restored.state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
-
-
-def flip_a_bit(step: Path) -> None:
-    file = largest_file(step / "params")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def cut_in_half(step: Path) -> None:
@@ -150,7 +140,7 @@ def lose_everything(step: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        flip_a_bit,
+        flip_a_parameter,
         cut_in_half,
         lose_the_parameters,
         lose_the_position,
