@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -44,6 +45,7 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 _PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 os.environ["XLA_FLAGS"] = f"{QUICK_TO_COMPILE} {_PATIENT} --xla_force_host_platform_device_count=8"
 give_cpu_devices_threads()
+gc.set_threshold(50_000, 20, 100)  # as the command line does, and for its reason
 
 
 @pytest.hookimpl(tryfirst=True)
