@@ -1,7 +1,8 @@
 """Losses and data fingerprints of two checkouts, side by side: `python -m benchmarks.loss_compare BEFORE AFTER`.
 
 Runs the same commands with the package of each checkout and compares their metrics, update by update. A change that
-should not change what is trained passes where every fingerprint is equal and no loss differs by more than a tolerance.
+should not change what is trained passes where every fingerprint is equal and no loss differs by more than a tolerance,
+and no norm of a gradient by more than ten times as much.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_SMALL = ("steps=12", "base_num_decoder_layers=2")
+_TEXTS = ("dataset_type=jsonl", "dataset_path=documents.jsonl")
 # The runs to compare, by name: a command and its arguments.
 CASES = {
     "default": ("train",),
@@ -27,14 +30,18 @@ CASES = {
         "per_device_batch_size_increment=2", "per_device_batch_size=8", "gradient_accumulation_steps=2",
         "global_rampup_samples=300", "--simulate-devices", "4",
     ),
-    "tensor_fsdp": (
-        "train", "steps=12", "ici_tensor_parallelism=2", "per_device_batch_size=4", "scan_layers=true",
-        "gradient_accumulation_steps=2", "--simulate-devices", "4",
+    "tensor_fsdp_best_fit": (
+        "train", *_SMALL, *_TEXTS, "packing_strategy=best_fit", "ici_tensor_parallelism=2", "per_device_batch_size=4",
+        "scan_layers=true", "gradient_accumulation_steps=2", "eval_fraction=0.1", "eval_interval=6",
+        "--simulate-devices", "4",
     ),
-    "packed_jsonl": (
-        "train", "steps=20", "dataset_type=jsonl", "dataset_path=documents.jsonl", "packing_strategy=best_fit",
-        "eval_fraction=0.1", "eval_interval=10",
+    "schedule_muon": (
+        "train", *_SMALL, "opt_type=muon", "batch_size_schedule=0:8 40:16", "per_device_batch_size=8",
     ),
+    "sft": (
+        "train", *_SMALL, "use_sft=true", "dataset_type=jsonl", "dataset_path=pairs.jsonl", "per_device_batch_size=8",
+    ),
+    "lora": ("train", *_SMALL, *_TEXTS, "lora_rank=4", "load_parameters_path=model", "per_device_batch_size=8"),
     "rl": ("rl", "steps=6"),
 }  # fmt: skip
 
@@ -51,43 +58,52 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of a loss")
     arguments = parser.parse_args(argv)
-    table = Table("case", "updates", "fingerprints", "largest relative difference of a loss", "")
+    table = Table("case", "updates", "fingerprints", "largest relative difference of a loss", "of a norm", "")
     agree = True
     for case in arguments.cases:
         before, after = (_metrics(checkout.resolve(), case) for checkout in (arguments.before, arguments.after))
         same_data = [r["data_fingerprint"] for r in before] == [r["data_fingerprint"] for r in after]
-        losses = [(a["loss"] or 0.0, b["loss"] or 0.0) for a, b in zip(after, before, strict=True)]
-        difference = max(abs(a - b) / (abs(b) or 1.0) for a, b in losses)
-        passed = bool(before) and same_data and difference <= arguments.tolerance
+        loss, norm = (_largest_difference(before, after, name) for name in ("loss", "grad_norm"))
+        passed = bool(before) and same_data and loss <= arguments.tolerance and norm <= 10 * arguments.tolerance
         agree = agree and passed
         table.add_row(
-            case, str(len(before)), "equal" if same_data else "differ", f"{difference:.1e}",
+            case, str(len(before)), "equal" if same_data else "differ", f"{loss:.1e}", f"{norm:.1e}",
             "pass" if passed else "miss",
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return int(not agree)
 
 
+def _largest_difference(before: list[dict[str, Any]], after: list[dict[str, Any]], name: str) -> float:
+    pairs = [(a[name] or 0.0, b[name] or 0.0) for a, b in zip(after, before, strict=True)]
+    return max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
+
+
 def _metrics(checkout: Path, case: str) -> list[dict[str, Any]]:
     """Runs a case with the package of a checkout, in a folder and with caches of its own."""
     with tempfile.TemporaryDirectory(prefix="maxbatch-compare-") as folder:
-        _write_documents(Path(folder, "documents.jsonl"))
+        _write_texts(Path(folder))
         variables = {"PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(Path(folder, "cache"))}
         command, *overrides = CASES[case]
-        subprocess.run(
-            [sys.executable, "-m", "maxbatch", command, "run_dir=run", *overrides],
-            cwd=folder, env=os.environ | variables, check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        runs = [(command, "run_dir=run", *overrides)]
+        if "load_parameters_path=model" in overrides:
+            runs.insert(0, ("train", "run_dir=model", *_SMALL, *_TEXTS, "per_device_batch_size=8"))
+        for run in runs:
+            subprocess.run(
+                [sys.executable, "-m", "maxbatch", *run],
+                cwd=folder, env=os.environ | variables, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
         return [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
 
 
-def _write_documents(path: Path) -> None:
+def _write_texts(folder: Path) -> None:
     rng = random.Random(0)
     words = ["batch", "micro", "step", "ramp", "token", "shard", "mesh", "host", "sample", "update"]
-    with open(path, "w") as file:
+    with open(folder / "documents.jsonl", "w") as documents, open(folder / "pairs.jsonl", "w") as pairs:
         for _ in range(2000):
             text = " ".join(rng.choices(words, k=rng.randint(3, 120)))
-            file.write(json.dumps({"text": text}) + "\n")
+            documents.write(json.dumps({"text": text}) + "\n")
+            pairs.write(json.dumps({"prompt": text[:40], "completion": text[40:120] or "none"}) + "\n")
 
 
 if __name__ == "__main__":
