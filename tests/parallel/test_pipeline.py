@@ -87,14 +87,14 @@ def test_repeats_compile_for_a_model_with_biases() -> None:
 @pytest.mark.parametrize(
     ("stages", "microbatches", "repeats", "axis"),
     [
-        (2, 2, 1, "tensor"), (2, 2, 2, "data"), (2, 4, 1, "data"), (2, 4, 2, "tensor"), (2, 8, 1, "tensor"),
-        (2, 8, 2, "data"), (4, 4, 1, "data"), (4, 4, 2, "tensor"), (4, 8, 1, "tensor"), (4, 8, 2, "data"),
+        (2, 2, 1, "tensor"), (2, 4, 2, "tensor"), (2, 8, 2, "data"), (4, 4, 1, "data"), (4, 8, 1, "tensor"),
+        (4, 8, 2, "data"),
     ],
 )  # fmt: skip
 def test_every_number_of_stages_microbatches_and_repeats(
     stages: int, microbatches: int, repeats: int, axis: str
 ) -> None:
-    """Every schedule with one axis beside the pipeline, in turns; every other pair of settings occurs."""
+    """Each with one axis beside the pipeline, in turns."""
     assert_same_as_without(pipelined(stages, microbatches, repeats, f"ici_{axis}_parallelism=2"))
 
 
