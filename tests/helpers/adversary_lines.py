@@ -10,19 +10,9 @@ from maxbatch.cli import make_parser
 from maxbatch.config.keys import Key
 from maxbatch.config.sections import KEYS
 from tests.helpers.adversary_cases import Case
+from tests.helpers.tiny import TINY_MODEL
 
-TINY = (
-    "base_emb_dim=32",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=8",
-    "base_mlp_dim=64",
-    "base_num_decoder_layers=2",
-    "max_target_length=32",
-    "dataset_type=synthetic",
-    "synthetic_samples=50",
-    "steps=2",
-)
+TINY = (*TINY_MODEL, "dataset_type=synthetic", "synthetic_samples=50", "steps=2")
 _LONG = 5000
 TEXTS = (
     "",
