@@ -12,7 +12,7 @@ Importing maxbatch loads none of its parts, and JAX least of all: each name is r
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxbatch.system.errors import ConfigError, TrainingError
 
@@ -77,7 +77,7 @@ _HOME = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'maxbatch' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

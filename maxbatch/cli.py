@@ -80,7 +80,8 @@ def _dispatch(argv: list[str]) -> int:
         args = parser.parse_intermixed_args(rest)
     except SystemExit as stop:  # --help; whatever is wrong is a ConfigError
         return int(stop.code or 0)
-    return body.run(args)
+    code: int = body.run(args)
+    return code
 
 
 def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, shown
@@ -55,10 +55,10 @@ def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     return (files[0] if files else None), overrides
 
 
-def read_by(read: Callable[[str], Any], rule: str, works: object) -> Callable[[str], Any]:
+def read_by(read: Callable[[str], object], rule: str, works: object) -> Callable[[str], object]:
     """Returns the `type` of an argument that `read` reads; `rule` and `works` say what a text of it must be."""
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> object:
         try:
             return read(text)
         except (ConfigError, ValueError):
@@ -67,7 +67,7 @@ def read_by(read: Callable[[str], Any], rule: str, works: object) -> Callable[[s
     return parse
 
 
-def whole(least: int, most: int | None = None, works: int | None = None) -> Callable[[str], Any]:
+def whole(least: int, most: int | None = None, works: int | None = None) -> Callable[[str], object]:
     """Returns the `type` of an argument that takes a whole number; `works` is one that a refusal names."""
     rule = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
     return read_by(Scalar("", "int", Bounds(least, most)).read, rule, least if works is None else works)
@@ -76,7 +76,7 @@ def whole(least: int, most: int | None = None, works: int | None = None) -> Call
 count = whole(1)
 
 
-def real(bounds: Bounds, rule: str, works: object) -> Callable[[str], Any]:
+def real(bounds: Bounds, rule: str, works: object) -> Callable[[str], object]:
     """Returns the `type` of an argument that takes a number; `rule` says the bounds in words."""
     return read_by(Scalar("", "real", bounds).read, f"a number {rule}", works)
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -22,6 +22,8 @@ from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import Target, device_facts
 
 if TYPE_CHECKING:
+    import jax
+
     from maxbatch.data.feed.placement import BatchShape
     from maxbatch.training.compile.memory import Parts, Verdict
     from maxbatch.training.compile.modelled import Modelled
@@ -40,7 +42,7 @@ class _Compiled(NamedTuple):
     """A program that was compiled, or that does not fit."""
 
     verdict: Verdict
-    executable: Any  # None if it does not fit
+    executable: jax.stages.Compiled | None  # None if it does not fit
     modelled: Modelled
 
 
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
-    executables = {name: one.executable for name, one in done.items()}
+    executables = {name: one.executable for name, one in done.items() if one.executable is not None}
     size = save_programs(folder, program_keys(config), target.devices, shapes, executables)
     if args.json:
         steps = [done[step_name(shape)] for shape in shapes]
@@ -95,7 +97,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compile(
-    name: str, lowered: Any, target: Target, config: ConfigDict, hlo: Path | None, shape: BatchShape | None = None
+    name: str,
+    lowered: jax.stages.Lowered,
+    target: Target,
+    config: ConfigDict,
+    hlo: Path | None,
+    shape: BatchShape | None = None,
 ) -> _Compiled:
     """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
     from maxbatch.model.decoder_config import DecoderConfig
@@ -107,7 +114,7 @@ def _compile(
         verdict, executable = compile_for(lowered, target)
     if executable is None or not (hlo or has_clock(target)):
         return _Compiled(verdict, executable, Modelled())
-    text = executable.as_text()
+    text = executable.as_text() or ""
     if hlo:
         write_atomically(hlo / f"{name}.hlo", text)
     modelled = model_time(text, target, DecoderConfig.of(config), config.peak_tflops_per_device, shape)
@@ -135,11 +142,11 @@ def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> T
     )
 
 
-def _figures(one: _Compiled) -> dict[str, Any]:
+def _figures(one: _Compiled) -> dict[str, object]:
     return _memory_figures(one.verdict) | one.modelled.to_dict()
 
 
-def _memory_figures(verdict: Verdict) -> dict[str, Any]:
+def _memory_figures(verdict: Verdict) -> dict[str, object]:
     from maxbatch.training.compile.compiler import LACKS_HBM
 
     return {
@@ -152,7 +159,7 @@ def _memory_figures(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, Any]:
+def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object]:
     """Returns the figures of a program that was refused.
 
     The TPU compiler names one figure: arguments then follow from their shapes, and the rest counts as temporary.

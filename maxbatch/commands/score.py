@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch score takes one MODEL and one FILE")
 
 
-def _lines(path: str) -> list[dict[str, Any]]:
+def _lines(path: str) -> list[dict[str, object]]:
     """Returns the records of a file.
 
     Raises:
@@ -126,7 +126,7 @@ class _Encoder:
     def __init__(self, config: ConfigDict, bos_by_key: bool) -> None:
         self._config, self._bos_by_key = config, bos_by_key
 
-    def records(self, lines: Sequence[dict[str, Any]], path: str) -> list[Scored]:
+    def records(self, lines: Sequence[dict[str, object]], path: str) -> list[Scored]:
         """Returns the tokens of every record; raises ConfigError for one that has none, by its number from 1."""
         scored = []
         for number, line in enumerate(lines, 1):
@@ -136,7 +136,7 @@ class _Encoder:
                 raise ConfigError(f"FILE={shown(repr(path))}: record {number}: {error.problem}") from error
         return scored
 
-    def _record(self, line: dict[str, Any]) -> Scored:
+    def _record(self, line: dict[str, object]) -> Scored:
         if "tokens" in line:
             tokens = self._ids(line["tokens"])
         elif "text" in line:
@@ -150,7 +150,7 @@ class _Encoder:
             raise RecordError(0, f"needs text, tokens, messages, or prompt and completion; its fields: {fields}")
         return Scored(tokens, np.ones(len(tokens), np.float32))
 
-    def _ids(self, value: Any) -> np.ndarray:
+    def _ids(self, value: object) -> np.ndarray:
         if not isinstance(value, list) or not all(type(token) is int for token in value):
             raise RecordError(0, "field tokens must be a list of whole numbers")
         last = self._config.vocab_size - 1
@@ -159,7 +159,7 @@ class _Encoder:
             raise RecordError(0, f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
         return np.array(value, np.int32)
 
-    def _text(self, value: Any) -> np.ndarray:
+    def _text(self, value: object) -> np.ndarray:
         if not isinstance(value, str):
             raise RecordError(0, f"field text is a {type(value).__name__}, not a text")
         tokenizer = self._conversations.tokenizer
@@ -174,9 +174,21 @@ class _Encoder:
         return Conversations(tokenizer, self._config.sft_train_on_completion_only, skip_bad_records=False)
 
 
-def _figures(records: Sequence[Scored], found: Sequence[np.ndarray]) -> dict[str, Any]:
+class _RecordFigures(TypedDict):
+    logprobs: list[float | None]
+    weights: list[float]
+    loss: float | None
+
+
+class _Figures(TypedDict):
+    records: list[_RecordFigures]
+    loss: float | None
+    perplexity: float | None
+
+
+def _figures(records: Sequence[Scored], found: Sequence[np.ndarray]) -> _Figures:
     """Returns what `--json` prints; a loss without weight, or one that is not finite, is null."""
-    rows = []
+    rows: list[_RecordFigures] = []
     total = weight = 0.0
     for record, logprobs in zip(records, found, strict=True):
         weights = record.weights[1:]
@@ -193,7 +205,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _print(scored: dict[str, Any]) -> None:
+def _print(scored: _Figures) -> None:
     console = PipeConsole(highlight=False, soft_wrap=True)
     tokens = 0.0
     for number, record in enumerate(scored["records"], 1):

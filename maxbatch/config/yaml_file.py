@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -176,10 +176,10 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
 def _in_braces(node: yaml.Node, where: str) -> str:
     """Returns a mapping, of scalars or of mappings again, in one line of JSON, its scalars as they are written."""
 
-    def plain(value: yaml.Node) -> Any:
+    def plain(value: yaml.Node) -> object:
         return value.value if isinstance(value, yaml.ScalarNode) else dict(texts(value))
 
-    def texts(value: yaml.Node) -> Iterator[tuple[str, Any]]:
+    def texts(value: yaml.Node) -> Iterator[tuple[str, object]]:
         if not isinstance(value, yaml.MappingNode):
             raise ConfigError(f"{where}: a mixture by positions must be mappings of texts")
         return ((name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value))

@@ -6,7 +6,7 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.pages.plots import Figure, Panel, colour
 from maxbatch.system.atomic_files import write_atomically
@@ -39,7 +39,7 @@ class Page:
         """Begins a page; one that `reloads_s` is above 0 loads itself anew so often, in seconds."""
         self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
-        self._figures: list[dict[str, Any]] = []
+        self._figures: list[dict[str, object]] = []
         self._runs: list[RunColumns] = []
 
     def add(self, *parts: str) -> None:
@@ -70,7 +70,7 @@ class Page:
             for panel, lines in drawn.items() if lines
         ])  # fmt: skip
 
-    def _add(self, figures: Iterable[tuple[Figure | Panel, dict[str, Any]]]) -> None:
+    def _add(self, figures: Iterable[tuple[Figure | Panel, dict[str, object]]]) -> None:
         parts = []
         for figure, spec in figures:
             number, log, note = len(self._figures), "", ""
@@ -128,7 +128,8 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ConfigError("plots need plotly; works: pip install 'maxbatch[report]'") from None
-    return get_plotlyjs()
+    script: str = get_plotlyjs()
+    return script
 
 
 def heading(text: str) -> str:
@@ -180,7 +181,7 @@ def _cell(value: object) -> str:
     return f'<td class="number">{f"{value:,.0f}" if is_large else f"{value:.5g}"}</td>'
 
 
-def _lines(panel: Panel, runs: Sequence[RunColumns]) -> list[dict[str, Any]]:
+def _lines(panel: Panel, runs: Sequence[RunColumns]) -> list[dict[str, object]]:
     return [
         {"run": index, "column": column, "style": style}
         for index, run in enumerate(runs)

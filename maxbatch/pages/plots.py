@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _COLOURS = (
     "#3b82f6", "#f97316", "#10b981", "#e11d48", "#8b5cf6", "#ca8a04", "#06b6d4", "#ec4899", "#65a30d", "#a16207",
@@ -20,8 +20,8 @@ class Figure(NamedTuple):
     """A figure of its own data."""
 
     title: str
-    data: list[dict[str, Any]]  # plotly.js traces
-    layout: dict[str, Any]  # of plotly.js, without colours
+    data: Sequence[Mapping[str, object]]  # plotly.js traces
+    layout: Mapping[str, object]  # of plotly.js, without colours
     note: str = ""  # below the figure
 
 
@@ -74,7 +74,7 @@ def metric_against_key(
             "marker": {"color": colour(index), "size": 8},
         })  # fmt: skip
     kind = ("log" if is_log else "linear") if is_number else "category"
-    ticks: dict[str, Any] = {}
+    ticks: dict[str, object] = {}
     values = sorted({number for number in numbers if number is not None})
     if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
         # their own values as ticks say more than powers of ten
@@ -120,7 +120,7 @@ class BatchCurve(NamedTuple):
 
 def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
     """Draws loss against batch size, a curve for each checkpoint with its tolerance as a dotted line."""
-    data: list[dict[str, Any]] = []
+    data: list[Mapping[str, object]] = []
     for index, curve in enumerate(curves):
         line = {"type": "scatter", "legendgroup": curve.label, "name": curve.label}
         data.append(line | {

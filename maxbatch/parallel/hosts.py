@@ -132,7 +132,8 @@ def broadcast(make: Callable[[], T]) -> T:
         value = make()
         _store().key_value_set(key, json.dumps(value))
         return value
-    return json.loads(_store().blocking_key_value_get(key, _LONGEST_WAIT_MS))
+    agreed: T = json.loads(_store().blocking_key_value_get(key, _LONGEST_WAIT_MS))
+    return agreed
 
 
 def gather(value: T) -> list[T]:

@@ -28,11 +28,11 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.sections import MeshConfig, RematConfig
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import Constrain, activation_constraint, num_shards
+from maxbatch.parallel.trees import Tree, TreeOf
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
-PyTree = Any
 # (x_bxLxD, segments_bxL, the parameters of one layer, or of several stacked in order) -> x_bxLxD
-Layers = Callable[[jax.Array, jax.Array, PyTree], jax.Array]
+Layers = Callable[[jax.Array, jax.Array, Tree], jax.Array]
 
 _STREAM = ("stage", None, "batch", "length", "embed")
 
@@ -77,7 +77,7 @@ class Pipeline:
         """The ticks of one pass: M x R of work for each stage, and S - 1 to fill and drain."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
-    def __call__(self, layers: Layers, stacked: PyTree, x_BxLxD: jax.Array, segments_BxL: jax.Array) -> jax.Array:
+    def __call__(self, layers: Layers, stacked: Tree, x_BxLxD: jax.Array, segments_BxL: jax.Array) -> jax.Array:
         """Returns x after all layers, stacked in `stage_order`; B is divisible by batch_shards x M."""
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
@@ -124,9 +124,10 @@ class Pipeline:
         def of_repeat(weight_RxN: jax.Array, repeat: jax.Array) -> jax.Array:
             if self.num_repeats == 1:
                 return weight_RxN[0]
-            return jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
+            array: jax.Array = jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
+            return array
 
-        def stage(weights_RxN: PyTree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array) -> jax.Array:
+        def stage(weights_RxN: Tree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array) -> jax.Array:
             return layers(
                 self.remat.entering(x_bxLxD), segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN)
             )
@@ -139,7 +140,7 @@ class Pipeline:
         # In a loop the compiler cannot merge the recomputation with the first run, so it needs no barrier.
         return jax.checkpoint(stages, policy=policy, prevent_cse=False)
 
-    def stage_order(self, stacked: PyTree) -> PyTree:
+    def stage_order(self, stacked: TreeOf) -> TreeOf:
         """Returns parameters, stacked in layer order and split over the stages, in the order in which stages hold them.
 
         Without repeats the orders are the same. With repeats every stage sends R - 1 of its R groups to others, by one
@@ -147,11 +148,11 @@ class Pipeline:
         """
         return self._exchanged(stacked, to_stages=True)
 
-    def layer_order(self, stacked: PyTree) -> PyTree:
+    def layer_order(self, stacked: TreeOf) -> TreeOf:
         """Returns the parameters of `stage_order` in layer order."""
         return self._exchanged(stacked, to_stages=False)
 
-    def _exchanged(self, stacked: PyTree, to_stages: bool) -> PyTree:
+    def _exchanged(self, stacked: TreeOf, to_stages: bool) -> TreeOf:
         S, R = self.num_stages, self.num_repeats
         if R == 1:
             return stacked
@@ -176,7 +177,8 @@ class Pipeline:
             exchange, mesh=mesh, in_specs=(split, split), out_specs=split, axis_names={"pipeline"}
         )
         stage_S = jnp.arange(S)
-        return jax.tree.map(lambda own: exchange_all(own, stage_S), stacked)
+        exchanged: TreeOf = jax.tree.map(lambda own: exchange_all(own, stage_S), stacked)
+        return exchanged
 
     def _to_parts(self, rows_BxL: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [S, C, b, ...]; of the rows of each device, part m takes the m-th share."""
@@ -200,11 +202,13 @@ class Pipeline:
 
 
 def _column(stream_SxC: jax.Array, column: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stream_SxC, column, axis=1, keepdims=False)
+    array: jax.Array = jax.lax.dynamic_index_in_dim(stream_SxC, column, axis=1, keepdims=False)
+    return array
 
 
 def _with_column(stream_SxC: jax.Array, value_S: jax.Array, column: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stream_SxC, value_S, column, axis=1)
+    array: jax.Array = jax.lax.dynamic_update_index_in_dim(stream_SxC, value_S, column, axis=1)
+    return array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -31,7 +31,8 @@ _KEPT = {
 
 def kept(x: jax.Array, name: str) -> jax.Array:
     """Returns x under a name by which a policy keeps it."""
-    return checkpoint_name(x, name)
+    array: jax.Array = checkpoint_name(x, name)
+    return array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
 LogicalAxes = tuple[str | None, ...]
@@ -65,14 +66,18 @@ class Constrain:
         """Returns x with its sharding."""
         if self.mesh is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape, logical_axes)))
+        array: jax.Array = jax.lax.with_sharding_constraint(
+            x, NamedSharding(self.mesh, self.spec(x.shape, logical_axes))
+        )
+        return array
 
     def like_parameter(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
         """Returns x, such as a gradient, with the sharding of the parameter that has its shape and its axes."""
         if self.mesh is None:
             return x
         spec = parameter_spec(logical_axes, x.shape, self.mesh)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return array
 
     @property
     def platform(self) -> str:
@@ -137,20 +142,21 @@ def unnamed_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*("fsdp" if axis == longest else None for axis in range(len(shape))))
 
 
-def parameter_shardings(params: nnx.State, mesh: Mesh) -> nnx.State:
+def parameter_shardings(params: State, mesh: Mesh) -> State:
     """Returns the sharding of every parameter, in the tree of `params` (arrays or their abstract shapes).
 
     A parameter of a user's model that names no logical axes is split over fsdp along its longest axis that divides.
     """
     variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
-    def spec(variable: nnx.Variable) -> P:
+    def spec(variable: nnx.Variable[jax.Array]) -> P:
         shape = variable.get_value().shape
         names = variable.get_metadata().get("logical_axes")
         return unnamed_spec(shape, mesh) if names is None else parameter_spec(names, shape, mesh)
 
     shardings = [NamedSharding(mesh, spec(variable)) for variable in variables]
-    return jax.tree.unflatten(jax.tree.structure(params), shardings)
+    state: State = jax.tree.unflatten(jax.tree.structure(params), shardings)
+    return state
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
 
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.rl.policy_config import PromptConfig
@@ -23,14 +22,14 @@ NUM_TERMS = 4
 SLIPS = (0, 1, 2, 3, 4)
 
 
-def records() -> list[dict[str, Any]]:
+def records() -> list[dict[str, object]]:
     """Returns all prompts, {"prompt": "7+8+5+2=", "answer": "22"}, in a fixed order that mixes them well."""
     prompts = ["+".join(terms) + "=" for terms in itertools.product("0123456789", repeat=NUM_TERMS)]
     prompts.sort(key=lambda prompt: hashlib.blake2b(prompt.encode(), digest_size=8).digest())
     return [{"prompt": prompt, "answer": str(sum(map(int, prompt[:-1].split("+"))))} for prompt in prompts]
 
 
-def is_right(prompt: str, response: str, record: dict[str, Any]) -> float:
+def is_right(prompt: str, response: str, record: dict[str, object]) -> float:
     """Returns the task's reward: 1.0 for exactly the answer, apart from spaces around it, else 0.0."""
     return float(response.strip() == record["answer"])
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
+from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.objective import Pairs, group_advantages
@@ -51,7 +51,7 @@ class CollectedBatch:
         self._scored: list[tuple[SampledPairs, Scores]] = []
         self._reward_wait_s = 0.0
 
-    def chunks(self, params: nnx.State) -> Iterator[Pairs]:
+    def chunks(self, params: State) -> Iterator[Pairs]:
         """Yields the chunks to train on, the last padded with rows of no weight; only the first call samples."""
         if self._chunks:
             yield from self._chunks
@@ -60,7 +60,7 @@ class CollectedBatch:
             self._chunks.append(self._workshop.learner.place(*rows))
             yield self._chunks[-1]
 
-    def _rows(self, params: nnx.State) -> Iterator[tuple[np.ndarray, ...]]:
+    def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
         size = self._workshop.batch.micro_batch_size
         rows: tuple[np.ndarray, ...] = ()
         for sampled, scores in self._rollouts(params):
@@ -73,7 +73,7 @@ class CollectedBatch:
         if len(rows[0]):
             yield tuple(_filled(array, size) for array in rows)
 
-    def _rollouts(self, params: nnx.State) -> Iterator[tuple[SampledPairs, Scores]]:
+    def _rollouts(self, params: State) -> Iterator[tuple[SampledPairs, Scores]]:
         workshop = self._workshop
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
         for start, number in chunks(self._first, self._num_prompts, workshop.batch.rollout_micro_batch_size):
@@ -100,7 +100,7 @@ class CollectedBatch:
         """Chunks that were collected."""
         return len(self._chunks)
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, object]:
         """Returns the figures of the batch's rollouts, by the names of the metrics."""
         scores = [scores for _, scores in self._scored]
         rewards = np.concatenate([s.rewards for s in scores])

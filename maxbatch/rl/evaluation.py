@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
+from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt, PromptSource
@@ -55,7 +55,7 @@ class PolicyEvaluator:
         self._config, self._prompts, self._roller = config, prompts, roller
         self._num_pairs, self._rewards = num_pairs, rewards
 
-    def __call__(self, params: nnx.State) -> Evaluation:
+    def __call__(self, params: State) -> Evaluation:
         """Evaluates parameters that lie on the sampling devices."""
         config, k = self._config, self._config.eval_num_generations
         greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
@@ -72,7 +72,7 @@ class PolicyEvaluator:
         ]
         return Evaluation(figures, transcripts)
 
-    def _passes(self, params: nnx.State, group: int, temperature: float) -> tuple[np.ndarray, list[str]]:
+    def _passes(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, list[str]]:
         """Returns bool[prompts, group], and the text of the first response to each prompt."""
         group_at_once = min(group, self._num_pairs)
         passes: list[np.ndarray] = []

@@ -11,13 +11,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.rl.objective import Pairs, policy_objective
 from maxbatch.training.update.gradients import Accumulation, Sums
@@ -33,17 +33,17 @@ class Learner:
     def __init__(self, config: ConfigDict, mesh: Mesh) -> None:
         keys = UpdateConfig.of(config)
         self.abstract = abstract_state(keys, mesh)  # shapes and shardings of the state
-        self._reference: nnx.State | None = None
+        self._reference: State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
         accumulation = Accumulation(keys, mesh, policy_objective(RLConfig.of(config)))
 
-        def begin(params: nnx.State, pairs: Pairs) -> tuple[Sums, jax.Array]:
+        def begin(params: State, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params)
             sums = accumulation.add(staged, accumulation.start(staged), pairs, config.gradient_noise_scale)
             return sums, sums.losses_d.sum()
 
-        def add(params: nnx.State, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
+        def add(params: State, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
             sums = accumulation.add(accumulation.staged(params), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
@@ -52,7 +52,7 @@ class Learner:
 
         model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
 
-        def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+        def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = model.module(model.staged(params))
             return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards)[0]
 
@@ -62,7 +62,7 @@ class Learner:
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jax.jit(score)
 
-    def refer_to(self, params: nnx.State) -> None:
+    def refer_to(self, params: State) -> None:
         """Measures the divergence (`grpo_beta`) from these parameters, which stay as they are."""
         self._reference = params
 
@@ -89,16 +89,19 @@ class Learner:
             reference = self._reference_logprobs(self._reference, tokens, segments)
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
-    def add(self, params: nnx.State, pairs: Pairs) -> jax.Array:
+    def add(self, params: State, pairs: Pairs) -> jax.Array:
         """Adds a chunk to the update under way; returns a scalar that is ready once the chunk is trained on."""
         if self._sums is None:
-            self._sums, done = self._begin(params, pairs)
+            added: tuple[Sums, jax.Array] = self._begin(params, pairs)
         else:
-            self._sums, done = self._add(params, self._sums, pairs)
+            added = self._add(params, self._sums, pairs)
+        self._sums, done = added
         return done
 
     def step(self, state: TrainState, learning_rate: float, batch_ratio: float) -> tuple[TrainState, StepMetrics]:
         """Takes the update of all chunks that were added."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None
-        return self._step(state, sums, jnp.float32(learning_rate), jnp.float32(batch_ratio))
+        rates = jnp.float32(learning_rate), jnp.float32(batch_ratio)
+        stepped: tuple[TrainState, StepMetrics] = self._step(state, sums, *rates)
+        return stepped

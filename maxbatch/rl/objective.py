@@ -52,7 +52,8 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
     scaled_PxG = np.divide(
         differences_PxG, deviations_Px1, out=np.zeros_like(differences_PxG), where=deviations_Px1 > 1e-9
     )
-    return scaled_PxG.reshape(-1).astype(np.float32)
+    array: np.ndarray = scaled_PxG.reshape(-1).astype(np.float32)
+    return array
 
 
 def pair_losses(

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -45,7 +45,7 @@ class Prompt:
     index: int  # in the stream, in which epochs follow one another, or in the held-out split
     text: str  # what the template makes of the record
     tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
-    record: dict[str, Any]  # all fields, for the rewards; a copy of its own
+    record: dict[str, object]  # all fields, for the rewards; a copy of its own
 
 
 @dataclass(frozen=True, eq=False)

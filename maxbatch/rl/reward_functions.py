@@ -12,13 +12,13 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.config.values import nearest_name
 
 _LONGEST_PROBLEM = 400
 
-RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+RewardFunction = Callable[[str, str, dict[str, object]], object]
 
 
 class Question(NamedTuple):
@@ -26,7 +26,7 @@ class Question(NamedTuple):
 
     prompt: str
     response: str
-    record: dict[str, Any]
+    record: dict[str, object]
 
 
 class RewardError(Exception):
@@ -65,7 +65,7 @@ def _import_function(spec: str) -> RewardFunction:
         module = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as error:
         raise ImportError(_in_one_line(f"cannot import {place} ({type(error).__name__}: {error})")) from error
-    function = getattr(module, name, None)
+    function: RewardFunction | None = getattr(module, name, None)
     if not callable(function):
         problem = f"{name} is no function" if hasattr(module, name) else f"{place} has no {name}"
         names = [known for known, value in vars(module).items() if inspect.isfunction(value)]

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.parallel.trees import State
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
@@ -48,13 +48,14 @@ class Roller:
         self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
 
-    def take(self, params: nnx.State) -> nnx.State:
+    def take(self, params: State) -> State:
         """Returns the parameters on the devices that sample."""
-        return jax.device_put(params, self._shardings)
+        state: State = jax.device_put(params, self._shardings)
+        return state
 
     def start(
         self,
-        params: nnx.State,
+        params: State,
         prompts: Sequence[Prompt],
         num_generations: int,
         temperature: float,

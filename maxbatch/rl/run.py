@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from ml_collections import ConfigDict
@@ -193,7 +193,7 @@ class PolicyTraining:
     def compile_rest(self) -> None:
         """Does nothing: each program is compiled when it first runs."""
 
-    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
         """Returns how many held-out prompts the policy answers; writes some of its answers."""
         assert self._evaluator is not None, "an eval was asked for"
         evaluation = self._evaluator(self._roller.take(state.params))

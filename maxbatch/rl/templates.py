@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping
-from typing import Any
 
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.errors import ConfigError
@@ -33,7 +32,7 @@ class Template:
         if "" in self._fields or any(name.isdigit() for name in self._fields):
             raise self._error('fields go by their names; works: prompt_template="{prompt}"')
 
-    def fill(self, record: Mapping[str, Any], place: str) -> str:
+    def fill(self, record: Mapping[str, object], place: str) -> str:
         """Returns the text of a record; `place` names it in messages.
 
         Raises:

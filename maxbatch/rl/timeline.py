@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ class Timeline:
         self._waiting: dict[str, ThreadPoolExecutor] = {}
         self._intervals: dict[str, list[Future[Interval]]] = defaultdict(list)
 
-    def watch(self, side: str, output: Any) -> None:
+    def watch(self, side: str, output: object) -> None:
         """Notes that a side has work until an array is there; the works of a side end one after the other."""
         dispatched = time.perf_counter()
         if side not in self._waiting:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 
 import jax
-from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import ModelConfig
+from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.rl.policy_config import PromptConfig
@@ -67,7 +67,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents:
     return changed.lock()
 
 
-def first_parameters(context: RunContext, abstract: TrainState) -> nnx.State:
+def first_parameters(context: RunContext, abstract: TrainState) -> State:
     """Returns the parameters before the first update of reinforcement learning."""
     config = context.config
     if config.warm_start_steps:

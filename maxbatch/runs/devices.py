@@ -37,7 +37,8 @@ def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
 def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
     """Returns what a run trained on, the oldest first; nothing for a run that recorded none."""
 
-    def parse(entries: Any) -> list[DevicesUsed]:
-        return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in checked(entries, [_SHAPE])]
+    def parse(entries: object) -> list[DevicesUsed]:
+        found: list[dict[str, Any]] = checked(entries, [_SHAPE])
+        return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in found]
 
     return read_json(run_dir / _FILE, "restore it, or remove it", parse) or []

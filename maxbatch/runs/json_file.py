@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from maxbatch.system import bounded
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.storage import AnyPath
 
+T = TypeVar("T")
 
-def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+
+def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None:
     """Returns what `parse` makes of a JSON file; None if there is no file, or it holds null.
 
     Raises:
@@ -36,7 +38,7 @@ def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], Any] = lambda v
         raise ConfigError(f"{path}: cannot be read (no field {error}); {remedy}") from None
 
 
-def checked(value: Any, shape: Any, name: str = "content") -> Any:
+def checked(value: object, shape: object, name: str = "content") -> Any:
     """Returns a value of JSON if it has a shape.
 
     Args:
@@ -61,11 +63,11 @@ def checked(value: Any, shape: Any, name: str = "content") -> Any:
     return value
 
 
-def _is_one(value: Any, types: tuple[type, ...]) -> bool:
+def _is_one(value: object, types: tuple[type, ...]) -> bool:
     return object in types or type(value) in types or (type(value) is int and float in types)
 
 
-def write_json(path: AnyPath, value: Any) -> None:
+def write_json(path: AnyPath, value: object) -> None:
     """Writes a JSON file, one line for each item.
 
     Raises:

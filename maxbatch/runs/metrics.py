@@ -55,7 +55,7 @@ class StepLog:
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
         return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Mapping[str, object]) -> None:
         """Adds a line, whole or not at all; a number that is not finite becomes null."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
@@ -103,7 +103,7 @@ class MetricsLog(StepLog):
             )
         return kept
 
-    def _agrees(self, record: dict[str, Any], before: dict[str, Any], last: int) -> bool:
+    def _agrees(self, record: Mapping[str, int], before: Mapping[str, int], last: int) -> bool:
         """Returns whether a line fits the one before it and the position of the run."""
         seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
         if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
@@ -176,7 +176,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | None:
     """Returns the record of an update, None for a torn or garbled line; `beyond` takes numbers beyond the bounds."""
 
-    def number(text: str, read: Callable[[str], Any]) -> Any:
+    def number(text: str, read: Callable[[str], float]) -> float | None:
         if len(text) < _MOST_DIGITS and abs(value := read(text)) < _LARGEST:  # NaN is not
             return value
         if beyond is not None:
@@ -196,7 +196,7 @@ def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | Non
     return record if has_step else None
 
 
-def _wrong_field(record: dict[str, Any]) -> str | None:
+def _wrong_field(record: Mapping[str, object]) -> str | None:
     """Returns the rule that a record breaks; None for a sound one."""
     missing = [name for name in _REQUIRED if name not in record]
     wrong = [name for name, value in record.items() if type(value) not in _types(name)]

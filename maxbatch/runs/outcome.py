@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.system.storage import AnyPath
@@ -39,7 +39,7 @@ def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
 def read_outcome(run_dir: AnyPath) -> RecordedOutcome | None:
     """Returns how a run ended, None for one that did not."""
 
-    def parse(found: Any) -> RecordedOutcome:
+    def parse(found: dict[str, str]) -> RecordedOutcome:
         checked(found, {"status": str, "reason": str})
         return RecordedOutcome(Status(found["status"]), found["reason"])
 

@@ -52,7 +52,7 @@ class CheckpointRecord(NamedTuple):
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
         saved = self._asdict() | {"position": self.position._asdict()}
         saved["parameters"] = self.parameters and {name: one._asdict() for name, one in self.parameters.items()}
@@ -144,16 +144,17 @@ def _content(path: AnyPath) -> str:
     return "null"
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("not a whole number")
     return value
 
 
-def _word(value: Any) -> int:
-    if _whole(value) >= 2**32:
+def _word(value: object) -> int:
+    word = _whole(value)
+    if word >= 2**32:
         raise ValueError("not 32 bits")
-    return value
+    return word
 
 
 def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
@@ -165,11 +166,11 @@ def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
     }
 
 
-def _finite(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError("not a finite number")
     return value
 
 
-def _checksum(saved: dict[str, Any]) -> str:
+def _checksum(saved: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(saved, sort_keys=True).encode()).hexdigest()

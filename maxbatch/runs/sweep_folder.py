@@ -100,7 +100,7 @@ class SweepFolder:
     def read(self) -> dict[str, Any]:
         """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
 
-        def parse(found: Any) -> dict[str, Any]:
+        def parse(found: dict[str, Any]) -> dict[str, Any]:
             checked(found, _SETTINGS)
             if found["metric"] not in SWEEP_METRICS:
                 raise ValueError(f"metric is not one of {', '.join(SWEEP_METRICS)}")

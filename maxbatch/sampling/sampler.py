@@ -25,6 +25,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
@@ -127,7 +128,7 @@ class Sampler:
 
     def __call__(
         self,
-        params: nnx.State,
+        params: State,
         prompts_BxP: np.ndarray | jax.Array,
         prompt_lengths_B: np.ndarray | jax.Array,
         draw_ids_Bx3: np.ndarray,
@@ -156,13 +157,14 @@ class Sampler:
             self._drawable_V | ends_V,
             ends_V,
         ]
-        return _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, _Rules(*arguments))
+        placed: Responses = _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, _Rules(*arguments))
+        return placed
 
 
 @partial(jax.jit, static_argnums=0)
 def _respond(
     program: _Program,
-    params: nnx.State,
+    params: State,
     prompts_BxP: jax.Array,
     prompt_lengths_B: jax.Array,
     draw_ids_Bx3: jax.Array,
@@ -202,7 +204,8 @@ def _respond(
     # Rows that the devices do not divide are returned whole.
     row_axis = None if more else "batch"
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
-    return jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
+    placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
+    return placed
 
 
 class _Loop(NamedTuple):
@@ -261,7 +264,7 @@ class _NextToken:
 def _gathered(decoder: Decoder) -> Decoder:
     """Returns the decoder with its weights in the compute dtype and whole, except along the tensor axis."""
 
-    def gathered(weight: nnx.Param) -> nnx.Param:
+    def gathered(weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         axes = weight.get_metadata("logical_axes")
         if "norm" in axes:  # computes in float32
             return weight

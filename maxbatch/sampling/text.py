@@ -9,11 +9,11 @@ import dataclasses
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 _MAX_NEW_TOKENS = 128
@@ -28,7 +28,7 @@ class TextConfig(DecoderConfig):
 
 
 def generate_text(
-    params: nnx.State,
+    params: State,
     tokenizer: Tokenizer,
     prompt: str,
     config: TextConfig,

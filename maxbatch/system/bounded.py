@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import yaml
@@ -120,7 +120,7 @@ def read_json(
     return value
 
 
-def _counter(content: bytes | str) -> Any:
+def _counter(content: bytes | str) -> Callable[[str], int]:
     return content.count if isinstance(content, str) else lambda character: content.count(character.encode())
 
 
@@ -145,7 +145,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -154,7 +154,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     """Returns whether every text in a value can be written as UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -163,7 +163,7 @@ def _is_text(value: Any) -> bool:
     return True
 
 
-def _is_within(value: Any, most_depth: int) -> bool:
+def _is_within(value: object, most_depth: int) -> bool:
     """Returns whether lists and objects are at most so deep in one another, level by level."""
     level = [value]
     for _ in range(most_depth):
@@ -173,7 +173,7 @@ def _is_within(value: Any, most_depth: int) -> bool:
     return not any(isinstance(value, dict | list) for value in level)
 
 
-def _inner(value: Any) -> Any:
+def _inner(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
@@ -210,7 +210,7 @@ class _Composer(yaml.SafeLoader):
         self._what, self._most_depth, self._most_nodes = what, most_depth, most_nodes
         self._depth = self._nodes = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Returns the next node, as PyYAML composes it."""
         self._nodes += 1
         self._depth += 1

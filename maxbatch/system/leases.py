@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, TrainingError
 from maxbatch.system.fences import Fence
@@ -63,7 +63,7 @@ class Lease:
 
     lost: str | None = None
 
-    def __init__(self, path: RemotePath, version: str, holder: dict[str, Any], since: Clocks) -> None:
+    def __init__(self, path: RemotePath, version: str, holder: dict[str, object], since: Clocks) -> None:
         self._path, self._version, self._holder = path, version, holder
         self._renewed_at, self._renewing = since, threading.Lock()
         self._fence = Fence(path.parent.url, self.ask, self._confirm)
@@ -246,7 +246,7 @@ def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
         lease.check()
 
 
-def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
+def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
     try:
         content, version = path.read_version()
     except FileNotFoundError:
@@ -254,7 +254,7 @@ def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
     return _holder(content), version
 
 
-def _holder(content: bytes) -> dict[str, Any]:
+def _holder(content: bytes) -> dict[str, object]:
     """Returns what a lease says of its holder; nothing where its content is none of ours."""
     try:
         holder = json.loads(content)
@@ -263,11 +263,11 @@ def _holder(content: bytes) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _content(holder: dict[str, Any]) -> bytes:
+def _content(holder: dict[str, object]) -> bytes:
     return json.dumps(holder | {"renewed": time.time()}).encode()
 
 
-def _this_process() -> dict[str, Any]:
+def _this_process() -> dict[str, object]:
     pid = os.getpid()
     return {
         "token": os.urandom(8).hex(),
@@ -297,13 +297,14 @@ def _born(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
+def _is_dead(holder: dict[str, object]) -> bool:
     """Returns whether the holder was a process of this machine that no longer lives."""
     is_here = holder.get("machine") == _machine() != "" and holder.get("host") == socket.gethostname()
-    return is_here and isinstance(holder.get("pid"), int) and _born(holder["pid"]) != holder.get("born")
+    pid = holder.get("pid")
+    return is_here and isinstance(pid, int) and _born(pid) != holder.get("born")
 
 
-def _in_words(holder: dict[str, Any]) -> str:
+def _in_words(holder: dict[str, object]) -> str:
     """Names a holder; the age of its lease is by the holder's clock, which may not be this machine's."""
     pid, host, renewed = holder.get("pid"), holder.get("host"), holder.get("renewed")
     name = "".join(c for c in host[:80] if c.isprintable()) if isinstance(host, str) else "an unknown host"
@@ -312,5 +313,5 @@ def _in_words(holder: dict[str, Any]) -> str:
     return f"process {pid if isinstance(pid, int) else '?'} on {name}{since}"
 
 
-def _by_which_clock(holder: dict[str, Any]) -> str:
+def _by_which_clock(holder: dict[str, object]) -> str:
     return "" if holder.get("machine") == _machine() != "" else " by its clock"

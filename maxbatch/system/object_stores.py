@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.folding import printable
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
-from maxbatch.system.stores.store import chain, split, status_of
+from maxbatch.system.stores.store import FileSystem, chain, split, status_of
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
         attempt += 1
 
 
-def gone_is_done(remove: Callable[[], None]) -> Callable[[], None]:
+def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
     """Returns a removal that may be tried again: of what an earlier try removed, whose answer was lost."""
     tries = 0
 
@@ -182,7 +182,7 @@ def _short(error: BaseException) -> str:
 
 
 @functools.cache
-def file_system(scheme: str) -> Any:
+def file_system(scheme: str) -> FileSystem:
     """Returns the fsspec file system of a scheme.
 
     Raises:
@@ -195,7 +195,8 @@ def file_system(scheme: str) -> Any:
     import fsspec
 
     try:
-        return fsspec.filesystem(scheme)
+        found: FileSystem = fsspec.filesystem(scheme)
+        return found
     except Exception as error:  # credentials that cannot be read, for one
         raise meaning(error, f"{scheme}://") from error
 
@@ -212,7 +213,7 @@ def configure() -> None:
         store.configure(settings)
 
 
-def kvstore(url: str) -> dict[str, Any]:
+def kvstore(url: str) -> dict[str, object]:
     """Returns TensorStore's specification of a folder; `url` may have one slash after its scheme."""
     configure()
     scheme, _, rest = url.partition(":")

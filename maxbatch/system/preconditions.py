@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from maxbatch.system.stores import store_of
-from maxbatch.system.stores.store import has_lost, split
+from maxbatch.system.stores.store import FileSystem, has_lost, split
 
 
-def read(files: Any, url: str) -> tuple[bytes, str]:
+def read(files: FileSystem, url: str) -> tuple[bytes, str]:
     """Returns the content of an object and its version."""
     return store_of(url).read(files, *split(url)[1:])
 
 
-def read_whole(files: Any, url: str) -> bytes:
+def read_whole(files: FileSystem, url: str) -> bytes:
     """Returns the content of an object, by one request, checked against what the store states of it.
 
     Raises:
@@ -25,7 +23,7 @@ def read_whole(files: Any, url: str) -> bytes:
     return content
 
 
-def version(files: Any, url: str) -> str | None:
+def version(files: FileSystem, url: str) -> str | None:
     """Returns the version of an object, None if there is none."""
     try:
         return store_of(url).version(files, *split(url)[1:])
@@ -33,7 +31,7 @@ def version(files: Any, url: str) -> str | None:
         return None
 
 
-def write(files: Any, url: str, data: bytes, version: str | None) -> str | None:
+def write(files: FileSystem, url: str, data: bytes, version: str | None) -> str | None:
     """Writes an object that has a version, or that is not there (None); returns its new version, None if it lost."""
     try:
         return store_of(url).write(files, *split(url)[1:], data, version)
@@ -47,7 +45,7 @@ def write(files: Any, url: str, data: bytes, version: str | None) -> str | None:
         raise
 
 
-def remove(files: Any, url: str, version: str) -> bool:
+def remove(files: FileSystem, url: str, version: str) -> bool:
     """Removes an object that has a version; returns whether it did."""
     try:
         return store_of(url).remove(files, *split(url)[1:], version)

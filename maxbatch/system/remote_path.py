@@ -9,11 +9,14 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
 from maxbatch.system import fences, preconditions
 from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist
-from maxbatch.system.stores.store import split
+from maxbatch.system.stores.store import FileSystem, split
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
 _READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read bit by bit
@@ -75,7 +78,7 @@ class RemotePath:
         return self
 
     @property
-    def file_system(self) -> Any:
+    def file_system(self) -> FileSystem:
         """The fsspec file system that the path lies in."""
         return file_system(split(self.url)[0])
 
@@ -126,10 +129,7 @@ class RemotePath:
     def files(self) -> list[tuple[RemotePath, int]]:
         """Returns every object below the folder with its size, in order of the names; none if there is none."""
 
-        def find() -> Any:
-            return self.file_system.find(self.url, detail=True)
-
-        found = persist(self.url, find).values()
+        found = persist(self.url, lambda: self.file_system.find(self.url, detail=True)).values()
         entries = {self._url_of(entry): int(entry["size"] or 0) for entry in found if entry["type"] == "file"}
         return sorted((RemotePath(url), size) for url, size in entries.items())
 
@@ -193,7 +193,7 @@ class RemotePath:
         """Opens the object, in mode r, rb, w or wb; a written one appears when it is closed."""
         if mode not in ("r", "rb", "w", "wb"):
             raise ValueError(f"mode {mode!r}: objects are read or written whole")
-        file: Any
+        file: IO[bytes]
         if "w" in mode:
             fences.ask(self.url)
             file = persist(self.url, lambda: self.file_system.open(self.url, "wb", block_size=_UPLOAD_BYTES))
@@ -268,9 +268,10 @@ class _Ranges(io.RawIOBase):
         self._place = max(0, begin + offset)
         return self._place
 
-    def readinto(self, buffer: Any) -> int:
-        data = self._path.read_range(self._place, min(self._size, self._place + len(buffer)))
-        buffer[: len(data)] = data
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._path.read_range(self._place, min(self._size, self._place + len(view)))
+        view[: len(data)] = data
         self._place += len(data)
         return len(data)
 

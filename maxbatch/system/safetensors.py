@@ -144,7 +144,7 @@ def _header(file: AnyPath) -> dict[str, StoredTensor]:
         raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
 
 
-def _check_metadata(found: Any) -> None:
+def _check_metadata(found: object) -> None:
     if found is not None and not (isinstance(found, dict) and all(isinstance(text, str) for text in found.values())):
         raise ValueError("its __metadata__ must be an object of texts")
 
@@ -158,7 +158,7 @@ class _Entry(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, name: str, entry: Any) -> _Entry:
+    def of(cls, name: str, entry: object) -> _Entry:
         """Returns the entry of a tensor; raises ValueError if it is none, or its range is not that of its shape."""
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
@@ -182,7 +182,7 @@ def _num_values(shape: list[int]) -> int:
     return num_values
 
 
-def _are_whole(found: Any) -> TypeGuard[list[int]]:
+def _are_whole(found: object) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(number) is int and 0 <= number < 2**64 for number in found)
 
 
@@ -209,7 +209,7 @@ def write_tensors(
       shapes: of the tensors, by name, in their order.
       arrays: yields the tensors in this order, and perhaps more, which it keeps.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     first = 0
     for name, shape in shapes.items():
         end = first + math.prod(shape) * DTYPES[dtype].itemsize

@@ -16,17 +16,20 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from stat import S_ISREG
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.object_stores import file_system, persist
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import scheme_of, url_fault
+from maxbatch.system.stores.store import FileSystem
 
 # Fields in which stores give the version of an object, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 
-Matches = Callable[[str], Any]  # whether the bare name of a file or folder counts
+P = ParamSpec("P")
+T = TypeVar("T")
+Matches = Callable[[str], object]  # whether the bare name of a file or folder counts
 
 
 class SourceFile(NamedTuple):
@@ -81,13 +84,13 @@ def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Itera
 class RemoteStore:
     """An object store, with the methods of LocalDisk."""
 
-    def __init__(self, scheme: str, file_system: Any):
+    def __init__(self, scheme: str, file_system: FileSystem) -> None:
         self._scheme, self._file_system = scheme, file_system
 
     def _at(self, path: str) -> RemotePath:
         return RemotePath(f"{self._scheme}://{path}")
 
-    def _ask(self, request: Callable[..., Any], path: str, *rest: Any, **options: Any) -> Any:
+    def _ask(self, request: Callable[Concatenate[str, P], T], path: str, *rest: P.args, **options: P.kwargs) -> T:
         return persist(self._at(path).url, partial(request, path, *rest, **options))
 
     def is_folder(self, path: str) -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.patience import begin, patience
@@ -32,7 +32,7 @@ class Stopping:
         self.signal_name: str | None = None  # of the signal that asked
         self._waits_for = waits_for
         self._patience = patience()
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def is_asked(self) -> bool:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
@@ -46,15 +46,18 @@ class TimedOut(WorkerEnded):
     """The call took longer than the limit, and the worker was killed."""
 
 
-_Part = deque[tuple[Future[Any], Any]]  # items, and where their answers go
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+P = ParamSpec("P")
+_Part = deque[tuple[Future[Answer], Item]]  # items, and where their answers go
 
 
-class WorkerPool:
+class WorkerPool(Generic[Item, Answer]):
     """Worker processes that call one function, and a thread for each that serves it; a context manager."""
 
     def __init__(
         self,
-        setup: Callable[[], Callable[[Any], Any]],
+        setup: Callable[[], Callable[[Item], Answer]],
         workers: int,
         *,
         limit_s: float = math.inf,
@@ -72,7 +75,7 @@ class WorkerPool:
             bound (Linux); an allocation beyond it raises MemoryError in the function.
           variables: environment variables of the workers, besides the caller's.
         """
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._parts: queue.SimpleQueue[_Part[Answer, Item] | None] = queue.SimpleQueue()
         self._is_closed = False
         pickled, environment = pickle.dumps(setup), {**os.environ, **(variables or {})}
         start = functools.partial(_spawn, environment, memory_bytes or 0)
@@ -90,7 +93,7 @@ class WorkerPool:
         for started in self._started:
             started.result()
 
-    def submit(self, items: Sequence[Any]) -> list[Future[Any]]:
+    def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
         """Returns at once what the function will return for each item; batches are served in their order.
 
         A future raises what the function or a new worker's setup raised, WorkerEnded if the worker ended over the
@@ -98,7 +101,7 @@ class WorkerPool:
         """
         if self._is_closed:
             raise RuntimeError("the worker pool is closed")
-        futures: list[Future[Any]] = [Future() for _ in items]
+        futures: list[Future[Answer]] = [Future() for _ in items]
         left = deque(zip(futures, items, strict=True))
         while left:
             # Large parts first, single items last, so that the workers finish together whatever an item takes
@@ -116,7 +119,7 @@ class WorkerPool:
         for thread in self._threads:
             thread.join()
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -135,7 +138,7 @@ class WorkerPool:
                 worker.start()
         worker.end()
 
-    def _call(self, worker: _Worker, part: _Part) -> None:
+    def _call(self, worker: _Worker, part: _Part[Answer, Item]) -> None:
         while part and not self._is_closed:
             try:
                 worker.start()
@@ -185,7 +188,7 @@ class _Worker:
             self.end()
             raise error
 
-    def answers(self, items: Sequence[Any]) -> Iterator[tuple[Any, Exception | None]]:
+    def answers(self, items: Sequence[object]) -> Iterator[tuple[Any, Exception | None]]:
         """Yields what the function returned or raised for each item; WorkerEnded: the process ended over the next."""
         assert self._connection is not None
         numbered = list(enumerate(items, self._next))
@@ -257,14 +260,18 @@ def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -
         raise WorkerEnded(f"cannot start a process ({error})") from error
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
+def _call(
+    function: Callable[P, Answer], *arguments: P.args, **options: P.kwargs
+) -> tuple[Answer, None] | tuple[None, Exception]:
     try:
-        return function(*arguments), None
+        return function(*arguments, **options), None
     except Exception as error:
         return None, error
 
 
-def _answer(connection: Connection, function: Callable[[Any], Any], numbered: Sequence[tuple[int, Any]]) -> None:
+def _answer(
+    connection: Connection, function: Callable[[object], object], numbered: Sequence[tuple[int, object]]
+) -> None:
     process = os.getpid()
     for number, item in numbered:
         answer = (number, *_call(function, item))
@@ -285,9 +292,10 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     os.set_inheritable(descriptor, False)
     with contextlib.suppress(EOFError, ConnectionError), Connection(descriptor) as connection:
-        function, error = _call(pickle.loads(connection.recv_bytes()))
+        setup: Callable[[], Callable[[object], object]] = pickle.loads(connection.recv_bytes())
+        function, error = _call(setup)
         connection.send((_SETUP, None, error))
-        while error is None:
+        while function is not None:
             _answer(connection, function, connection.recv())
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +15,7 @@ from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
@@ -54,14 +54,14 @@ class Evaluator:
         self._num_rows = int(min(num_rows, most, bounds.eval_samples or math.inf))
         arrange = placement.arrange(batch_size)
 
-        def eval_step(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def eval_step(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
             return objective.sums(model.module(model.staged(params)), rows, model.row_shards)[:2]
 
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
-        self._compiled: Future[Any] | None = None
+        self._compiled: Future[jax.stages.Compiled] | None = None
 
-    def compile(self, abstract_params: nnx.State, background: Background, make: MakeExecutable = compile_here) -> None:
+    def compile(self, abstract_params: State, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling ahead of the first eval."""
         self._compiled = background.start(partial(make, self.name, partial(self.lower, abstract_params)))
 
@@ -70,11 +70,11 @@ class Evaluator:
         """Name of the compiled program."""
         return f"eval-{self._shape.micro_batch}"
 
-    def lower(self, abstract_params: nnx.State) -> jax.stages.Lowered:
+    def lower(self, abstract_params: State) -> jax.stages.Lowered:
         """Returns the lowered program of one pass."""
         return self._jitted.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
-    def __call__(self, params: nnx.State) -> EvalResult:
+    def __call__(self, params: State) -> EvalResult:
         step = self._compiled.result() if self._compiled else self._jitted
         loss = weight = 0.0
         batch_size = self._shape.micro_batch

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
@@ -24,6 +22,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
+from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
@@ -104,9 +103,9 @@ class Pretraining:
     def _agree_on_data(self) -> TaskData:
         """Returns the facts of the first host; the others must read the same data."""
 
-        def facts() -> list[Any]:
+        def facts() -> tuple[Mapping[str, object], int | None]:
             assert self.stream is not None, "the first host loads data"
-            return [self.stream.identity, self.stream.samples_per_epoch]
+            return self.stream.identity, self.stream.samples_per_epoch
 
         identity, samples_per_epoch = broadcast(facts)
         differing = [
@@ -143,7 +142,7 @@ class Pretraining:
             SavedPrograms(config.compiled_dir, program_keys(config), self.mesh) if config.compiled_dir else None
         )
 
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self._saved is not None and name in self._saved:
             return self._saved.load(name, lower)
         return compile_here(name, lower)
@@ -151,7 +150,7 @@ class Pretraining:
     def feed(self, start: Start) -> Feed:
         """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
 
-        def compile_step(shape: BatchShape) -> Any:
+        def compile_step(shape: BatchShape) -> jax.stages.Compiled:
             return self.executable(step_name(shape), lambda: self._programs.step(shape))
 
         manager, position = start.plan.manager, start.position
@@ -172,7 +171,7 @@ class Pretraining:
         """Compiles the first step while the state is made, and warms it up."""
         making_state = self._context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
-        state = making_state.result()
+        state: TrainState = making_state.result()
         for shape, step in compiled:
             # A batch without weight changes nothing.
             nothing = (self.placement.padding(shape), np.int32(1), np.float32(0), np.float32(1))
@@ -199,7 +198,8 @@ class Pretraining:
             return restore_full_state(config.load_full_state_path, self.abstract)
         if read := self._context.open_parameters(self.abstract.model):
             return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
-        return self.executable(INIT, self._programs.init)()
+        made: TrainState = self.executable(INIT, self._programs.init)()
+        return made
 
     def _open_evaluator(self, batch_size: int) -> Evaluator | None:
         """Returns None if no eval is wanted or nothing is held out."""
@@ -235,11 +235,11 @@ class Pretraining:
         if self._evaluator:
             self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
 
-    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         assert self._evaluator is not None, "an eval was asked for"
         return {Metric.EVAL_LOSS: self._evaluator(self._merged(state)).loss}
 
-    def _merged(self, state: TrainState) -> nnx.State:
+    def _merged(self, state: TrainState) -> State:
         """Returns the parameters of the model, its adapters merged into them."""
         return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 

@@ -86,7 +86,8 @@ class Programs:
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(self.config, self.mesh, self.abstract, arrange, self._objective)
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
-        return train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
+        lowered: jax.stages.Lowered = train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
+        return lowered
 
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the first state, from the config's seed: each device makes its own shard."""

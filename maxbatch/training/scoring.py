@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.sections import MeshConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
+from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 
@@ -34,7 +34,7 @@ class Scorer:
       params: parameters of a `Decoder`.
     """
 
-    def __init__(self, config: DecoderConfig, axes: MeshConfig, mesh: Mesh, params: nnx.State) -> None:
+    def __init__(self, config: DecoderConfig, axes: MeshConfig, mesh: Mesh, params: State) -> None:
         model = ModelOnMesh(config, axes, mesh, BATCH_AXES)
         self._row_shards = model.row_shards
         parts = pipeline_microbatches(axes, mesh.shape["pipeline"])
@@ -42,7 +42,7 @@ class Scorer:
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
         self._params = params
 
-        def score(params: nnx.State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+        def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = model.module(model.staged(params))
             return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=self._row_shards)[0]
 
@@ -72,4 +72,5 @@ class Scorer:
         for place, row in enumerate(rows):
             tokens_MxL[place, : len(row)] = row
             segments_MxL[place, : len(row)] = 1
-        return jax.device_get(self._score(self._params, tokens_MxL, segments_MxL))
+        array: np.ndarray = jax.device_get(self._score(self._params, tokens_MxL, segments_MxL))
+        return array

@@ -15,7 +15,6 @@ from typing import Generic, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
@@ -23,6 +22,7 @@ from maxbatch.config.sections import ModelConfig
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
+from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.view import equation, ramp_table
@@ -86,7 +86,7 @@ class RunContext:
         self.board: Board | None = None  # while the run trains, on the host that writes
         self._read_parameters: Reader | None = None
 
-    def open_parameters(self, abstract_params: nnx.State) -> Reader | None:
+    def open_parameters(self, abstract_params: State) -> Reader | None:
         """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none.
 
         Args:
@@ -146,7 +146,7 @@ class Session(Generic[B]):
         checkpoints = Checkpoints(
             self.folder.path,
             self.config.max_num_checkpoints_to_keep,
-            {"data": self.task.data.identity, "model": self.task.model.identity},
+            {"data": dict(self.task.data.identity), "model": dict(self.task.model.identity)},
             warn,
             self.task.data.num_loading_hosts,
         )

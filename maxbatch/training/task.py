@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -22,7 +22,7 @@ from maxbatch.training.weights.checkpoints import model_identity
 class TaskData(NamedTuple):
     """The data of a task."""
 
-    identity: dict[str, Any]  # the keys and facts that a resume must agree with
+    identity: Mapping[str, object]  # the keys and facts that a resume must agree with
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
     unit: str = "samples"  # what `samples_seen` counts
@@ -31,7 +31,7 @@ class TaskData(NamedTuple):
 class TaskModel(NamedTuple):
     """The model of a task."""
 
-    identity: dict[str, Any]  # what a resume must agree with
+    identity: Mapping[str, object]  # what a resume must agree with
     flops_per_token: int  # of training, forward and backward
 
 
@@ -49,7 +49,7 @@ class Dispatched(NamedTuple):
     learning_rate: float
     data_wait_s: float  # time that the update waited for its batch
     metrics: StepMetrics
-    figures: Mapping[str, Any] = {}  # further fields of its record, by name
+    figures: Mapping[str, object] = {}  # further fields of its record, by name
 
 
 class Start(NamedTuple):
@@ -97,7 +97,7 @@ class Task(Protocol[B]):
     def build(self, plan: BatchPlan) -> None:
         """Builds what the plan needs; compiles nothing."""
 
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Any:
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns a compiled program."""
 
     def feed(self, start: Start) -> AbstractContextManager[Iterable[B]]:
@@ -117,7 +117,7 @@ class Task(Protocol[B]):
     def compile_rest(self) -> None:
         """Starts compiling in the background the programs that training needs after its first update."""
 
-    def evaluate(self, state: TrainState, step: int) -> Mapping[str, Any]:
+    def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         """Returns figures of the state after `step` updates, by the names of the metrics."""
 
     def conclusion(self, state: TrainState) -> Iterable[str]:

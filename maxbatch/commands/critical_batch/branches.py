@@ -105,7 +105,7 @@ class Branches:
         """
         for branch in self.all:
             origin = self.folder(branch) / "branch.json"
-            if read_json(origin, "remove its folder") not in (None, dataclasses.asdict(branch)):
+            if read_json(origin, "remove its folder", dict) not in (None, dataclasses.asdict(branch)):
                 rule = f"was forked from another run of this name; remove {self._folder} to measure anew"
                 raise ConfigError(f"{origin.parent}: {rule}")
         for branch in self.left():

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> MeasurementPlan:
     """Returns the plan of these flags: the one of their first use, even if the run went on since."""
     path = folder / "plans.json"
-    plans = read_json(path, "remove it") or {}
+    plans: dict[str, dict[str, Any]] = read_json(path, "remove it", dict) or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     texts = {name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()}
     key = " ".join(f"--{name} {text}" for name, text in texts.items() if text is not None)

@@ -114,4 +114,5 @@ def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
     before, below = allowed[index - 1]
     share = math.log(batch / below) / math.log(value / below)
     # minus the rounding: 400.0000000001 is 400
-    return math.ceil(before * (position / before) ** share - 1e-6)
+    reached: int = math.ceil(before * (position / before) ** share - 1e-6)
+    return reached

@@ -58,7 +58,8 @@ class MeasuredRun:
     @property
     def samples_seen(self) -> int:
         """Samples that it was trained on."""
-        return self.records[-1][Metric.SAMPLES_SEEN]
+        seen: int = self.records[-1][Metric.SAMPLES_SEEN]
+        return seen
 
     @property
     def total_samples(self) -> int | None:
@@ -68,7 +69,8 @@ class MeasuredRun:
 
     @property
     def first_batch_size(self) -> int:
-        return self.records[0][Metric.GLOBAL_BATCH_SIZE]
+        size: int = self.records[0][Metric.GLOBAL_BATCH_SIZE]
+        return size
 
     @property
     def reference_batch_size(self) -> int:

@@ -65,7 +65,7 @@ class MeasurementPlan:
         """Returns a fork's branches, the smallest batch first."""
         return [Branch(fork, int(f * fork.batch_size), self.samples) for f in self.factors]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {**dataclasses.asdict(self), "factors": [str(factor) for factor in self.factors]}
 
     @classmethod

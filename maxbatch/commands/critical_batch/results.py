@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.commands.critical_batch.branches import Branches
 from maxbatch.commands.critical_batch.critical_size import (
@@ -65,7 +65,7 @@ class ForkResult(NamedTuple):
         beyond = f"; the run's own, {fork.batch_size:,}, is beyond it" if critical.is_below_base else ""
         return f"{at}: critical batch size {bound}{critical.batch_size:,}{beyond}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         critical = self.critical._asdict()
         return {
             **dataclasses.asdict(self.fork),
@@ -136,7 +136,7 @@ class Measurement:
             words.append(f"train_samples={run.total_samples}")
         return shlex.join(words)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns everything that was measured, and the schedule and the command that follow."""
         return {
             "run": str(self.run.path),

@@ -6,7 +6,6 @@ import bisect
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -135,7 +134,7 @@ class Choice:
             changes |= {name: REMAT_TENSORS[name][0] for name in customised_tensors(wanted.config)}
         return changes | (keys_to_state(self.mesh, wanted.config) if wanted.any_mesh else {})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the choice as `--json` prints it."""
         number, modelled = self.per_device_batch_size, self.modelled.to_dict()
         del modelled["operations"]

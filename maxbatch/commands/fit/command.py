@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
@@ -121,7 +121,7 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     return ways
 
 
-def _with(config: ConfigDict, **changes: Any) -> ConfigDict:
+def _with(config: ConfigDict, **changes: object) -> ConfigDict:
     # A new one, since a ConfigDict refuses values of another type: a fraction of a row where a whole number stood.
     return ConfigDict(config.to_dict() | changes).lock()
 

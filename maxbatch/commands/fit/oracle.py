@@ -97,7 +97,7 @@ class CompilerOracle:
             modelled = Modelled()
             if executable is not None and has_clock(self.target):
                 model, peak = DecoderConfig.of(self.config), self.config.peak_tflops_per_device
-                timed = model_time(executable.as_text(), self.target, model, peak, shape)
+                timed = model_time(executable.as_text() or "", self.target, model, peak, shape)
                 modelled = dataclasses.replace(timed, operations=())
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = {"verdict": dataclasses.asdict(verdict), "modelled": dataclasses.asdict(modelled)}
@@ -146,7 +146,8 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
     per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
-    return per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])
+    per_device: float = per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])
+    return per_device
 
 
 def _read(path: Path) -> Asked | None:

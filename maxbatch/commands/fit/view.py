@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -16,7 +15,7 @@ from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.modelled import has_clock
 
 
-def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, Any]:
+def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, object]:
     """Returns what `--json` prints: the best choice, why not one more, every question, and the ways left out."""
     following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}

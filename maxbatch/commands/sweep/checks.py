@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
     """Compares a sweep file with the records of its folder, refuses another sweep, and records what it says."""
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
         "seed": sweep.seed,
@@ -49,7 +49,7 @@ def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
     folder.write(settings)
 
 
-def _compare(sweep: SweepFile, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _compare(sweep: SweepFile, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     fixed = {"grid": ("sampler",), "random": ("sampler", "seed"), "optuna": ("sampler", "seed", "metric")}
     for name in fixed[sweep.sampler]:
         if before[name] != now[name]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING
 
 from maxbatch.config.keys import Key
 from maxbatch.config.values import NUMBERS, exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    import optuna
 
 MOST_GRID_VALUES = 10_000
 
@@ -51,9 +54,10 @@ class Choices:
         """Returns every value of a grid."""
         return list(self.values)
 
-    def suggest(self, trial: Any) -> str:
+    def suggest(self, trial: optuna.Trial) -> str:
         """Returns the value that an Optuna trial suggests."""
-        return trial.suggest_categorical(self.key.name, self.values)
+        value: str = trial.suggest_categorical(self.key.name, self.values)
+        return value
 
     def to_json(self) -> list[str]:
         """Returns what a sweep's records say about the key."""
@@ -107,14 +111,16 @@ class Range:
             )
         return [self._text(self.low + i * self.step) for i in range(number)]
 
-    def suggest(self, trial: Any) -> str:
+    def suggest(self, trial: optuna.Trial) -> str:
         """Returns the value that an Optuna trial suggests."""
-        number: type[int] | type[float] = int if _is_whole(self.key) else float
-        suggest = trial.suggest_int if number is int else trial.suggest_float
-        step = {} if self.step is None else {"step": number(self.step)}
-        return self._text(suggest(self.key.name, number(self.low), number(self.high), log=self.is_log, **step))
+        name, low, high, step = self.key.name, self.low, self.high, self.step
+        if _is_whole(self.key):
+            width = 1 if step is None else int(step)
+            return self._text(trial.suggest_int(name, int(low), int(high), step=width, log=self.is_log))
+        gap = None if step is None else float(step)
+        return self._text(trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns what a sweep's records say about the key."""
         ends = {"low": str(plain_number(self.low)), "high": str(plain_number(self.high)), "log": self.is_log}
         return ends if self.step is None else ends | {"step": str(plain_number(self.step))}

@@ -15,7 +15,8 @@ import math
 import socket
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from maxbatch.commands.sweep.checks import check_recorded, check_settings, resolve
 from maxbatch.commands.sweep.storage import Storage
@@ -28,6 +29,9 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
 from maxbatch.system.storage import kept_here, send
+
+if TYPE_CHECKING:
+    import optuna
 
 MOST_COMBINATIONS = 100_000
 _LOST_S = 60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
@@ -89,7 +93,7 @@ class SweepStudy:
         others = f" (so is every one of {which}{len(tried)} combinations)" if len(tried) > 1 else ""
         raise ConfigError(refusals[0] + others)
 
-    def _open(self) -> Any:
+    def _open(self) -> optuna.Study:
         sweep, pruners = self._sweep, self._optuna.pruners
         self._fetch()
         url = sweep.storage or f"sqlite:///{self._here.resolve() / _DATABASE}"
@@ -97,7 +101,7 @@ class SweepStudy:
         parameters = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
         settings = json.dumps({"metric": sweep.metric, "parameters": parameters}, sort_keys=True)
 
-        def opened() -> tuple[Any, Any, Any]:
+        def opened() -> tuple[optuna.storages.RDBStorage, optuna.Study, str | None]:
             database = self._optuna.storages.RDBStorage(url)
             study = self._optuna.create_study(
                 storage=database, study_name=sweep.path.stem, direction="minimize", load_if_exists=True,
@@ -128,20 +132,22 @@ class SweepStudy:
         if self._sweep.storage is None:
             send(self._here / _DATABASE, self._folder.path / _DATABASE)
 
-    def _trials(self) -> list[Any]:
+    def _trials(self) -> list[optuna.trial.FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    def _is_mine(self, frozen: Any) -> bool:
+    def _is_mine(self, frozen: optuna.trial.FrozenTrial) -> bool:
         return self._sweep.storage is None or frozen.user_attrs.get(_HOME) == self._home
 
-    def _is_running(self, frozen: Any) -> bool:
-        return frozen.state == self._optuna.trial.TrialState.RUNNING
+    def _is_running(self, frozen: optuna.trial.FrozenTrial) -> bool:
+        running: optuna.trial.TrialState = self._optuna.trial.TrialState.RUNNING
+        return frozen.state == running
 
-    def _running_trial(self, frozen: Any) -> Any:
+    def _running_trial(self, frozen: optuna.trial.FrozenTrial) -> optuna.Trial:
         """Returns a trial of the database that takes suggestions and reports."""
         study = self._database.get_study_id_from_name(self._study.study_name)
         trial = self._database.get_trial_id_from_study_id_trial_number(study, frozen.number)
-        return self._optuna.trial.Trial(self._study, trial)
+        running: optuna.Trial = self._optuna.trial.Trial(self._study, trial)
+        return running
 
     def _add_missing(self, recorded: Sequence[Trial]) -> None:
         """Adds the recorded trials that the study lacks: all, for a grid begun before grids had a study."""
@@ -193,45 +199,50 @@ class SweepStudy:
         recorded = {_items(trial.overrides) for trial in self._folder.trials()}
         return next((one for one in self._grid or () if _items(one) not in recorded), None)
 
-    def _adopt(self) -> Any | None:
+    def _adopt(self) -> optuna.Trial | None:
         """Returns a trial without a folder that was begun here, or by a process that was killed at once."""
         recorded = {trial.number for trial in self._folder.trials()}
         lost_before = datetime.datetime.now() - datetime.timedelta(seconds=_LOST_S)
         for frozen in self._trials():
             if not self._is_running(frozen) or frozen.number in recorded:
                 continue
-            is_lost = frozen.user_attrs.get(_HOME) is None and frozen.datetime_start < lost_before
+            started = frozen.datetime_start
+            is_lost = frozen.user_attrs.get(_HOME) is None and started is not None and started < lost_before
             if is_lost or self._is_mine(frozen):
                 self._study.sampler = self._sampler(frozen.number)
                 return self._running_trial(frozen)
         return None
 
-    def _ask(self) -> Any | None:
+    def _ask(self) -> optuna.Trial | None:
         if not self._may_ask():
             return None
         self._study.sampler = self._sampler(len(self._trials()))
-        if self._grid is not None:
-            self._study.enqueue_trial(self._next_combination())
+        if self._grid is not None and (combination := self._next_combination()) is not None:
+            self._study.enqueue_trial(combination)
         asked = self._study.ask()
         if self._grid is None and asked.number >= self.num_trials:  # another machine took the last one
             self._study.tell(asked, state=self._optuna.trial.TrialState.FAIL)
             return None
         return asked
 
-    def _sampler(self, number: int) -> Any:
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Returns the sampler of one trial, whose seed is its own: a restart does not repeat the first suggestions."""
         machine = self._home if self._sweep.storage else ""
         seed = zlib.crc32(f"{self._sweep.seed} {number} {machine}".encode())
-        if self._sweep.sampler == "random":
-            return self._optuna.samplers.RandomSampler(seed)
-        return self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+        samplers = self._optuna.samplers
+        is_random = self._sweep.sampler == "random"
+        sampler: optuna.samplers.BaseSampler = (
+            samplers.RandomSampler(seed) if is_random else samplers.TPESampler(seed=seed, constant_liar=True)
+        )
+        return sampler
 
-    def _suggested(self, suggested: Any) -> Overrides:
+    def _suggested(self, suggested: optuna.Trial) -> Overrides:
         if self._grid is not None:
-            return self._trials()[suggested.number].system_attrs["fixed_params"]
+            fixed: Overrides = self._trials()[suggested.number].system_attrs["fixed_params"]
+            return fixed
         return {parameter.key.name: parameter.suggest(suggested) for parameter in self._sweep.parameters}
 
-    def _record(self, suggested: Any) -> Trial:
+    def _record(self, suggested: optuna.Trial) -> Trial:
         """Makes the folder of a trial; one that the config refuses has failed at once."""
         suggested.set_user_attr(_HOME, self._home)
         overrides = self._suggested(suggested)
@@ -279,7 +290,7 @@ class SweepStudy:
         self._keep()
 
 
-def _optuna() -> Any:
+def _optuna() -> ModuleType:
     try:
         import optuna
     except ImportError:

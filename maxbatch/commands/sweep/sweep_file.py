@@ -99,7 +99,7 @@ def _read(setting: Scalar, entry: tuple[yaml.Node, str] | None) -> Value:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, Any]) -> None:
+def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> None:
     sampler = values["sampler"]
     if sampler == "grid" and "trials" in nodes:
         raise ConfigError(f"{nodes['trials'][1]}: trials={values['trials']}: must not be given for a grid, which has "
@@ -107,7 +107,8 @@ def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, Any]) -> None
     if sampler != "grid" and "trials" not in nodes:
         raise ConfigError(f"{path}: trials must say how many, since sampler is {sampler}; works: trials: 20")
     if sampler != "optuna" and "storage" in nodes:
-        raise ConfigError(f"{nodes['storage'][1]}: storage={shown(values['storage'])}: must not be given where sampler "
+        storage = shown(str(values["storage"]))
+        raise ConfigError(f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "
                           f"is {sampler}; works: sampler: optuna")  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.data.stream.rows import Rows
+
+T = TypeVar("T")
 
 
 class Batch(NamedTuple):
@@ -79,11 +81,12 @@ class Placement:
 
         def joined(parts: Sequence[jax.Array]) -> jax.Array:
             real = [part[slots] for part, slots in zip(parts, slots_of_part, strict=True)]
-            return jax.lax.with_sharding_constraint(jnp.concatenate(real), rows)
+            array: jax.Array = jax.lax.with_sharding_constraint(jnp.concatenate(real), rows)
+            return array
 
         return lambda staged: Batch(*map(joined, staged))
 
-    def _staged(self, parts: Sequence[Any]) -> Any:
+    def _staged(self, parts: Sequence[T]) -> T | tuple[T, ...]:
         return tuple(parts) if self._expansion > 1 else parts[0]
 
     def _num_slots(self, micro_batch: int) -> int:
@@ -124,7 +127,7 @@ class Placement:
         """Puts this host's rows of a batch, in the order of `wanted`, on its devices, and pads the other slots."""
         wanted = self.wanted(num_rows, shape)
 
-        def staged(name: str) -> Any:
+        def staged(name: str) -> jax.Array | tuple[jax.Array, ...]:
             if wanted.all():
                 slots = rows[name].reshape(*wanted.shape, self._length)
             else:

@@ -62,7 +62,8 @@ def masks(content: str, first: int, count: int) -> np.ndarray:
     seed = np.frombuffer(hashlib.blake2b(content.encode(), digest_size=8).digest(), "<u8")[0]
     mixed = (np.arange(first, first + count, dtype=np.uint64) ^ seed) * _MIX[0]
     mixed = (mixed ^ mixed >> np.uint64(32)) * _MIX[1]
-    return (mixed >> np.uint64(32)).astype(_HASH)
+    array: np.ndarray = (mixed >> np.uint64(32)).astype(_HASH)
+    return array
 
 
 class BlockHasher:
@@ -107,7 +108,7 @@ class Blocks:
         self._total = ends[-1]
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"folder": self._folder, "content": self._content, "sizes": self._sizes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

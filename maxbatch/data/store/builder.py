@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from maxbatch.data.store.token_store import (
     MANIFEST,
     OFFSETS,
     VERSION,
+    Manifest,
     TokenLayout,
     TokenStore,
     manifest_checksum,
@@ -39,8 +39,9 @@ from maxbatch.data.store.token_store import (
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.system.atomic_files import BUILDING, remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import exclusive
 from maxbatch.system.storage import AnyPath, is_remote, upload
@@ -144,7 +145,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
     return store
 
 
-def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> dict[str, Any]:
+def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> Manifest:
     """Writes the shards after those that are finished, and the offsets of all; returns the manifest."""
     source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
     conversations = Conversations.from_config(build.config, build.tokenizer)
@@ -186,7 +187,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
     hashes = np.concatenate([*(shard.hashes for shard in shards), block_hashes(data)])
     with writing_atomically(folder / BLOCKS) as file:
         file.write((hashes ^ masks(content.hexdigest(), 0, len(hashes))).astype("<u4").data)
-    manifest = {
+    facts = {
         "version": VERSION,
         "content": content.hexdigest(),
         "documents": len(total.lengths),
@@ -202,8 +203,9 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,
     }
-    manifest = json.loads(json.dumps(manifest))  # as it will be read: with lists for tuples
-    return manifest | {"checksum": manifest_checksum(manifest)}
+    manifest: Manifest = json.loads(json.dumps(facts))  # as it will be read: with lists for tuples
+    manifest["checksum"] = manifest_checksum(manifest)
+    return manifest
 
 
 def _workers(build: Build) -> int:

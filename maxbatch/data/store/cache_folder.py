@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
@@ -21,7 +20,7 @@ def cache_folder(data_cache_dir: str, name: str = "tokens") -> Path:
     return (Path(os.path.expanduser(data_cache_dir)) if data_cache_dir else user_cache()) / name
 
 
-def cache_file(data_cache_dir: str, name: str, facts: Any) -> Path:
+def cache_file(data_cache_dir: str, name: str, facts: object) -> Path:
     """Returns the file of the cache's folder `name` that is named by the hash of `facts`, which are JSON values."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder(data_cache_dir, name) / digest

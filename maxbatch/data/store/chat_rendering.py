@@ -11,13 +11,17 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from jinja2 import Template, nodes
+    from jinja2.parser import Parser
 
 # The date that Llama's templates take where no other is given.
 _TODAY = datetime(2024, 7, 26)
 MOST_CHARACTERS = 32 << 20  # of a conversation as text
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 Span = tuple[int, int]
 
 
@@ -42,16 +46,16 @@ class Question(NamedTuple):
     """
 
     messages: Sequence[Message]
-    extras: Mapping[str, Any]
+    extras: Mapping[str, object]
     first: int = 0
 
 
 class Renderer:
     """The templates of a tokenizer, as `ChatTemplate` states them, in the process that runs them."""
 
-    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, Any], ends: Sequence[str]) -> None:
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, object], ends: Sequence[str]) -> None:
         self._sources, self._variables, self._ends = sources, variables, ends
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[str, Template] = {}
 
     def __call__(self, question: Question) -> Rendered:
         """Returns the text of a conversation, and the spans of the assistant's messages.
@@ -99,7 +103,11 @@ class Renderer:
         return begin, end + len(end_token or "")
 
     def _text(
-        self, source: str, messages: Sequence[Message], extras: Mapping[str, Any], add_generation_prompt: bool = False
+        self,
+        source: str,
+        messages: Sequence[Message],
+        extras: Mapping[str, object],
+        add_generation_prompt: bool = False,
     ) -> _Marked:
         variables = {
             "tools": None, "documents": None, **self._variables, **extras,
@@ -116,7 +124,7 @@ class Renderer:
             raise ConversationError(f"the chat template makes more than {MOST_CHARACTERS:,} characters of it")
         return marks.removed_from(text)
 
-    def _compiled(self, source: str) -> Any:
+    def _compiled(self, source: str) -> Template:
         if source not in self._programs:
             self._programs[source] = self._environment.from_string(source)
         return self._programs[source]
@@ -190,7 +198,7 @@ def environment() -> Any:
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -201,7 +209,7 @@ def environment() -> Any:
     class PlainNamespace(Namespace):
         """A namespace without names that begin with an underscore."""
 
-        def __setitem__(self, name: Any, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             if str(name).startswith("_"):
                 raise SecurityError(f"a namespace cannot hold {name!r}")
             super().__setitem__(name, value)
@@ -226,6 +234,10 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from maxbatch.config.values import shown, shown_path
 from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered, Renderer, check_syntax
@@ -44,7 +43,7 @@ class ChatTemplate:
     """
 
     sources: Mapping[str, str]
-    variables: Mapping[str, Any]
+    variables: Mapping[str, object]
     ends: tuple[str, ...]
 
     @property
@@ -61,16 +60,16 @@ class ChatTemplate:
         return [_answer(future) for future in self._pool.submit(questions)]
 
     @cached_property
-    def _pool(self) -> WorkerPool:
+    def _pool(self) -> WorkerPool[Question, Rendered]:
         setup = functools.partial(Renderer, dict(self.sources), dict(self.variables), self.ends)
         pool = WorkerPool(setup, 1, limit_s=_LIMIT_S, memory_bytes=_MEMORY_BYTES)
         weakref.finalize(self, pool.close)
         return pool
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in ("sources", "variables", "ends")}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         self.__dict__.update(state)
 
 
@@ -111,7 +110,9 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
         )
     if "default" not in sources:
         raise error(f"has no chat template named default, only {shown(', '.join(map(str, sources)))}")
-    variables: dict[str, Any] = {name: text for name in _TOKENS if (text := _text_of(settings.get(name))) is not None}
+    variables: dict[str, object] = {
+        name: text for name in _TOKENS if (text := _text_of(settings.get(name))) is not None
+    }
     more = settings.get("additional_special_tokens")
     if isinstance(more, list):
         variables["additional_special_tokens"] = [text for one in more if (text := _text_of(one)) is not None]
@@ -130,7 +131,7 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     return template
 
 
-def _sources(found: Any) -> dict[str, str] | None:
+def _sources(found: object) -> dict[str, str] | None:
     """Returns templates by name, as one text, an object or a list states them; None for anything else."""
     if isinstance(found, str):
         return {"default": found}
@@ -142,7 +143,7 @@ def _sources(found: Any) -> dict[str, str] | None:
     return texts if pairs and len(texts) == len(pairs) else None
 
 
-def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, Any]:
+def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[str, object]:
     """Returns the JSON object of a file beside a tokenizer, which may be missing; `error` blames the tokenizer."""
     if not file.is_file():
         return {}
@@ -157,6 +158,6 @@ def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[st
     return settings
 
 
-def _text_of(token: Any) -> str | None:
+def _text_of(token: object) -> str | None:
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class Conversations:
         return cls(tokenizer, config.sft_train_on_completion_only, config.skip_bad_records)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What fixes the tokens of records, besides the tokenizer."""
         try:
             template = self.tokenizer.chat_template().identity
@@ -149,7 +149,7 @@ class _Texts(NamedTuple):
     completion: str
 
 
-def _conversation(record: Mapping[str, Any]) -> Question | _Texts:
+def _conversation(record: Mapping[str, object]) -> Question | _Texts:
     prompt, completion = record.get("prompt"), record.get("completion")
     if record.get("messages") is not None:
         return Question(_messages(record["messages"], "messages"), _extras(record))
@@ -165,7 +165,7 @@ def _conversation(record: Mapping[str, Any]) -> Question | _Texts:
     raise ConversationError(f"use_sft=true needs {_NEEDED} (both texts, or both lists); its fields: {fields}")
 
 
-def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+def _messages(value: object, field: str) -> list[dict[str, object]]:
     """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
     if not isinstance(value, list) or not value:
         raise ConversationError(f"field {field} is {_kind(value)}, not a list of messages")
@@ -176,7 +176,7 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in message.items() if v is not None or k in kept} for message in value]
 
 
-def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
+def _extras(record: Mapping[str, object]) -> dict[str, object]:
     tools, more = record.get("tools"), record.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -190,5 +190,5 @@ def _extras(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**(more or {}), "tools": tools or None}
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "empty" if isinstance(value, list) else f"a {type(value).__name__}"

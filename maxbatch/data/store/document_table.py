@@ -16,9 +16,9 @@ import threading
 import zlib
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ _INTERPOLATIONS = 3  # of a search, before each second step halves what is left
 _HEADER_BYTES = 128  # of a file that numpy writes, at least
 _BLOCKS_OF_A_PASS = 64  # that a pass over the table reads by one request, 4 MiB
 _REQUESTS_OF_A_PASS = 8  # at the same time
+
+T = TypeVar("T")
 
 
 class DocumentTable(Protocol):
@@ -61,7 +63,8 @@ class WholeTable:
         return np.searchsorted(self._offsets, tokens_n, side="right") - 1
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
-        return self._offsets[documents_n]
+        array: np.ndarray = self._offsets[documents_n]
+        return array
 
 
 class RangedTable:
@@ -103,10 +106,10 @@ class RangedTable:
         self._blocks: OrderedDict[int, Future[np.ndarray]] = OrderedDict()  # the one used last at the end
         self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_hashes", "_header")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._open()
 
@@ -154,7 +157,7 @@ class RangedTable:
             yield one.result()
 
     @staticmethod
-    def _at_once(read: Any, values: Sequence[int]) -> list[Any]:
+    def _at_once(read: Callable[[int], T], values: Sequence[int]) -> list[T]:
         return list(readers().map(read, values) if len(values) > 1 else map(read, values))
 
     def _find(self, token: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
@@ -136,7 +136,7 @@ class DocumentSource:
     def _format(self) -> Format:
         return make_format(self.dataset_type, self.record_format, self.text_field, self._bad)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != "_format"}
 
     def _bad(self, problem: str) -> bytes:

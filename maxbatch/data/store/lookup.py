@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from pathlib import Path
-from typing import Any
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
-from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
+from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
@@ -103,14 +102,14 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
     return store
 
 
-def _check_prepared_settings(config: DataConfig, where: str, manifest: dict[str, Any]) -> None:
+def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
     """Raises ConfigError for a store whose documents or conversations were made otherwise than the config asks for."""
     made = manifest.get("conversations")
     prepared = {"use_sft": made is not None}
     if not config.use_sft:
-        prepared |= {key: bool(manifest[key.removeprefix("add_")]) for key in ("add_bos", "add_eos")}
+        prepared |= {key: bool(tokens) for key, tokens in (("add_bos", manifest["bos"]), ("add_eos", manifest["eos"]))}
     elif made:
-        prepared["sft_train_on_completion_only"] = made["completion_only"]
+        prepared["sft_train_on_completion_only"] = bool(made["completion_only"])
     for key, value in prepared.items():
         if config[key] != value:
             stated, works = (str(flag).lower() for flag in (config[key], value))

@@ -7,12 +7,12 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from maxbatch.data.store.blocks import Blocks, MappedFile
-from maxbatch.system.storage import MAX_REQUESTS, AnyPath, is_remote
+from maxbatch.system.storage import AnyPath, is_remote
+from maxbatch.system.stores.store import MAX_REQUESTS
 
 # Ranges that are closer than this are read as one: a request costs as much as reading so many bytes.
 _GAP_BYTES = 16 << 10
@@ -41,7 +41,7 @@ class RangedTokens:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, places: Any) -> np.ndarray:
+    def __getitem__(self, places: object) -> np.ndarray:
         if isinstance(places, slice):
             begin, end, step = places.indices(self._size)
             if step != 1:
@@ -63,7 +63,8 @@ class RangedTokens:
         # Where each range begins in what was read, less where it begins in the store.
         lengths = np.array([end - begin for begin, end in ranges])
         shift = np.cumsum(lengths) - lengths - np.array([begin for begin, _ in ranges])
-        return read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(wanted.shape)
+        array: np.ndarray = read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(wanted.shape)
+        return array
 
     def _read(self, ranges: list[tuple[int, int]]) -> np.ndarray:
         longest = _LONGEST_BYTES // self.dtype.itemsize

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeGuard, cast
 
 import numpy as np
 
@@ -90,6 +90,30 @@ def new_content_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
 
+class Manifest(TypedDict, total=False):
+    """The JSON of a store; `_is_manifest` checks it, and TokenStore says what its fields are."""
+
+    version: Required[int]
+    content: Required[str]
+    documents: Required[int]
+    tokens: Required[int]
+    text_bytes: Required[int]
+    skipped_records: Required[int]
+    held_out: Required[list[int]]
+    tokenizer: Required[str]
+    vocab_size: int
+    dtype: Required[str]
+    bos: Required[list[int]]
+    eos: Required[list[int]]
+    hashed_as: Required[str]
+    trained_bit: int | None
+    conversations: dict[str, object]
+    sizes: Required[dict[str, int]]
+    offsets_crc32: Required[int]
+    signature: Required[str]
+    checksum: str
+
+
 @dataclass(frozen=True)
 class TokenStore:
     """An open store.
@@ -102,7 +126,7 @@ class TokenStore:
     """
 
     folder: AnyPath
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @cached_property
     def tokens(self) -> np.ndarray | MappedTokens | RangedTokens:
@@ -189,7 +213,7 @@ class TokenStore:
                 first, window = begin, self.tokens[begin : max(end, begin + _WINDOW_TOKENS)]
             yield window[begin - first : end - first]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A worker process maps the file itself; a pickled memmap would contain all tokens.
         return {"folder": self.folder, "manifest": self.manifest}
 
@@ -217,13 +241,13 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) 
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 
-def manifest_checksum(manifest: dict[str, Any]) -> str:
+def manifest_checksum(manifest: Manifest) -> str:
     """Returns the checksum of a manifest, which lies in it beside the other values."""
     others = {name: value for name, value in manifest.items() if name != "checksum"}
     return hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _read_manifest(folder: AnyPath) -> dict[str, Any]:
+def _read_manifest(folder: AnyPath) -> Manifest:
     """Returns the manifest of a store.
 
     Raises:
@@ -247,10 +271,10 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
         if sizes[name] != size:
             block = min(size, sizes[name]) // BLOCK_BYTES
             raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")
-    return dict(manifest)
+    return manifest
 
 
-def _is_manifest(value: Any) -> bool:
+def _is_manifest(value: Any) -> TypeGuard[Manifest]:
     if not isinstance(value, dict) or value.get("version") != VERSION:
         return False
     counts = ("documents", "tokens", "text_bytes", "skipped_records", "offsets_crc32")
@@ -265,11 +289,11 @@ def _is_manifest(value: Any) -> bool:
         and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
         and _are_sizes(value.get("sizes"), value["tokens"] * np.dtype(dtype).itemsize)
-        and value.get("checksum") == (manifest_checksum(value) if BLOCKS in value["sizes"] else None)
+        and value.get("checksum") == (manifest_checksum(cast(Manifest, value)) if BLOCKS in value["sizes"] else None)
     )
 
 
-def _are_sizes(stated: Any, token_bytes: int) -> bool:
+def _are_sizes(stated: object, token_bytes: int) -> bool:
     """Returns whether the files that a manifest states are a store's."""
     if not isinstance(stated, dict) or OFFSETS not in stated:
         return False
@@ -287,11 +311,11 @@ def _hashed(sizes: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name != BLOCKS}
 
 
-def _is_count(value: Any, end: int) -> bool:
+def _is_count(value: object, end: int) -> bool:
     return type(value) is int and 0 <= value < end
 
 
-def _are_counts(value: Any, end: int, most: int) -> bool:
+def _are_counts(value: object, end: int, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
 
 

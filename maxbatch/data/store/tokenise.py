@@ -172,7 +172,10 @@ def _part_writer(tokeniser: Tokeniser) -> Callable[[tuple[Sequence[Piece], Path]
 
 
 def _in_order(
-    pool: WorkerPool, workers: int, jobs: Iterable[Sequence[Piece]], folder: Path
+    pool: WorkerPool[tuple[Sequence[Piece], Path], Tokenised],
+    workers: int,
+    jobs: Iterable[Sequence[Piece]],
+    folder: Path,
 ) -> Iterator[tuple[Tokenised, Path]]:
     """Yields, in the order of the jobs, the facts about each and the file with its tokens."""
     waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]] = deque()

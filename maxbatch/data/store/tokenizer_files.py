@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
+
 # The usual names of special tokens; the first one that a tokenizer has is taken. GPT-2's single token is bos and eos.
 _NAMES = {
     "bos": ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "<|endoftext|>"),
@@ -28,7 +32,16 @@ _NAMES = {
 _MOST_BYTES = 256 << 20  # of a tokenizer; those of 256,000 tokens have 35 MB
 
 
-class _FileTokenizer(ABC):
+class _Library(Protocol):
+    """What both libraries know."""
+
+    def decode(self, ids: list[int], /) -> str: ...
+
+
+L = TypeVar("L", bound=_Library)
+
+
+class _FileTokenizer(ABC, Generic[L]):
     """A tokenizer whose file is found and hashed at once and loaded at the first use, in each process anew."""
 
     kind: str
@@ -96,7 +109,7 @@ class _FileTokenizer(ABC):
         raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
 
     @cached_property
-    def _library(self) -> Any:
+    def _library(self) -> L:
         try:
             return self._load(self._content())
         except ImportError as error:
@@ -108,7 +121,7 @@ class _FileTokenizer(ABC):
             raise self.error(f"not a {self.content} ({' '.join(str(error).split())})") from error
 
     @abstractmethod
-    def _load(self, content: bytes) -> Any: ...
+    def _load(self, content: bytes) -> L: ...
 
     @property
     @abstractmethod
@@ -142,11 +155,11 @@ class _FileTokenizer(ABC):
             raise ConfigError(f"{where}: no such file or folder (seen from {os.getcwd()})")
         return file
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"file": self.file, "identity": self.identity}
 
 
-class HuggingFaceTokenizer(_FileTokenizer):
+class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
     """A `tokenizer.json`. Its post-processor, truncation and padding are not used; special tokens that are spelled out
     in a text are text.
 
@@ -158,7 +171,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
     package = "tokenizers"
     content = "tokenizer.json that `tokenizers` reads"
 
-    def _load(self, content: bytes) -> Any:
+    def _load(self, content: bytes) -> Tokenizer:
         from tokenizers import Tokenizer
 
         library = Tokenizer.from_buffer(content)
@@ -206,7 +219,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return read_template(self.file.parent, special, self.error)
 
     @cached_property
-    def _markup_library(self) -> Any:
+    def _markup_library(self) -> Tokenizer:
         library = self._load(self._content())
         library.encode_special_tokens = False
         return library
@@ -234,7 +247,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
         return stated
 
 
-class SentencePieceTokenizer(_FileTokenizer):
+class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):
     """A SentencePiece model, with its own special tokens and its own normalisation of text."""
 
     kind = "sentencepiece"
@@ -242,7 +255,7 @@ class SentencePieceTokenizer(_FileTokenizer):
     package = "sentencepiece"
     content = "SentencePiece model"
 
-    def _load(self, content: bytes) -> Any:
+    def _load(self, content: bytes) -> SentencePieceProcessor:
         from sentencepiece import SentencePieceProcessor
 
         library = SentencePieceProcessor()
@@ -255,7 +268,8 @@ class SentencePieceTokenizer(_FileTokenizer):
         return self._library.get_piece_size()
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
-        return self._library.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
+        ids: list[list[int]] = self._library.encode(texts, out_type=int, add_bos=False, add_eos=False, num_threads=1)
+        return ids
 
     def _special(self, name: str) -> int | None:
         token = getattr(self._library, f"{name}_id")()

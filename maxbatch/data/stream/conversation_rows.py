@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: 
     return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), count)
 
 
-def find_trained_tokens(config: StreamConfig, key: Mapping[str, Any]) -> TrainedTokens | None:
+def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:
     """Returns the cached figures of rows that `key` fixes, or None."""
     try:
         path = _path(config, key)
@@ -73,7 +73,7 @@ def find_trained_tokens(config: StreamConfig, key: Mapping[str, Any]) -> Trained
         return None
 
 
-def count_trained_tokens(config: StreamConfig, key: Mapping[str, Any], rows: RowSource) -> TrainedTokens:
+def count_trained_tokens(config: StreamConfig, key: Mapping[str, object], rows: RowSource) -> TrainedTokens:
     """Returns the figures of rows that `key` fixes, from the cache or by reading them all."""
     found = find_trained_tokens(config, key)
     if found is not None:
@@ -99,6 +99,6 @@ def _checksum(path: Path, figures: TrainedTokens) -> int:
     return zlib.crc32(json.dumps([path.name, *figures]).encode())
 
 
-def _path(config: StreamConfig, key: Mapping[str, Any]) -> Path:
+def _path(config: StreamConfig, key: Mapping[str, object]) -> Path:
     facts = [_VERSION, config.max_target_length, config.packing, key]
     return cache_file(config.data_cache_dir, "trained-tokens", facts)

@@ -10,9 +10,16 @@ Legend: R rows, L slots of a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+    from jax.typing import ArrayLike
+
+Array = TypeVar("Array", np.ndarray, "jax.Array")
 
 _U32 = np.uint32
 # Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start value.
@@ -23,7 +30,7 @@ _LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
 _BLOCK = 1 << 16  # rows whose limbs 32 bits can sum
 
 
-def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) -> Any:
+def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_RxL: Array) -> Array:
     """Hashes each row's tokens, segments and weights, slot by slot.
 
     Args:
@@ -48,38 +55,42 @@ def row_hashes(xp: Any, tokens_RxL: Any, segments_RxL: Any, weights_RxL: Any) ->
     low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
     high = mixed(sums[1] ^ mixed(low + _LANES[1]))
     real_R = (segments_RxL != 0).any(axis=1)
-    return xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
+    hashes_Rx2: Array = xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
+    return hashes_Rx2
 
 
-def mixed(x: Any) -> Any:
+def mixed(x: Array) -> Array:
     """Returns MurmurHash3's finaliser of uint32 values, a bijection."""
     x = (x ^ (x >> _HALF)) * _FMIX[0]
     x = (x ^ (x >> _U32(13))) * _FMIX[1]
-    return x ^ (x >> _HALF)
+    x = x ^ (x >> _HALF)
+    return x
 
 
-def limb_sums(xp: Any, hashes_Rx2: Any) -> Any:
+def limb_sums(xp: ModuleType, hashes_Rx2: Array) -> Array:
     """Returns uint32[4]: the sum of row hashes (uint32[R, 2]) in limbs of 16 bits, not yet carried."""
     limbs_Rx4 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2).reshape(-1, 4)
     sums = [limbs_Rx4[i : i + _BLOCK].sum(axis=0, dtype=xp.uint32) for i in range(0, max(len(limbs_Rx4), 1), _BLOCK)]
-    total = sums[0]
+    total: Array = sums[0]
     for more in sums[1:]:
         total = carry(xp, carry(xp, total) + carry(xp, more))
     return total
 
 
-def carry(xp: Any, limbs: Any) -> Any:
+def carry(xp: ModuleType, limbs: Array) -> Array:
     """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be added."""
-    carried, over = [], _U32(0)
+    carried: list[Array] = []
+    over: Array | np.uint32 = _U32(0)
     for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):
         # Split the limb before adding the carry from below: their sum could exceed 2^32.
         low = (limb & _LOW_HALF) + (over & _LOW_HALF)
         carried.append(low & _LOW_HALF)
         over = (limb >> _HALF) + (over >> _HALF) + (low >> _HALF)
-    return xp.stack(carried)
+    limbs = xp.stack(carried)
+    return limbs
 
 
-def to_hex(limbs: Any) -> str:
+def to_hex(limbs: ArrayLike) -> str:
     """Returns the sum modulo 2^64 as 16 hex digits."""
     total = sum(int(limb) << (16 * place) for place, limb in enumerate(np.asarray(limbs)))
     return f"{total % (1 << 64):016x}"

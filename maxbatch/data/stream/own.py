@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sized
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
@@ -93,7 +93,7 @@ class OwnRows:
         weights = row.get("weights", ~begins & (segments > 0))
         return {"tokens": tokens, "segments": segments, "weights": self._array(index, "weights", weights, np.float32)}
 
-    def _array(self, index: int, name: str, value: ArrayLike, dtype: Any) -> np.ndarray:
+    def _array(self, index: int, name: str, value: ArrayLike, dtype: DTypeLike) -> np.ndarray:
         array = np.asarray(value)
         if array.shape != (self.row_length,):
             raise ConfigError(

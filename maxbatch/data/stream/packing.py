@@ -168,7 +168,7 @@ class BestFitPlan:
             ) from error
         return Packing(*arrays)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A worker process checks and maps the file itself.
         return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {"_is_checked": False}
 
@@ -193,7 +193,7 @@ def _checked_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, Any]) -> BestFitPlan | None:
+def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, object]) -> BestFitPlan | None:
     """Returns the cached plan of `key`, or None if it is missing or damaged; computes nothing."""
     try:
         return BestFitPlan(_path(data_cache_dir, row_length, key))
@@ -202,7 +202,7 @@ def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, Any]) 
 
 
 def open_best_fit(
-    data_cache_dir: str, row_length: int, key: Mapping[str, Any], documents: Callable[[], Extents]
+    data_cache_dir: str, row_length: int, key: Mapping[str, object], documents: Callable[[], Extents]
 ) -> BestFitPlan:
     """Returns the plan of `key`, JSON values that fix it together with L.
 
@@ -221,7 +221,7 @@ def open_best_fit(
     return BestFitPlan(path)
 
 
-def _path(data_cache_dir: str, row_length: int, key: Mapping[str, Any]) -> Path:
+def _path(data_cache_dir: str, row_length: int, key: Mapping[str, object]) -> Path:
     return cache_file(data_cache_dir, "packing", [_VERSION, row_length, key])
 
 
@@ -243,7 +243,7 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
             file.write(array)
 
 
-def _checksum(header: dict[str, Any], chunks: Iterable[bytes | memoryview]) -> int:
+def _checksum(header: Mapping[str, object], chunks: Iterable[bytes | memoryview]) -> int:
     checksum = zlib.crc32(json.dumps(header, sort_keys=True).encode())
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)

@@ -51,7 +51,8 @@ class Extents(NamedTuple):
 
     def slots(self, slot_tokens: int) -> np.ndarray:
         """Returns the slots of `slot_tokens` tokens that each document fills, the last one perhaps in part."""
-        return -(-(self.end_S - self.start_S) // slot_tokens)
+        array: np.ndarray = -(-(self.end_S - self.start_S) // slot_tokens)
+        return array
 
 
 class RowPlan(Protocol):

@@ -74,7 +74,8 @@ class InTurn:
         return Origins(source_n, index_n - self._begins[source_n])
 
     def counts(self, position: int) -> list[int]:
-        return (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
+        counts: list[int] = (np.minimum(position, self._ends) - np.minimum(position, self._begins)).tolist()
+        return counts
 
 
 class Mixed:
@@ -87,7 +88,8 @@ class Mixed:
 
     def place(self, index: int) -> Place:
         source, place = (array.tolist()[0] for array in self._order.at([operator.index(index)]))
-        return self._epochs[source].place(place)._replace(source=self._names[source])
+        found: Place = self._epochs[source].place(place)._replace(source=self._names[source])
+        return found
 
     def batch(self, indices: Indices) -> Rows:
         source_n, place_n = self._order.at(indices)

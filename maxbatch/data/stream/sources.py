@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def _strategy(config: StreamConfig) -> str:
 
 
 def _open_plan(
-    config: StreamConfig, store: TokenStore, documents: Documents, key: dict[str, Any]
+    config: StreamConfig, store: TokenStore, documents: Documents, key: Mapping[str, object]
 ) -> tuple[RowPlan, int, int]:
     """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
     if _is_as_stored(config, documents):
@@ -227,7 +228,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
     return _FoundRows(_open_plan(config, store, documents, key)[0].num_rows, trained)
 
 
-def _packing_key(config: StreamConfig, store: TokenStore, rule: str, held_out: bool) -> dict[str, Any]:
+def _packing_key(config: StreamConfig, store: TokenStore, rule: str, held_out: bool) -> dict[str, object]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
     overlong = {"overlong": config.overlong} if config.use_sft else {}

@@ -6,13 +6,21 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, chain, status_of
+from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, FileSystem, chain, status_of
 
 _LARGEST_PART = 5 << 30  # of an upload in parts; the smallest, but for the last, has 5 MiB
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _PLAIN = (None, "AES256")  # encryptions under which the ETag of an object is its MD5
+
+
+class S3Files(FileSystem, Protocol):
+    """The file system of s3fs."""
+
+    loop: object
+
+    def call_s3(self, method: str, **request: object) -> dict[str, Any]: ...
 
 
 class Amazon:
@@ -23,19 +31,19 @@ class Amazon:
     needs = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket"
     make_bucket = "aws s3 mb s3://"
 
-    def configure(self, conf: dict[str, Any]) -> None:
+    def configure(self, conf: dict[str, object]) -> None:
         pool = {"max_pool_connections": MAX_REQUESTS}
         conf.setdefault("config_kwargs", {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool})
         for key, variable in (("key", "AWS_ACCESS_KEY_ID"), ("secret", "AWS_SECRET_ACCESS_KEY")):
             if key in conf:  # FSSPEC_S3_KEY: TensorStore knows the other name only
                 os.environ.setdefault(variable, str(conf[key]))
 
-    def kvstore(self, bucket: str, name: str, retries: dict[str, Any]) -> dict[str, Any]:
+    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
         from fsspec.config import conf
 
         environment = os.environ
         region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
-        found: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": name, "aws_region": region}
+        found: dict[str, object] = {"driver": "s3", "bucket": bucket, "path": name, "aws_region": region}
         stated = conf.get("s3", {}).get("endpoint_url")
         if endpoint := stated or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
             found["endpoint"] = endpoint
@@ -43,23 +51,23 @@ class Amazon:
             found["aws_credentials"] = {"type": "environment"}
         return found | {"s3_request_retries": retries}
 
-    def version(self, files: Any, bucket: str, name: str) -> str:
+    def version(self, files: S3Files, bucket: str, name: str) -> str:
         return str(files.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])
 
-    def read(self, files: Any, bucket: str, name: str) -> tuple[bytes, str]:
+    def read(self, files: S3Files, bucket: str, name: str) -> tuple[bytes, str]:
         answer = files.call_s3("get_object", Bucket=bucket, Key=name)
-        return _body(files, answer), answer["ETag"]
+        return _body(files, answer), str(answer["ETag"])
 
-    def read_checked(self, files: Any, bucket: str, name: str) -> tuple[bytes, object, object]:
+    def read_checked(self, files: S3Files, bucket: str, name: str) -> tuple[bytes, object, object]:
         answer = files.call_s3("get_object", Bucket=bucket, Key=name)
         content = _body(files, answer)
         return content, *_stated(answer, content)
 
-    def write(self, files: Any, bucket: str, name: str, data: bytes, version: str | None) -> str:
+    def write(self, files: S3Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
         return str(files.call_s3("put_object", Bucket=bucket, Key=name, Body=data, **condition)["ETag"])
 
-    def remove(self, files: Any, bucket: str, name: str, version: str) -> bool:
+    def remove(self, files: S3Files, bucket: str, name: str, version: str) -> bool:
         where = {"Bucket": bucket, "Key": name}
         if files.call_s3("head_object", **where)["ETag"] != version:
             return False
@@ -71,7 +79,7 @@ class Amazon:
             files.call_s3("delete_object", **where)  # not every S3 knows conditional deletes
         return True
 
-    def join(self, files: Any, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+    def join(self, files: S3Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
         where = {"Bucket": bucket, "Key": name}
         upload = {**where, "UploadId": files.call_s3("create_multipart_upload", **where)["UploadId"]}
         parts = []
@@ -86,14 +94,14 @@ class Amazon:
         files.call_s3("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts}, IfMatch=version)
 
 
-def _body(files: Any, answer: Mapping[str, Any]) -> bytes:
+def _body(files: S3Files, answer: Mapping[str, Any]) -> bytes:
     from fsspec.asyn import sync
 
     content: bytes = sync(files.loop, answer["Body"].read)
     return content
 
 
-def _stated(answer: Mapping[str, Any], content: bytes) -> tuple[object, object]:
+def _stated(answer: Mapping[str, object], content: bytes) -> tuple[object, object]:
     """Returns the MD5 that the store states and that of the content; nothing of an object written in parts."""
     etag = str(answer.get("ETag", "")).strip('"')
     if not _MD5.fullmatch(etag) or answer.get("ServerSideEncryption") not in _PLAIN or "SSECustomerAlgorithm" in answer:

@@ -10,10 +10,19 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from maxbatch.system.stores.store import CONNECT_S, READ_S, has_lost
+from maxbatch.system.stores.store import CONNECT_S, READ_S, FileSystem, has_lost
+
+
+class GoogleFiles(FileSystem, Protocol):
+    """The file system of gcsfs."""
+
+    base: str
+
+    def url(self, path: str) -> str: ...
+    def call(self, method: str, path: str, **request: object) -> Any: ...
 
 
 class Google:
@@ -24,7 +33,7 @@ class Google:
     needs = "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket"
     make_bucket = "gcloud storage buckets create gs://"
 
-    def configure(self, conf: dict[str, Any]) -> None:
+    def configure(self, conf: dict[str, object]) -> None:
         emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
         if emulator:
             emulator = emulator if "://" in emulator else f"http://{emulator}"
@@ -37,24 +46,24 @@ class Google:
 
             conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
 
-    def kvstore(self, bucket: str, name: str, retries: dict[str, Any]) -> dict[str, Any]:
+    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
         return {"driver": "gcs", "bucket": bucket, "path": name, "gcs_request_retries": retries}
 
-    def version(self, files: Any, bucket: str, name: str) -> str:
+    def version(self, files: GoogleFiles, bucket: str, name: str) -> str:
         return str(files.call("GET", _object(bucket, name), json_out=True)["generation"])
 
-    def read(self, files: Any, bucket: str, name: str) -> tuple[bytes, str]:
+    def read(self, files: GoogleFiles, bucket: str, name: str) -> tuple[bytes, str]:
         while True:
             version = self.version(files, bucket, name)
             content = files.cat_file(f"gs://{bucket}/{name}")
             if self.version(files, bucket, name) == version:
                 return content, version
 
-    def read_checked(self, files: Any, bucket: str, name: str) -> tuple[bytes, object, object]:
+    def read_checked(self, files: GoogleFiles, bucket: str, name: str) -> tuple[bytes, object, object]:
         headers, content = files.call("GET", files.url(f"gs://{bucket}/{name}"))
         return content, *_stated(headers, content)
 
-    def write(self, files: Any, bucket: str, name: str, data: bytes, version: str | None) -> str:
+    def write(self, files: GoogleFiles, bucket: str, name: str, data: bytes, version: str | None) -> str:
         service = files.base.removesuffix("/storage/v1/")
         path, mark = f"{service}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
         named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
@@ -67,11 +76,11 @@ class Google:
         )
         return str(answer["generation"])
 
-    def remove(self, files: Any, bucket: str, name: str, version: str) -> bool:
+    def remove(self, files: GoogleFiles, bucket: str, name: str, version: str) -> bool:
         files.call("DELETE", _object(bucket, name), ifGenerationMatch=version)
         return True
 
-    def join(self, files: Any, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+    def join(self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
         tail = f"{name}.tail"
         try:  # by its version: a writer that was stopped may write a tail of its own at any time
             found = self.version(files, bucket, tail)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 MAX_REQUESTS = 32  # at the same time
 CONNECT_S, READ_S = 10, 30  # a request that is silent for longer has failed
 
 
-class ObjectStore(Protocol):
+class FileSystem(Protocol):
+    """What the house asks of fsspec's file systems; a description of a file is the client's own record of it."""
+
+    def info(self, path: str) -> dict[str, Any]: ...
+    def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
+    def find(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]: ...
+    def glob(self, path: str, *, detail: bool) -> dict[str, dict[str, Any]]: ...
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes: ...
+    def pipe_file(self, path: str, value: bytes) -> object: ...
+    def put_file(self, lpath: str, rpath: str) -> object: ...
+    def get_file(self, rpath: str, lpath: str) -> object: ...
+    def cp_file(self, path1: str, path2: str) -> object: ...
+    def rm_file(self, path: str) -> object: ...
+    def open(self, path: str, mode: str, block_size: int) -> IO[bytes]: ...
+    def unstrip_protocol(self, name: str) -> str: ...
+    def _strip_protocol(self, path: str) -> str: ...
+
+
+Files = TypeVar("Files", bound=FileSystem, contravariant=True)
+
+
+class ObjectStore(Protocol[Files]):
     """One kind of object store. `files` is its fsspec file system, `bucket` and `name` are the parts of a URL.
 
     Methods raise what the client raises. A version changes with every write of an object.
@@ -20,28 +41,28 @@ class ObjectStore(Protocol):
     needs: str  # rights that a run needs, for messages
     make_bucket: str  # the command that makes a bucket, which follows it
 
-    def configure(self, conf: dict[str, Any]) -> None:
+    def configure(self, conf: dict[str, object]) -> None:
         """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
 
-    def kvstore(self, bucket: str, name: str, retries: dict[str, Any]) -> dict[str, Any]:
+    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
         """Returns TensorStore's specification of a folder; `retries` are its pauses between tries of a request."""
 
-    def version(self, files: Any, bucket: str, name: str) -> str:
+    def version(self, files: Files, bucket: str, name: str) -> str:
         """Returns the version of an object; FileNotFoundError if there is none."""
 
-    def read(self, files: Any, bucket: str, name: str) -> tuple[bytes, str]:
+    def read(self, files: Files, bucket: str, name: str) -> tuple[bytes, str]:
         """Returns the content of an object and its version."""
 
-    def read_checked(self, files: Any, bucket: str, name: str) -> tuple[bytes, object, object]:
+    def read_checked(self, files: Files, bucket: str, name: str) -> tuple[bytes, object, object]:
         """Returns the content of an object, the hash or length that the store states, and that of the content."""
 
-    def write(self, files: Any, bucket: str, name: str, data: bytes, version: str | None) -> str:
+    def write(self, files: Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
         """Writes an object that has a version, or that is not there (None); returns its new version."""
 
-    def remove(self, files: Any, bucket: str, name: str, version: str) -> bool:
+    def remove(self, files: Files, bucket: str, name: str, version: str) -> bool:
         """Removes an object that has a version; returns whether it did."""
 
-    def join(self, files: Any, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+    def join(self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
         """Adds bytes to the end of an object of `size` bytes that has a version, inside of the store."""
 
 

@@ -7,15 +7,18 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+import jax
 
 from maxbatch.training.compile.compiler import compile_program
 
+T = TypeVar("T")
 # (name, function that lowers the program) -> the compiled program
-MakeExecutable = Callable[[str, Callable[[], Any]], Any]
+MakeExecutable = Callable[[str, Callable[[], jax.stages.Lowered]], jax.stages.Compiled]
 
 
-def compile_here(name: str, lower: Callable[[], Any]) -> Any:
+def compile_here(name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
     """Returns the program, compiled here; the default `MakeExecutable`."""
     return compile_program(lower())
 
@@ -30,10 +33,11 @@ class Background:
         self._pool = ThreadPoolExecutor(1, "maxbatch-compile", initializer=_give_way)
         self._jobs: list[Future[Any]] = []
 
-    def start(self, job: Callable[[], Any]) -> Future[Any]:
+    def start(self, job: Callable[[], T]) -> Future[T]:
         """Adds a job to those of the thread."""
-        self._jobs.append(self._pool.submit(job))
-        return self._jobs[-1]
+        submitted = self._pool.submit(job)
+        self._jobs.append(submitted)
+        return submitted
 
     def check(self) -> None:
         """Raises the exception of a job that failed."""

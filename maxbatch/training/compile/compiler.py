@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -55,7 +55,7 @@ def _num_bytes(text: str) -> int:
     return round(float(number) * _UNITS[text[len(number) :]])
 
 
-def compile_program(lowered: jax.stages.Lowered) -> Any:
+def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program; where a fusion exceeds a core's memory, again without the flags that fuse, which it says.
 
     Raises:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+
+import jax
 
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
@@ -51,7 +52,7 @@ class StepLadder:
 
     def __init__(
         self,
-        compile_step: Callable[[BatchShape], Any],
+        compile_step: Callable[[BatchShape], jax.stages.Compiled],
         stages: Sequence[Stage],
         all_first: bool = False,
         shapes: Sequence[BatchShape] | None = None,
@@ -59,11 +60,11 @@ class StepLadder:
         self._compile_step = compile_step
         shapes = plan_shapes(stages) if shapes is None else list(shapes)
         self._stages = stages
-        self._ready: dict[BatchShape, Any] = {}
+        self._ready: dict[BatchShape, jax.stages.Compiled] = {}
         self._warm = shapes if all_first else shapes[:1]
         self._later = shapes[len(self._warm) :]
 
-    def compile_first(self) -> list[tuple[BatchShape, Any]]:
+    def compile_first(self) -> list[tuple[BatchShape, jax.stages.Compiled]]:
         """Returns the steps that training begins with, compiled on this thread; the caller warms them up."""
         for shape in self._warm:
             self._compile(shape)
@@ -101,5 +102,5 @@ class StepLadder:
         others = "".join(f"; {size}, {why[size]}" for size in own)
         return f"compiled for micro-batch {first}, which divides every stage's{others}"
 
-    def __getitem__(self, shape: BatchShape) -> Any:
+    def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:
         return self._ready[shape]

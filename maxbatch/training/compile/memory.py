@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import Any
 
 import jax
 
 from maxbatch.data.feed.placement import Batch
+from maxbatch.parallel.trees import Tree
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.compile.compiler import HBM, LACKS_HBM, Shortage, compile_program, is_out_of_memory, shortage_in
 from maxbatch.training.compile.target import Target
@@ -61,7 +61,7 @@ class Verdict:
         return f"it needs {gigabytes(needed)} ({needed} bytes) per device of {gigabytes(available)}"
 
 
-def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, Any]:
+def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, jax.stages.Compiled | None]:
     """Compiles a program; returns the verdict, and the compiled program if it fits.
 
     Raises:
@@ -114,7 +114,7 @@ def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
 
 
-def _shard_bytes(tree: Any) -> int:
+def _shard_bytes(tree: Tree) -> int:
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 

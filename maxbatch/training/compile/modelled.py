@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.model.decoder_config import DecoderConfig
@@ -32,7 +31,7 @@ class Modelled:
     modelled_mfu: float | None = None
     operations: Sequence[Operation] = ()  # the dearest, the first the most
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the figures as `--json` prints them."""
         return dataclasses.asdict(self) | {"operations": [dataclasses.asdict(one) for one in self.operations]}
 

@@ -80,7 +80,7 @@ def save_programs(
     config_keys: Mapping[str, str],
     devices: Sequence[jax.Device],
     shapes: Sequence[BatchShape],
-    programs: Mapping[str, Any],
+    programs: Mapping[str, jax.stages.Compiled],
 ) -> int:
     """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
@@ -93,7 +93,11 @@ def save_programs(
     Raises:
       ConfigError: the folder cannot be written.
     """
-    files = {name: compiled.runtime_executable().serialize() for name, compiled in programs.items()}
+    files: dict[str, bytes] = {}
+    for name, compiled in programs.items():
+        executable = compiled.runtime_executable()
+        assert executable is not None, "a compiled program has an executable"
+        files[name] = executable.serialize()
     manifest = {
         "format": FORMAT,
         **_identity(config_keys, devices),
@@ -115,7 +119,7 @@ def _identity(config_keys: Mapping[str, str], devices: Sequence[jax.Device]) -> 
     return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": config_keys}
 
 
-def _shape(stated: Any) -> BatchShape:
+def _shape(stated: Sequence[int]) -> BatchShape:
     """Returns the shape that a manifest states; TypeError or RefusedContent if it is none."""
     shape = BatchShape(*stated)
     if not all(type(size) is int and size > 0 for size in shape):
@@ -236,10 +240,12 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
     )
 
 
-def _explicit(shardings: Any, avals: Any, mesh: Mesh) -> list[jax.sharding.Sharding]:
+def _explicit(
+    shardings: Sequence[object], avals: Sequence[jax.core.ShapedArray], mesh: Mesh
+) -> list[jax.sharding.Sharding]:
     """Returns the shardings with those of scalars, which may be left open, filled in."""
     are_open = [not isinstance(sharding, jax.sharding.Sharding) for sharding in shardings]
     if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
         raise ValueError("an array of the program has no explicit sharding")
     scalar = NamedSharding(mesh, P())
-    return [scalar if is_open else sharding for is_open, sharding in zip(are_open, shardings, strict=True)]
+    return [sharding if isinstance(sharding, jax.sharding.Sharding) else scalar for sharding in shardings]

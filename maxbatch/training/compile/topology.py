@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any
 
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.chips import TPUS
@@ -68,7 +67,7 @@ class Slice:
         return x, y, z
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """The keyword arguments of `get_topology_desc` that describe the slice as it is sold."""
         chips_per_host = (1, 1, 1) if self.num_chips == 1 else (2, 2, 1)
         return {

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
@@ -16,6 +15,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError, StoreFull, TrainingError
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
+from maxbatch.training.record.recorder import Record
 
 _FLUSH_S = 120.0
 _UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload
@@ -45,7 +45,7 @@ class Board:
             self._writer = EventsWriter(str(self._here / "events"), f".{self._files}" if self._files else "")
         self._files += 1
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Adds the numbers of a record."""
         shown = summary.Summary()
         for name, value in numbers_of(record):
@@ -65,7 +65,7 @@ class Board:
         """Adds a text."""
         self._write(step, summary.text(name, text))
 
-    def _write(self, step: int, shown: Any) -> None:
+    def _write(self, step: int, shown: summary.Summary) -> None:
         self._add(Event(wall_time=time.time(), step=step, summary=shown))
 
     def _add(self, event: Event) -> None:

@@ -62,7 +62,7 @@ def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable
       ConfigError: a tracker cannot be reached or does not let the user in.
     """
     file = folder.path / IDS_FILE
-    ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run") or {}
+    ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run", dict) or {}
     loggers: list[Output] = []
     for name in _stated(log_to):
         worker = _Worker(name)

@@ -81,7 +81,7 @@ class Recorder:
         self.catch_up()
         self._unrecorded = update
 
-    def catch_up(self, evaluate: Callable[[], Mapping[str, Any]] | None = None) -> None:
+    def catch_up(self, evaluate: Callable[[], Mapping[str, object]] | None = None) -> None:
         """Waits for the update that was added last and records it.
 
         Args:

@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,12 @@ from flax import nnx
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.optimizers import MATRICES
 
 ALL = "all"
+Axis = TypeVar("Axis", int, str)
 _A, _B = "_lora_a", "_lora_b"
 
 
@@ -75,7 +77,7 @@ class Adapters:
         """The factor of A B."""
         return self.alpha / self.rank
 
-    def targets(self, base: nnx.State) -> list[Target]:
+    def targets(self, base: State) -> list[Target]:
         """Returns the matrices that have adapters, in the order of their paths.
 
         Raises:
@@ -95,9 +97,9 @@ class Adapters:
             )
         return [target for target in matrices if not self.names or target.path[-1] in self.names]
 
-    def init(self, base: nnx.State, seed: jax.typing.ArrayLike) -> nnx.State:
+    def init(self, base: State, seed: jax.typing.ArrayLike) -> State:
         """Returns the first adapters, with which the model is that of `base`, whose shapes alone count."""
-        found: dict[ParameterPath, nnx.Param] = {}
+        found: dict[ParameterPath, nnx.Param[jax.Array]] = {}
         for target in self.targets(base):
             layers, inputs, outputs = _parts(target, target.shape)
             key = jax.random.fold_in(jax.random.key(seed), zlib.crc32("/".join(target.path).encode()))
@@ -107,17 +109,18 @@ class Adapters:
             found[target.a_path] = nnx.Param(a, logical_axes=(*layer_axes, *input_axes, "rank"))
             b = jnp.zeros((*layers, self.rank, *outputs), jnp.float32)
             found[target.b_path] = nnx.Param(b, logical_axes=(*layer_axes, "rank", *output_axes))
-        return nnx.from_flat_state(found)
+        return nnx.from_flat_state(found.items())
 
-    def abstract(self, base: nnx.State) -> nnx.State:
+    def abstract(self, base: State) -> State:
         """Returns the shapes of the adapters."""
-        return jax.eval_shape(lambda: self.init(base, 0))
+        state: State = jax.eval_shape(lambda: self.init(base, 0))
+        return state
 
-    def merged(self, base: nnx.State, adapters: nnx.State) -> nnx.State:
+    def merged(self, base: State, adapters: State) -> State:
         """Returns the parameters of the adapted model, in the types of `base`."""
         arrays = {parameter_path(path): array for path, array in jax.tree.leaves_with_path(adapters)}
 
-        def adapted(path: Any, matrix: jax.Array) -> jax.Array:
+        def adapted(path: KeyPath, matrix: jax.Array) -> jax.Array:
             *folder, name = parameter_path(path)
             a, b = (arrays.get((*folder, name + part)) for part in (_A, _B))
             if a is None or b is None:
@@ -125,10 +128,11 @@ class Adapters:
             product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(a, b)
             return (matrix.astype(jnp.float32) + self.scale * product).astype(matrix.dtype)
 
-        return jax.tree.map_with_path(adapted, base)
+        state: State = jax.tree.map_with_path(adapted, base)
+        return state
 
 
-def _matrices(base: nnx.State) -> Iterator[Target]:
+def _matrices(base: State) -> Iterator[Target]:
     """Yields the stacked matrices of a model's layers."""
     leaves = jax.tree.leaves_with_path(base, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in leaves:
@@ -140,6 +144,6 @@ def _matrices(base: nnx.State) -> Iterator[Target]:
                 yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(inputs))
 
 
-def _parts(target: Target, axes: tuple[Any, ...]) -> tuple[tuple[Any, ...], ...]:
+def _parts(target: Target, axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], ...]:
     """Returns what belongs to the layers, the inputs and the outputs of a matrix."""
     return axes[:1], axes[1 : 1 + target.num_inputs], axes[1 + target.num_inputs :]

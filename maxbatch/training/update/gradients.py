@@ -25,6 +25,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.parallel.trees import State, Tree
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.layer_gradients import SummingLayers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
@@ -46,7 +47,7 @@ class Objective(NamedTuple):
     make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
 
 
-def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> Any:
+def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
     return *loss_sums(decoder, *rows, batch_shards=batch_shards), {}
 
 
@@ -67,8 +68,10 @@ class NoiseParts(NamedTuple):
 class Sums(NamedTuple):
     """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
 
-    accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
-    layers: nnx.State  # those of the layers, float32, if their backward pass adds them up; else empty
+    accumulator: (
+        optax.MultiStepsState
+    )  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
+    layers: State  # those of the layers, float32, if their backward pass adds them up; else empty
     losses_d: jax.Array
     weights_d: jax.Array
     others_d: dict[str, jax.Array]
@@ -79,14 +82,14 @@ class Sums(NamedTuple):
 class Weights(NamedTuple):
     """The parameters that gradients are taken at."""
 
-    trained: nnx.State
-    frozen: nnx.State | None  # those of the model, if adapters are trained
+    trained: State
+    frozen: State | None  # those of the model, if adapters are trained
 
 
 class Totals(NamedTuple):
     """The sums of a whole global batch, reduced over the data axis."""
 
-    gradient: nnx.State  # of the summed losses
+    gradient: State  # of the summed losses
     loss: jax.Array
     weight: jax.Array
     others: dict[str, jax.Array]
@@ -114,7 +117,7 @@ class Accumulation:
         )
 
         def loss_fn(
-            params: nnx.State, layer_sums: nnx.State, others: nnx.State, rows: Any
+            params: State, layer_sums: State, others: State, rows: Tree
         ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
             summing = SummingLayers(layer_sums["layers"], remat, model.constrain) if layer_sums else None
             whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
@@ -124,11 +127,14 @@ class Accumulation:
         self._partial_gradients = jax.vmap(
             jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True), in_axes=(None, 0, None, 0), spmd_axis_name="data"
         )
-        self._add_fingerprints = jax.vmap(
-            lambda limbs, rows: carry(jnp, limbs + limb_sums(jnp, row_hashes(jnp, *rows))), spmd_axis_name="data"
-        )
 
-    def staged(self, params: nnx.State, frozen: nnx.State | None = None) -> Weights:
+        def add_fingerprint(limbs_4: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
+            limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, row_hashes(jnp, *rows)))
+            return limbs
+
+        self._add_fingerprints = jax.vmap(add_fingerprint, spmd_axis_name="data")
+
+    def staged(self, params: State, frozen: State | None = None) -> Weights:
         """Returns the parameters in the order in which the model's layers run, for `start` and `add`.
 
         Adapters keep their own order: the model is put in order once they are part of it.
@@ -151,13 +157,14 @@ class Accumulation:
         noise_parts = NoiseParts(nothing, nothing, nothing)
         return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs)
 
-    def _apart(self, params: nnx.State, sums_layers: bool) -> tuple[nnx.State, nnx.State]:
+    def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
         """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest."""
         if not sums_layers:
             return nnx.State({}), params
-        return nnx.split_state(params, nnx.PathContains("layers"), ...)
+        layers, rest = nnx.split_state(params, nnx.PathContains("layers"), ...)
+        return layers, rest
 
-    def add(self, weights: Weights, sums: Sums, rows: Any, measures_noise: jax.Array | bool) -> Sums:
+    def add(self, weights: Weights, sums: Sums, rows: Tree, measures_noise: jax.Array | bool) -> Sums:
         """Returns the sums with one more micro-batch, for `staged` parameters.
 
         Args:
@@ -193,6 +200,6 @@ class Accumulation:
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))
 
 
-def _noise_parts(gradients: Any, weight_d: jax.Array) -> NoiseParts:
+def _noise_parts(gradients: Tree, weight_d: jax.Array) -> NoiseParts:
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32)), range(1, g.ndim)) for g in jax.tree.leaves(gradients)]
     return NoiseParts(jnp.stack(squares).sum(axis=0), weight_d, jnp.square(weight_d))

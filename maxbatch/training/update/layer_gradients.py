@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,7 @@ import numpy as np
 from maxbatch.model.stacked import Stacked
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain
-
-PyTree = Any
+from maxbatch.parallel.trees import State, Tree
 
 
 @dataclasses.dataclass(eq=False)  # its arrays cannot be compared; flax compares its identity
@@ -31,7 +29,7 @@ class SummingLayers:
     themselves receive none. A second run within one gradient would count the sums twice, and is refused.
     """
 
-    sums: PyTree  # float32 arrays, like the stacked parameters of the layers
+    sums: Tree  # float32 arrays, like the stacked parameters of the layers
     remat: Remat  # what the forward pass of a layer keeps for its backward pass
     constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
@@ -42,7 +40,7 @@ class SummingLayers:
 
     def __call__(
         self,
-        layers: Callable[[jax.Array, jax.Array, Any], jax.Array],
+        layers: Callable[[jax.Array, jax.Array, Stacked], jax.Array],
         stacked: Stacked,
         x_MxLxD: jax.Array,
         segments_MxL: jax.Array,
@@ -64,7 +62,9 @@ class SummingLayers:
         numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
         layer = checkpointed(layer, self.remat, in_loop=numbers_N.size > 1)
 
-        def run_one(carried: tuple[jax.Array, PyTree], numbered: tuple[jax.Array, PyTree]) -> Any:
+        def run_one(
+            carried: tuple[jax.Array, Tree], numbered: tuple[jax.Array, Stacked]
+        ) -> tuple[tuple[jax.Array, Tree], None]:
             (x_MxLxD, sums), (index, one) = carried, numbered
             parameters, sums = _tie(one.parameters, sums, index)
             return (layer(x_MxLxD, segments_MxL, one._replace(parameters=parameters)), sums), None
@@ -75,20 +75,23 @@ class SummingLayers:
 
 
 @jax.custom_vjp
-def _tie(parameters: PyTree, sums: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+def _tie(parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
     """Returns one layer's parameters and the sums as they are; on the way back that layer's gradient joins the sums."""
     del index
     return parameters, sums
 
 
-def _tie_forward(parameters: PyTree, sums: PyTree, index: jax.Array) -> Any:
+def _tie_forward(parameters: State, sums: Tree, index: jax.Array) -> tuple[tuple[State, Tree], jax.Array]:
     return (parameters, sums), index
 
 
-def _tie_backward(index: jax.Array, gradients: tuple[PyTree, PyTree]) -> Any:
+def _tie_backward(index: jax.Array, gradients: tuple[Tree, Tree]) -> tuple[None, Tree, None]:
     def add(summed: jax.Array, gradient: jax.Array) -> jax.Array:
         before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(summed, before + gradient.astype(summed.dtype), index, axis=0)
+        array: jax.Array = jax.lax.dynamic_update_index_in_dim(
+            summed, before + gradient.astype(summed.dtype), index, axis=0
+        )
+        return array
 
     of_layer, sums = gradients
     return None, jax.tree.map(add, sums, of_layer), None
@@ -98,7 +101,7 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 
 @jax.custom_vjp
-def _turn_round(x_MxLxD: jax.Array, sums: PyTree) -> jax.Array:
+def _turn_round(x_MxLxD: jax.Array, sums: Tree) -> jax.Array:
     """Returns x; on the way back the gradient of the sums begins as the sums."""
     del sums
     return x_MxLxD

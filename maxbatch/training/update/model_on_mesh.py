@@ -13,6 +13,7 @@ from maxbatch.model.decoder import LayerRunner
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
+from maxbatch.parallel.trees import State
 from maxbatch.training.update.state import ModelMaker, abstract_model, with_layers
 
 
@@ -53,18 +54,18 @@ class ModelOnMesh:
         self.has_pipeline = self._pipeline is not None
         self._graphdef, self.abstract = self._split(self._pipeline)
 
-    def _split(self, layer_runner: LayerRunner | None) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    def _split(self, layer_runner: LayerRunner | None) -> tuple[nnx.GraphDef[nnx.Module], State]:
         return abstract_model(self._config, self.constrain, layer_runner, self._make_model)
 
-    def staged(self, params: nnx.State) -> nnx.State:
+    def staged(self, params: State) -> State:
         """Returns parameters in the order in which the layers run."""
         return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
 
-    def unstaged(self, params: nnx.State) -> nnx.State:
+    def unstaged(self, params: State) -> State:
         """Returns parameters, or their gradients, back in the order of the layers."""
         return with_layers(params, self._pipeline.layer_order) if self._pipeline else params
 
-    def module(self, staged: nnx.State, layer_runner: LayerRunner | None = None) -> Any:
+    def module(self, staged: State, layer_runner: LayerRunner | None = None) -> Any:
         """Returns the model with `staged` parameters; `layer_runner` runs its layers in the place of the pipeline."""
         graphdef = self._split(layer_runner)[0] if layer_runner else self._graphdef
         return nnx.merge(graphdef, staged)

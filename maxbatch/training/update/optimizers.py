@@ -7,7 +7,6 @@ each layer by itself, though layers are stacked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,8 @@ import optax
 import optax.contrib
 
 from maxbatch.config.sections import OptimizerConfig
+from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.system.errors import ConfigError
-
-PyTree = Any
-KeyPath = tuple[Any, ...]
 
 # Input and output axes of the matrices of a layer, by the parameter's name, which Muon orthogonalises and LoRA adapts.
 # Embedding and output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
@@ -143,7 +140,7 @@ DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]]
 }
 
 
-def _names(path: KeyPath) -> list[Any]:
+def _names(path: KeyPath) -> list[object]:
     return [getattr(entry, "key", None) for entry in path]
 
 
@@ -153,12 +150,12 @@ def _in_stack(path: KeyPath) -> bool:
     return "layers" in names[:-1] and not isinstance(names[names.index("layers") + 1], int)
 
 
-def _is_stacked(parameters: PyTree) -> PyTree:
+def _is_stacked(parameters: Tree) -> Tree:
     """Returns whether the first axis of each parameter counts layers."""
     return jax.tree.map_with_path(lambda path, _: _in_stack(path), parameters)
 
 
-def _is_matrix(parameters: PyTree) -> PyTree:
+def _is_matrix(parameters: Tree) -> Tree:
     """Returns whether each parameter, stacked or not, is a matrix and not a vector (norm scales, biases).
 
     Those of the heads have two axes.
@@ -171,7 +168,7 @@ def _is_matrix(parameters: PyTree) -> PyTree:
     return jax.tree.map_with_path(is_matrix, parameters)
 
 
-def _muon_matrices(parameters: PyTree) -> PyTree:
+def _muon_matrices(parameters: Tree) -> Tree:
     """Returns a tree of dimension numbers; None where Adam takes the parameter."""
 
     def dimension_numbers(path: KeyPath, value: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
@@ -188,7 +185,7 @@ def _muon_matrices(parameters: PyTree) -> PyTree:
 def _layer_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Maps an optimizer over the first axis of parameters, gradients and state, where there are any."""
 
-    def mapped(function: Callable[..., Any], tree: PyTree) -> Callable[..., Any]:
+    def mapped(function: Callable[..., object], tree: Tree) -> Callable[..., object]:
         return jax.vmap(function) if jax.tree.leaves(tree) else function
 
     return optax.GradientTransformation(
@@ -200,11 +197,11 @@ def _layer_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTr
 def _with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lets optax mix counts and rates into other dtypes, also where the program around it promotes nothing."""
 
-    def init(parameters: PyTree) -> PyTree:
+    def init(parameters: Tree) -> Tree:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             return optimizer.init(parameters)
 
-    def update(gradients: PyTree, state: PyTree, parameters: PyTree = None) -> tuple[PyTree, PyTree]:
+    def update(gradients: Tree, state: Tree, parameters: Tree = None) -> tuple[Tree, Tree]:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, state = optimizer.update(gradients, state, parameters)
         return optax.tree.cast_like(updates, gradients), state

@@ -21,6 +21,7 @@ from maxbatch.config.sections import AdapterConfig
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
+from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.optimizers import make_optimizer
@@ -40,9 +41,9 @@ class TrainState(NamedTuple):
     In a run with adapters the parameters are the adapters, and `frozen` are those of the model that they adapt.
     """
 
-    params: nnx.State
-    opt_state: Any
-    frozen: nnx.State | None = None  # not trained, and in no checkpoint
+    params: State
+    opt_state: optax.OptState
+    frozen: State | None = None  # not trained, and in no checkpoint
 
     @property
     def saved(self) -> TrainState:
@@ -50,7 +51,7 @@ class TrainState(NamedTuple):
         return self._replace(frozen=None)
 
     @property
-    def model(self) -> nnx.State:
+    def model(self) -> State:
         """The parameters of the model, without its adapters."""
         return self.params if self.frozen is None else self.frozen
 
@@ -60,7 +61,7 @@ def abstract_model(
     constrain: Constrain = unconstrained,
     layer_runner: LayerRunner | None = None,
     make_model: ModelMaker | None = None,
-) -> tuple[nnx.GraphDef[Any], nnx.State]:
+) -> tuple[nnx.GraphDef[nnx.Module], State]:
     """Returns the model's graph and its parameters' shapes, without allocating any.
 
     Without `make_model` it is the config's `Decoder`. A user's model places its activations and runs its layers itself.
@@ -76,7 +77,7 @@ def abstract_model(
 
     module = nnx.eval_shape(model)
     if make_model is not None:
-        _, _, others = nnx.split(module, nnx.Param, ...)
+        _, _, *others = nnx.split(module, nnx.Param, ...)
         kinds = {type(v).__name__ for v in jax.tree.leaves(others, is_leaf=lambda x: isinstance(x, nnx.Variable))}
         if kinds:
             raise ConfigError(
@@ -86,16 +87,17 @@ def abstract_model(
     return nnx.split(module, nnx.Param)
 
 
-def with_layers(params: nnx.State, change: Callable[[jax.Array], jax.Array]) -> nnx.State:
+def with_layers(params: State, change: Callable[[jax.Array], jax.Array]) -> State:
     """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers."""
 
-    def changed(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def changed(path: KeyPath, x: jax.Array) -> jax.Array:
         return change(x) if getattr(path[0], "key", None) == "layers" else x
 
-    return jax.tree.map_with_path(changed, params)
+    state: State = jax.tree.map_with_path(changed, params)
+    return state
 
 
-def num_parameters(params: nnx.State) -> int:
+def num_parameters(params: State) -> int:
     """Returns the number of values in parameters, or in their abstract shapes, over all devices."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
@@ -111,7 +113,7 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     opt_state = jax.eval_shape(optimizer.init, params)
     whole = NamedSharding(mesh, P())
 
-    def is_masked(moment: Any) -> bool:
+    def is_masked(moment: object) -> bool:
         return isinstance(moment, optax.MaskedNode)  # a parameter that another part of the optimizer takes
 
     def place_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
@@ -133,11 +135,12 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
         is_leaf=is_masked,
     )
 
-    def with_sharding(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     state = TrainState(params, opt_state, frozen)
-    return jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
+    made: TrainState = jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
+    return made
 
 
 def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMaker | None = None) -> TrainState:
@@ -156,10 +159,11 @@ def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMake
         return _started(config, params, seed)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
+    made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
+    return made
 
 
-def init_opt_state(config: UpdateConfig, abstract: TrainState, params: nnx.State) -> TrainState:
+def init_opt_state(config: UpdateConfig, abstract: TrainState, params: State) -> TrainState:
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     if abstract.frozen is None:
@@ -170,17 +174,17 @@ def init_opt_state(config: UpdateConfig, abstract: TrainState, params: nnx.State
         return _started(config, abstract.model, seed).saved
 
     made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
-    return made._replace(frozen=params)
+    return TrainState(made.params, made.opt_state, params)
 
 
-def _started(config: UpdateConfig, model: nnx.State, seed: jax.Array) -> TrainState:
+def _started(config: UpdateConfig, model: State, seed: jax.Array) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
     return TrainState(params, make_optimizer(config.optimizer, 0.0).init(params), model if adapters else None)
 
 
-def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[nnx.State, nnx.State], nnx.State]:
+def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:
     """Returns the compiled program that merges adapters into the model that they adapt, (model, adapters) -> model."""
     adapters = Adapters.from_config(config)
     assert adapters is not None, "the run trains adapters"

@@ -11,17 +11,17 @@ not depend on how the batch is cut; a batch without weight changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.feed.placement import Batch
+from maxbatch.parallel.trees import State
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.training.update.optimizers import make_optimizer
 from maxbatch.training.update.state import TrainState
@@ -46,7 +46,7 @@ def make_train_step(
     abstract: TrainState,
     arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
     objective: Objective = NEXT_TOKEN,
-) -> Any:
+) -> jax.stages.Wrapped:
     """Builds the jitted, donated update of pre-training.
 
     Args:
@@ -98,7 +98,7 @@ def update(
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
 
-    def stepped(state: TrainState, gradient_sum: nnx.State) -> TrainState:
+    def stepped(state: TrainState, gradient_sum: State) -> TrainState:
         gradient = jax.tree.map(lambda g: g / denominator, gradient_sum)
         if config.gradient_clipping_threshold:
             shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from maxbatch.data.store.files import open_file
 from maxbatch.system.source_files import SourceFile
@@ -110,7 +110,7 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
     return TextFiles(bad)
 
 
-def record_as_json(record: Mapping[str, Any]) -> bytes:
+def record_as_json(record: Mapping[str, object]) -> bytes:
     """Returns a record as one JSON object in UTF-8, fields in order of their names; equal records give equal bytes.
 
     Values that JSON cannot hold (bytes, dates, decimals of Parquet) become text.
@@ -122,7 +122,7 @@ def record_as_json(record: Mapping[str, Any]) -> bytes:
     return text.encode("utf-8")
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 

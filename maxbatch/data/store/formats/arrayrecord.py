@@ -92,7 +92,8 @@ class ArrayRecords:
 def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
     """Reads a range of records at once, or one by one if one of them is damaged."""
     try:
-        return reader.read(numbers.start, numbers.stop)
+        records: list[bytes | RuntimeError] = reader.read(numbers.start, numbers.stop)
+        return records
     except RuntimeError as error:
         if len(numbers) == 1:
             return [error]
@@ -120,7 +121,8 @@ def example_field(record: bytes, name: str) -> bytes:
     values = features[name].bytes_list.value
     if len(values) != 1:
         raise ValueError(f"feature text_field={shown(repr(name))} holds {len(values)} byte strings, not one")
-    return values[0]
+    value: bytes = values[0]
+    return value
 
 
 @cache

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
@@ -81,7 +81,7 @@ class JsonLines:
             return b"", f"not JSON ({error})"
         return b"", self._problem(record)
 
-    def _problem(self, record: Any) -> str:
+    def _problem(self, record: object) -> str:
         """Returns why a record has no text."""
         name = shown(repr(self.text_field))
         if not isinstance(record, dict):

@@ -102,7 +102,8 @@ class Parquet:
                 f"text_field={shown(repr(self._text_field))}: the column is of type {shown(str(kind))} at {place}, "
                 "not a string; name a column of strings"
             )
-        return column.cast(self._arrow.large_binary()).to_pylist()
+        texts_n: list[bytes | None] = column.cast(self._arrow.large_binary()).to_pylist()
+        return texts_n
 
 
 def _whole(row: Any) -> bytes | None:
