@@ -1,4 +1,4 @@
-"""Rules between keys: alternatives that displace each other, and what one key says about another."""
+"""Rules between keys: alternatives that displace each other, and values that exclude each other."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Keyed(Protocol):
 
 
 class Displaced(NamedTuple):
-    """A key whose value an alternative takes the place of."""
+    """A key displaced by an alternative from a higher layer."""
 
     name: str
     by: str
-    to_default: bool = False  # whether it has its default from then on; otherwise it says nothing (null, no ramp)
+    to_default: bool = False  # whether it goes back to its default; otherwise it is unset (null, no ramp)
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields what a layer displaces of the layers below it; raises ConfigError for a batch in prompts and in rows.
+    """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in prompts and in rows.
 
     Args:
       values: of all keys, the layer's included.
@@ -71,9 +71,9 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
 
 
 def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields p where a layer states the global batch and the accumulation steps, from which it follows.
+    """Yields p if a layer states the global batch and the accumulation steps, which determine it.
 
-    A higher layer that states p takes the place of the steps, one that states another batch gives p its default back.
+    A higher layer that states p displaces the steps; one that states another batch restores p's default.
     """
     rows, steps, batch = names_of(Part.BATCH)[:3]
     pair = {steps, batch}
