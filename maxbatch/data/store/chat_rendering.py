@@ -1,6 +1,6 @@
-"""The process that renders chat templates, which are programs of others: Jinja's sandbox with transformers' settings.
+"""The process that renders chat templates, which are untrusted programs: Jinja's sandbox with transformers' settings.
 
-`strftime_now` answers one fixed date, since a stream of samples must not change from day to day.
+`strftime_now` returns one fixed date, since a stream of samples must not change from day to day.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
 
-# The date that Llama's templates take where no other is given.
+# The default date of Llama's templates.
 _TODAY = datetime(2024, 7, 26)
 MOST_CHARACTERS = 32 << 20  # of a conversation as text
 
@@ -26,7 +26,7 @@ class ConversationError(ValueError):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the parts of it that the assistant says, as begin and end in characters."""
+    """A conversation as text, and the spans of the assistant's parts, as begin and end in characters."""
 
     text: str
     spans: list[Span]
@@ -57,7 +57,7 @@ class Renderer:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
-          ConversationError: the template refuses the conversation, or does not tell the assistant's parts from others.
+          ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
         """
         messages, extras, first = question
         source = self._sources.get("tool_use") if extras.get("tools") else None
@@ -83,7 +83,7 @@ class Renderer:
         begin = len(prompt)
         if text.startswith(so_far):
             return begin, max(begin, len(so_far.rstrip()) if end_token else len(so_far))
-        # Templates may shorten earlier turns, as by what the assistant thought; their end is the end of turn.
+        # Templates may shorten earlier turns, for example by the assistant's reasoning; their end is the end of turn.
         if end_token and end_token in json.dumps(messages[turn], ensure_ascii=False):
             raise ConversationError(
                 f"message {turn + 1} writes {end_token} itself, and the chat template shortens it once others follow, "
@@ -110,7 +110,7 @@ class Renderer:
             text = self._compiled(source).render(**variables)
         except (ConversationError, MemoryError):
             raise
-        except Exception as error:  # a template is a program, and its faults are of any kind
+        except Exception as error:  # a template is a program and may raise anything
             raise ConversationError(f"the chat template refuses it ({' '.join(str(error).split())[:400]})") from None
         if len(text) > MOST_CHARACTERS:
             raise ConversationError(f"the chat template makes more than {MOST_CHARACTERS:,} characters of it")
@@ -134,7 +134,7 @@ class _Marked(NamedTuple):
 
 
 class _Marks:
-    """The marks around what a template generates, drawn anew for each rendering, so that no text can hold them."""
+    """The marks around generated parts, random for each rendering, so that no text can contain them."""
 
     def __init__(self) -> None:
         self._name = f"maxbatch-{secrets.token_hex(16)}"
@@ -178,7 +178,7 @@ def check_syntax(source: str) -> None:
 
 
 def environment() -> Any:
-    """Returns Jinja's sandbox with what transformers gives to chat templates."""
+    """Returns Jinja's sandbox with the functions that transformers gives to chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension

@@ -57,10 +57,10 @@ class Conversations:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What fixes the tokens of records, besides the tokenizer."""
+        """The values that fix the tokens of records, besides the tokenizer."""
         try:
             template = self.tokenizer.chat_template().identity
-        except ConfigError:  # told once a record needs it
+        except ConfigError:  # raised once a record needs the template
             template = None
         return {"completion_only": self.completion_only, "template": template}
 
@@ -70,7 +70,7 @@ class Conversations:
         None stands for a record that `skip_bad_records` leaves out.
 
         Raises:
-          RecordError: a record without a conversation, or one whose tokens cannot be told apart.
+          RecordError: a record without a conversation, or one in which trained tokens cannot be told from others.
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]

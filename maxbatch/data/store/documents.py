@@ -126,7 +126,7 @@ class DocumentSource:
                 raise self._unreadable(file, error) from error
 
     def refuse_changed(self) -> None:
-        """Raises ConfigError if a file is no longer what was listed."""
+        """Raises ConfigError if a file has changed since it was listed."""
         for file in self.files:
             if what := changed(file):
                 again = "; start again once it is complete" if what == "changed" else ""
@@ -145,7 +145,7 @@ class DocumentSource:
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
 
     def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError | TrainingError:
-        if isinstance(error, TrainingError):  # a store that does not answer
+        if isinstance(error, TrainingError):  # a store that does not respond
             return error
         return self.error(f"cannot read {file.path}: {error.strerror or error}")
 

@@ -183,7 +183,7 @@ class BestFitPlan:
 
 
 def _checked_header(path: Path) -> dict[str, Any]:
-    """Returns the header of a file of a packing; ValueError if the file is damaged, or was written as another one."""
+    """Returns the header of a file of a packing; ValueError if the file is damaged, or is a copy of another one."""
     with open(path, "rb") as file:
         header = dict(json.loads(file.read(_HEADER_BYTES)))
         checksum = header.pop("crc32")
