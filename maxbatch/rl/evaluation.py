@@ -56,7 +56,7 @@ class PolicyEvaluator:
         self._num_pairs, self._rewards = num_pairs, rewards
 
     def __call__(self, params: nnx.State) -> Evaluation:
-        """Evaluates parameters that lie on the sampling devices."""
+        """Evaluates parameters on the sampling devices."""
         config, k = self._config, self._config.eval_num_generations
         greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
         sampled_PxG, sampled_texts = self._passes(params, k, config.decode_sampling_temperature)

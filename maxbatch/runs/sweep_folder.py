@@ -98,7 +98,7 @@ class SweepFolder:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
-        """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
+        """Returns the sweep's definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a new folder."""
 
         def parse(found: Any) -> dict[str, Any]:
             checked(found, _SETTINGS)
@@ -160,7 +160,7 @@ class SweepFolder:
         return sorted((self.result(trial, metric) for trial in self.trials()), key=rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sweep as plain data: its settings, where it lies, what its metric means and its trials."""
+        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials."""
         settings = self.read()
         results = self.results(settings["metric"])
         return settings | {

@@ -31,7 +31,7 @@ LEASE_FILE, LOCK_FILE = ".lease", ".lock"
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0
 _LOOK_S = 1.0
-_BLIND_S = 5.0  # a look that takes longer saw nothing of the holder meanwhile: the store was down
+_BLIND_S = 5.0  # a read that takes longer proves nothing about the holder: the store was unavailable
 _END_WAIT_S = 5.0
 _OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
 
@@ -78,7 +78,7 @@ class Lease:
             except LeaseLost:
                 return
             except StoreFailed:
-                continue  # nobody else can take it over either while the store does not answer
+                continue  # no other process can take it over either while the store does not respond
             except (ConfigError, TrainingError, OSError) as error:
                 self.lost = str(error)
                 return
@@ -91,7 +91,7 @@ class Lease:
     def ask(self) -> None:
         """Raises LeaseLost unless the lease is held; renews it first where it may have lapsed.
 
-        A lease that was closed is lost to those who still write: threads that were left behind.
+        A closed lease is lost to threads that still write.
         """
         if self._closed.is_set():
             self.lost = self.lost or f"{self._path.parent}: the lease is given back"
@@ -111,11 +111,11 @@ class Lease:
                     self.lost = f"{self._path.parent}: another process holds its lease now"
                     self.check()
                 assert found is not None
-                version = found[1]  # ours: the answer to an earlier try was lost on its way
+                version = found[1]  # ours: the response to an earlier try was lost
             self._version, self._renewed_at = version, since
 
     def close(self) -> None:
-        """Gives the lease back; a store that does not answer keeps it until it lapses."""
+        """Gives the lease back; if the store does not respond, the lease stays until it lapses."""
         self._closed.set()
         if patience().gave_up:
             return  # it lapses
@@ -158,7 +158,7 @@ def _clocks() -> Clocks:
 
 
 def _seconds_since(then: Clocks) -> float:
-    """Returns the longest time that any of the clocks says has passed."""
+    """Returns the longest elapsed time by any of the clocks."""
     return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
 
@@ -187,7 +187,7 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
             if version is not None:
                 return Lease(path, version, holder, since)
             found = _look(path)
-            if found and found[0].get("token") == holder["token"]:  # the answer to the first try was lost
+            if found and found[0].get("token") == holder["token"]:  # the response to the first try was lost
                 return Lease(path, found[1], holder, since)
             if found and not _is_dead(found[0]):
                 return _in_words(found[0])
@@ -203,7 +203,7 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
 
     Args:
       folder: the folder.
-      refusal: what another holder does in it and what to do then, for the message.
+      refusal: text of the message about another holder: what it does there, and what to do.
       named: the folder as the message names it; "" for its path.
 
     Raises:
@@ -255,7 +255,7 @@ def _look(path: RemotePath) -> tuple[dict[str, Any], str] | None:
 
 
 def _holder(content: bytes) -> dict[str, Any]:
-    """Returns what a lease says of its holder; nothing where its content is none of ours."""
+    """Returns the facts about the holder in a lease; none if its content is not ours."""
     try:
         holder = json.loads(content)
     except (ValueError, RecursionError):
@@ -280,7 +280,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Returns what tells this machine, this boot of it and its process numbers from others; "" where nothing does."""
+    """Returns an id of this machine, this boot of it and its process numbers; "" if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

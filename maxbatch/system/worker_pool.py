@@ -34,19 +34,19 @@ _SETUP_LIMIT_S = 300.0
 _POLL_S = 0.5
 # Within which a worker that closed its connection has ended; writing a core dump takes a while.
 _END_S = 30.0
-_SETUP = 0  # the number of the answer that the worker is set up
+_SETUP = 0  # the number of the response that the worker is set up
 _MOST_ANSWER_BYTES = 1 << 30
 
 
 class WorkerEnded(Exception):
-    """The worker ended during the call; one line that says how."""
+    """The worker ended during the call; the message is one line."""
 
 
 class TimedOut(WorkerEnded):
     """The call took longer than the limit, and the worker was killed."""
 
 
-_Part = deque[tuple[Future[Any], Any]]  # items, and where their answers go
+_Part = deque[tuple[Future[Any], Any]]  # items, and the futures of their results
 
 
 class WorkerPool:
@@ -130,7 +130,7 @@ class WorkerPool:
             started.set_exception(error)
         while (part := self._parts.get()) is not None:
             self._call(worker, part)
-            # A worker that has just ended is replaced now, while nobody waits for it.
+            # A worker that has just ended is replaced now, while no item waits for it.
             with contextlib.suppress(Exception):
                 worker.start()
         worker.end()
@@ -167,7 +167,7 @@ class _Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Starts the process unless it lives, waits until it is set up, and raises what `setup` raised."""
+        """Starts the process unless it is alive, waits until it is set up, and re-raises the exception of `setup`."""
         if self._process is not None and self._process.poll() is None:
             return
         self.end()
@@ -212,7 +212,7 @@ class _Worker:
             process.communicate()
 
     def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
-        """Returns the answer to the item of this number; answers with other numbers are dropped."""
+        """Returns the result of the item of this number; results with other numbers are dropped."""
         end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():
             while answered != number:
@@ -249,7 +249,7 @@ class _Worker:
 def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            # Unbuffered: what a function prints must not be lost if its process is killed.
+            # Unbuffered: output of a function must not be lost if its process is killed.
             [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
             stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
         )  # fmt: skip

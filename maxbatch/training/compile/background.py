@@ -31,7 +31,7 @@ class Background:
         self._jobs: list[Future[Any]] = []
 
     def start(self, job: Callable[[], Any]) -> Future[Any]:
-        """Adds a job to those of the thread."""
+        """Adds a job to the thread's queue."""
         self._jobs.append(self._pool.submit(job))
         return self._jobs[-1]
 

@@ -68,7 +68,7 @@ class Sums(NamedTuple):
     """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
 
     accumulator: Any  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
-    layers: nnx.State  # those of the layers, float32, if their backward pass adds them up; else empty
+    layers: nnx.State  # sums of the layers, float32, if their backward pass adds them up; else empty
     losses_d: jax.Array
     weights_d: jax.Array
     others_d: dict[str, jax.Array]
@@ -80,7 +80,7 @@ class Weights(NamedTuple):
     """The parameters that gradients are taken at."""
 
     trained: nnx.State
-    frozen: nnx.State | None  # those of the model, if adapters are trained
+    frozen: nnx.State | None  # parameters of the model, if adapters are trained
 
 
 class Totals(NamedTuple):

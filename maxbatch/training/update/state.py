@@ -1,6 +1,6 @@
-"""The state that an update reads and writes: parameters and optimizer state, sharded from birth.
+"""The state that an update reads and writes: parameters and optimizer state, created in shards.
 
-Accumulation leaves no trace here, and neither does the position in the data: that is two Python integers beside
+Accumulation adds nothing to it, and neither does the position in the data: that is two Python integers beside
 the state, since 32-bit counters overflow at 2.1 billion tokens.
 """
 
