@@ -84,8 +84,8 @@ def run(args: argparse.Namespace) -> int:
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
-    The stream and NumPy, on which it stands, are imported only where they may know more than the cache remembers: a
-    plan answers at once.
+    The stream and NumPy are imported only if they may know more than the cache, which keeps
+    a plan fast.
     """
     from maxbatch.data.store.cache_folder import cache_folder
 

@@ -136,7 +136,7 @@ def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> 
         print("prepare the held-out data with a command of their own:")
         command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
         print(printable("  " + shlex.join(command)))
-    # A prepared folder has settled how records are read: the command that trains on it need not say it.
+    # A prepared folder fixes how records are read: the command that trains on it need not state it.
     settled = names_fixing(Fixes.RECORDS)
     typed = [text for text in args.config if text.split("=", 1)[0] not in settled]
     print(printable("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)])))

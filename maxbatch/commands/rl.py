@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains a policy as a config says; returns the exit code."""
+    """Trains the policy of a config; returns the exit code."""
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))

@@ -98,7 +98,7 @@ class SweepFolder:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
-        """Returns the sweep's definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a new folder."""
+        """Returns the definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a new folder."""
 
         def parse(found: Any) -> dict[str, Any]:
             checked(found, _SETTINGS)

@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or goes on measuring, and returns the exit code: 75 after a signal to stop.
+    """Measures, or continues to, and returns the exit code: 75 after a signal to stop.
 
     Raises:
-      ConfigError: the run cannot be measured so; the message names what works.
+      ConfigError: the run cannot be measured in this way; the message names a way that works.
       TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
     measured = MeasuredRun.read(as_typed(args.run), args.simulate_devices or _num_devices())
@@ -131,7 +131,7 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
 
 
 def _num_devices() -> int:
-    """Returns the number of devices that a branch will see; another process asks, so they stay free."""
+    """Returns the number of devices that a branch will see; another process counts them, so they stay free."""
     found = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
     )

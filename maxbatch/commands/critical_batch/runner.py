@@ -45,7 +45,7 @@ class BranchRuns:
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
         """Records a branch that is done or diverged."""
-        if end.status is None:  # somebody stopped this branch alone
+        if end.status is None:  # only this branch was stopped
             self._left = []
         elif end.exit_code < 0:
             raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command goes on")

@@ -88,7 +88,7 @@ def _stated(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
-    """Returns what may be compiled: on each mesh every remat policy if the batch is stated.
+    """Returns the ways to compile: on each mesh every remat policy if the batch is stated.
 
     Raises:
       ConfigError: no mesh can run the model and its batch.

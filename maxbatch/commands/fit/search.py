@@ -1,4 +1,4 @@
-"""The search for the largest size that fits, with few questions, because each one costs a compilation. No JAX.
+"""The search for the largest size that fits, with few compilations. No JAX.
 
 Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search ends when a size fits
 and the next one does not. The way there depends on what a question costs:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Verdict
 
 _LINES = 5  # rounds after which the search bisects, in case memory is not a line
-_DESCENTS = 24  # the same from above; what is left is then quartered from its upper end, for more refusals
+_DESCENTS = 24  # the same from above; the rest is then quartered from its upper end, for more refusals
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
 
@@ -92,7 +92,7 @@ class _Search:
         return bisect.bisect_right(self.rows, rows, hi=self.fails - 1)
 
     def learn(self, size: int, answer: Verdict) -> None:
-        """Records an answer."""
+        """Records a verdict."""
         rows = self.rows[size - 1]
         if not answer.fits and size < self.fails:
             self.fails, self.refused = size, (rows, answer.needed_bytes)

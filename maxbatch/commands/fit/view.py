@@ -17,7 +17,7 @@ from maxbatch.training.compile.modelled import has_clock
 
 
 def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, Any]:
-    """Returns what `--json` prints: the best choice, why not one more, every question, and the ways left out."""
+    """Returns the object of `--json`: the best choice, the next larger size, all compilations, the ways left out."""
     following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
@@ -56,7 +56,7 @@ def _ranked_by(wanted: Wanted) -> str:
 
 
 def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> None:
-    """Prints the answer, its memory by kind, and the ways to it, the best first."""
+    """Prints the best choice, its memory by kind, and all alternatives, the best first."""
     best, target, console = choices[0], wanted.target, plan_console()
     is_largest = best.next_verdict is None or not best.next_verdict.fits
     what = "the largest that fits" if is_largest else "the fastest that fits by the compiler's clock on"

@@ -1,4 +1,4 @@
-"""`maxbatch import`: another program's config as one of ours, and a table of what became of every word."""
+"""`maxbatch import`: converts another program's config, and prints how every setting was converted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Translates a config, prints what became of its words and writes it; returns the exit code."""
+    """Translates a config, prints how its words were converted and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
     if args.format not in (*FORMATS, "nemo", "auto"):
         works = f"works: maxbatch import auto {shown_path(path)}"

@@ -21,7 +21,7 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import ConfigError
 
-# What a config means there where it says nothing; the batch, the length and the rates would be others without it.
+# MaxText's defaults of unstated keys, without which the batch, the length and the rates would differ.
 DEFAULTS = {
     "per_device_batch_size": "12.0", "gradient_accumulation_steps": "1", "expansion_factor_real_data": "-1",
     "steps": "150001", "max_target_length": "2048", "learning_rate": "3e-5", "lr_schedule_type": "cosine",
@@ -122,7 +122,7 @@ def _chain(path: Path) -> dict[str, Stated]:
 
 
 def translate(t: Translation) -> None:
-    """Takes the words whose values differ from ours; the table of words says the others."""
+    """Takes the words whose values differ from ours; the table of words covers the others."""
     _run(t)
     _model(t)
     _program(t)
@@ -276,7 +276,7 @@ def _batch(t: Translation) -> None:
 
 
 def _prompts(t: Translation) -> None:
-    """Takes the batch of prompts of reinforcement learning, which stands in place of the rows per device."""
+    """Takes the batch of prompts of reinforcement learning, which replaces the rows per device."""
     for name in PRETRAINING_BATCH:
         if name in t:
             t.ignore(name, "batch_size states the batch, in prompts")

@@ -35,7 +35,7 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
 
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with the records of its folder, refuses another sweep, and records what it says."""
+    """Compares a sweep file with the records of its folder, refuses another sweep, and records the file's settings."""
     settings: dict[str, Any] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
