@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--layout", action="store_true", help="draw which sample lands on which device")
-    parser.add_argument("--words", action="store_true", help="say it in the words of other frameworks")
+    parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
+    parser.add_argument(
+        "--words", action="store_true", help="print the settings of other frameworks for the same batch"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

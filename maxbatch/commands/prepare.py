@@ -35,11 +35,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     ):
         where.add_argument(flag, type=place, metavar="FOLDER", help=what)
     parser.add_argument(
-        "--shard-tokens", type=count, metavar="N", help="tokens of a file, about (default: one file; in a bucket 2^30)"
+        "--shard-tokens",
+        type=count,
+        metavar="N",
+        help="approximate tokens per file (default: one file; in a bucket 2^30)",
     )
     workers = whole(1, _MOST_WORKERS, works=num_cores())
     parser.add_argument(
-        "--workers", type=workers, default=num_cores(), metavar="N", help="processes that tokenise, at most (the cores)"
+        "--workers",
+        type=workers,
+        default=num_cores(),
+        metavar="N",
+        help="most processes that tokenise (default: the cores)",
     )
 
 

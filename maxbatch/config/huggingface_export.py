@@ -149,5 +149,5 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={config[key]}: Hugging Face's {name} cannot say it; works: a decoder_block whose family can"
+                f"{key}={config[key]}: Hugging Face's {name} cannot express it; works: a decoder_block whose family can"
             )

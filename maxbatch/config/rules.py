@@ -94,7 +94,7 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
 
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row else ""
-            rule = "belongs to reinforcement learning, and says nothing without batch_size, the prompts of a batch"
+            rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {name}={defaults[name]}")
 
 
@@ -152,7 +152,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         return keys[name].fault(keys[name].write(values[name]), rule, nearest)
 
     if all(values[name] is None for name in _LENGTHS):
-        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must say how long; works: steps=300")
+        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300")
     pair = ("global_batch_size", "gradient_accumulation_steps")
     if values["per_device_batch_size"] is None and any(values[name] is None for name in pair):
         raise fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)

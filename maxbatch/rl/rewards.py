@@ -60,7 +60,7 @@ def parse_rewards(text: str) -> list[RewardTerm]:
     for item in text.split(";"):
         spec, weight = _parse_term(text, item)
         if spec in weights:
-            raise _error(text, f"{shown(spec)} stands there twice; give it once, with one weight")
+            raise _error(text, f"{shown(spec)} occurs twice; give it once, with one weight")
         weights[spec] = weight
     names = [spec.rpartition(":")[2] for spec in weights]
     return [

@@ -99,7 +99,7 @@ class MetricsLog(StepLog):
             steps = ", ".join(map(str, holes[:5])) + (f" and {len(holes) - 5} more" if len(holes) > 5 else "")
             self._warn(
                 f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
-                "the run goes on without them"
+                "the run continues without them"
             )
         return kept
 

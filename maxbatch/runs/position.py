@@ -108,7 +108,7 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     step = record.position.step
     is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
     if is_in_run and step != int(checkpoint.name):
-        raise DamagedError(f"it says that it is of step {step}")
+        raise DamagedError(f"it states step {step}")
     if own is None and is_in_run:
         recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:

@@ -11,7 +11,7 @@ from maxbatch.system.folding import printable
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_CODES = {
     EXIT_DONE: "done",
-    EXIT_INPUT: "the input is at fault; one line on standard error says what is wrong and what works",
+    EXIT_INPUT: "invalid input; one line on standard error names the fault and a value that works",
     EXIT_STOPPED: "stopped early on request, with a checkpoint saved; run the same command again",
     EXIT_FAILED: "anything else",
 }

@@ -111,7 +111,7 @@ def _watch(reading: int) -> None:
         if _waits:
             _answer(number, _waits[-1])
         elif number == signal.SIGINT:
-            _later(1.0, _answer, number, "as soon as what runs now has ended")
+            _later(1.0, _answer, number, "as soon as the current work has ended")
         else:
             _later(_GRACE_S, _end_if_nothing_waits)
 

@@ -306,7 +306,7 @@ def probe(folder: AnyPath) -> None:
     path, content = folder / f".probe-{secrets.token_hex(4)}", b"maxbatch writes, reads and removes this\n"
     path.write_bytes(content)
     if path.read_bytes() != content:
-        raise StoreRefused(f"{path}: reads back otherwise than it was written")
+        raise StoreRefused(f"{path}: the stored object differs from what was written")
     path.unlink()
 
 

@@ -195,7 +195,7 @@ class Session(Generic[B]):
             self._check_result()
             self.console.print(
                 f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
-                "To go on, raise its length; to start anew, give another run_dir."
+                "To continue, raise its length; for a new run, give another run_dir."
             )
             return Outcome(self.position, None)
         with (
@@ -340,7 +340,7 @@ class Session(Generic[B]):
                 self.console.print(line)
         else:
             fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
-            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command goes on.")
+            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command continues.")
         return Outcome(self.position, stopped_by)
 
     @property

@@ -35,11 +35,11 @@ TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
-        "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
+        "--checkpoints", metavar="STEP,...", help="steps of the checkpoints to fork at (default: up to 4)",
         type=read_by(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
     )  # fmt: skip
     parser.add_argument(
-        "--factors", metavar="F,...", help="of the run's batch there (default: 1/2,1,2,4,8)",
+        "--factors", metavar="F,...", help="multiples of the run's batch there (default: 1/2,1,2,4,8)",
         type=read_by(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
     )  # fmt: skip
     parser.add_argument(
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
-        help="how the learning rate follows the batch (default: sqrt, for Adam)",
+        help="how the learning rate scales with the batch (default: sqrt, for Adam)",
     )  # fmt: skip
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         with BranchProgress(console, branches) as progress:
             Supervisor(BranchRuns(branches, lock, flags, progress), 1, progress.say).train(stop)
         if left := branches.left():
-            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on.")
+            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command continues.")
             return EXIT_STOPPED
         _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console)
     return 0

@@ -48,7 +48,7 @@ class BranchRuns:
         if end.status is None:  # only this branch was stopped
             self._left = []
         elif end.exit_code < 0:
-            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command goes on")
+            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command continues")
         elif end.status == Status.FAILED:
             error = ConfigError if end.exit_code == EXIT_INPUT else TrainingError
             raise error(f"{run.run_dir}: {end.reason}")

@@ -80,7 +80,7 @@ def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> N
     if wanted.states_batch or wanted.any_mesh:
         _show_ways(choices, wanted)
     if skipped:
-        print(f"no time for: {'; '.join(skipped)}. The same command again goes on with them")
+        print(f"no time for: {'; '.join(skipped)}. The same command again continues with them")
 
 
 def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:

@@ -77,7 +77,7 @@ def find_ways(
         pool.shutdown(wait=False, cancel_futures=True)
     skipped = [way.name for way in left]
     if skipped:
-        say(f"no time left for {', '.join(skipped)}; the same command again goes on with them")
+        say(f"no time left for {', '.join(skipped)}; the same command again continues with them")
     return sorted(choices, key=lambda choice: choice.rank), skipped
 
 

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
-        help=f"follow the runs: write the page anew every so often (default {_WATCH_S}), until Ctrl-C",
+        help=f"follow the runs: rewrite the page every SECONDS (default {_WATCH_S}), until Ctrl-C",
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
     """Rewrites the page while the runs train, until a signal."""
-    note(f"the page follows the runs and loads itself anew every {seconds} s; Ctrl-C ends")
+    note(f"the page follows the runs and reloads itself every {seconds} s; Ctrl-C ends")
     with Stopping("after this page") as stop:
         drawn, written = _changed(paths), time.monotonic()
         while not stop.is_asked:

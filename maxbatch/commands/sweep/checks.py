@@ -82,5 +82,5 @@ def check_recorded(
 
 def _changed(sweep: SweepFile, difference: str) -> ConfigError:
     return ConfigError(
-        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or what it was made with"
+        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or its settings"
     )

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=local_path, metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
     )  # fmt: skip
     parser.add_argument(
-        "--retry-failed", action="store_true", help="run the trials that failed again (not those that diverged)"
+        "--retry-failed", action="store_true", help="run failed trials again (not those that diverged)"
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         # In a storage that machines share, only the trials of this machine are known.
         total = len(results) if sweep.storage else max(len(results), study.num_trials)
         left = total - sum(result.status != UNFINISHED for result in results)
-        console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
+        console.print(f"stopped; {left} of {total} trials are left. The same command continues.")
         return EXIT_STOPPED
     conclude(sweep, folder, results, console)
     return 0

@@ -161,9 +161,9 @@ class _Marks:
                 spans.append((begin, length))
                 begin = None
             else:
-                raise ConversationError("the chat template nests or changes what stands in its {% generation %}")
+                raise ConversationError("the chat template nests or changes the content of its {% generation %}")
         if begin is not None:
-            raise ConversationError("the chat template cuts off what stands in its {% generation %}")
+            raise ConversationError("the chat template cuts off the content of its {% generation %}")
         return _Marked("".join(parts), spans)
 
 

@@ -86,7 +86,7 @@ class DocumentSource:
         if missing and not config.skip_bad_records:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise source.error(
-                f"shard {missing[0]} is missing{others}; skip_bad_records=true goes on without it, and a list of "
+                f"shard {missing[0]} is missing{others}; skip_bad_records=true continues without it, and a list of "
                 "the shards (joined by ';') asks for no others"
             )
         return source

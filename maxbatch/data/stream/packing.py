@@ -164,7 +164,7 @@ class BestFitPlan:
                 arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._path}: the packing was damaged or removed while in use; start again, which makes it anew"
+                f"{self._path}: the packing was damaged or removed while in use; start again to compute it again"
             ) from error
         return Packing(*arrays)
 

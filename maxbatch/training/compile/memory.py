@@ -76,7 +76,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
         if not is_out_of_memory(error):
             reason = text.strip().splitlines()[0][:300]
             raise TrainingError(
-                f"{target.name}: the compiler fails on this program ({reason}); it is not for want of memory"
+                f"{target.name}: the compiler fails on this program ({reason}); the cause is not a lack of memory"
             ) from error
         lacks, seconds = shortage_in(text), time.perf_counter() - started
         if lacks.space != HBM:
@@ -84,7 +84,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, A
         return Verdict(False, lacks.needed, lacks.available or target.memory_bytes, None, seconds), None
     stats = compiled.memory_analysis()
     if stats is None:
-        raise TrainingError(f"{target.name}: its compiler does not say what memory a program needs")
+        raise TrainingError(f"{target.name}: its compiler does not report the memory of a program")
     kinds = ("argument", "output", "alias", "temp", "generated_code")
     peak = (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None
     arguments, output, alias, temp, code = (getattr(stats, f"{kind}_size_in_bytes") for kind in kinds)

@@ -83,7 +83,7 @@ class Board:
             self._give_up(error.strerror or str(error))
 
     def _give_up(self, why: str) -> None:
-        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run goes on without them")
+        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run continues without them")
         writer, self._writer = self._writer, None
         with contextlib.suppress(OSError):  # there is no room for its buffer either
             if writer:

@@ -184,7 +184,7 @@ class Guarded(Output):
 
     def _leave_out(self, why: str) -> None:
         if not self._is_left_out:
-            self._warn(f"{self._name} {why}; the run goes on without it")
+            self._warn(f"{self._name} {why}; the run continues without it")
         self._is_left_out = True
 
 
