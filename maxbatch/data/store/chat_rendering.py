@@ -77,8 +77,8 @@ class Renderer:
         end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)
         if not text.startswith(prompt):
             raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise than after the prompt for it, so that its "
-                "trained tokens cannot be told from the others; {% generation %} in the template marks them"
+                f"the chat template writes message {turn + 1} differently than after the prompt for it, so its "
+                "trained tokens cannot be identified; {% generation %} in the template marks them"
             )
         begin = len(prompt)
         if text.startswith(so_far):
@@ -92,8 +92,8 @@ class Renderer:
         end = text.find(end_token, begin) if end_token else -1
         if end < 0:
             raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise once others follow it, and ends it with no "
-                "special token, so that its trained tokens cannot be told from the others; {% generation %} in the "
+                f"the chat template writes message {turn + 1} differently once others follow it, and ends it with no "
+                "special token, so its trained tokens cannot be identified; {% generation %} in the "
                 "template marks them"
             )
         return begin, end + len(end_token or "")
