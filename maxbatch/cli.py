@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.words = words  # what is parsed
+        self.words = words  # the words to parse
         self.example = command.examples[0]
 
     def error(self, message: str) -> NoReturn:

@@ -36,7 +36,7 @@ class Fixes(enum.Flag):
     BATCH = enum.auto()  # the samples of an update; compiled programs see only the shape of a batch
     RECORDS = enum.auto()  # how a source's records are read; each source of a mixture may state its own
     CONTENT = enum.auto()  # the documents and their tokenizer, whose hashes are in the stream's identity
-    TOKENS = enum.auto()  # what is added to the tokens of a document
+    TOKENS = enum.auto()  # the tokens added to those of a document
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
     PROMPTS = enum.auto()  # how records become prompts
@@ -65,7 +65,7 @@ class Key(Scalar):
 
     _: dataclasses.KW_ONLY
     fixes: Fixes
-    sentence: str  # what it means, on one line
+    sentence: str  # its meaning, on one line
     unit: str = ""  # of a number
     part: Part | None = None
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
@@ -82,7 +82,7 @@ def key(sentence: str, *, fixes: Fixes, bounds: Bounds | None = None, choices: t
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
     Args:
-      sentence: what the key means, as base.yml shows it.
+      sentence: the meaning of the key, as in base.yml.
       fixes: the properties that a resume may not change through it.
       bounds: the interval of a number.
       choices: of a choice whose type is not a Literal.

@@ -195,7 +195,7 @@ def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_La
 def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
     """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
 
-    A layer that states them all, as the config of a run does, needs no folder, which may be gone by then.
+    A layer that states them all, as the config of a run does, needs no folder, which may no longer exist.
     """
     if any(layer.keys() >= _MODEL for layer in above):
         return []

@@ -30,9 +30,9 @@ def unknown_keys(
     """Returns the error for entries whose keys are unknown.
 
     Args:
-      unknown: what is stated, at least one.
+      unknown: the unknown entries, at least one.
       keys: those of the config.
-      file: the config file, if an entry may stand in it.
+      file: the config file, if an entry may be in it.
       works: whether the config is accepted with these names in place of the unknown ones ("": left out).
     """
     rows = {entry.name: look_up(entry.name) for entry in unknown}
@@ -59,7 +59,7 @@ def unknown_flag(flag: str, values: Sequence[str], line: Sequence[str]) -> str |
 
     Args:
       flag: the flag, with its dashes.
-      values: what is stated after it.
+      values: the words after it.
       line: all words of the command line; a ramp looks up its final batch there.
     """
     row = look_up(flag)

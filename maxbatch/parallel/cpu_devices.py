@@ -4,7 +4,7 @@ XLA runs all CPU devices of a process on one pool of threads, by default one for
 its thread until the whole group has arrived. XLA orders the collectives of a device only by when they begin: one that
 follows a loop begins while the collectives inside the loop run. So a device may keep several threads: one for each of
 its loops with collectives under way, and one more. Once every thread waits, the devices still to arrive find none, and
-the program waits for ever. More threads than all devices together can keep exclude this.
+the program waits forever. More threads than all devices together can keep exclude this.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from maxbatch.system.errors import ConfigError
 
 
 class Resume(NamedTuple):
-    """The checkpoint that a run goes on from: its position, and the hosts of the run that wrote it."""
+    """The checkpoint that a run resumes: its position, and the hosts of the run that wrote it."""
 
     step: int = 0
     samples_seen: int = 0
@@ -118,7 +118,7 @@ class BatchPlan:
           num_hosts: H; divides N.
           num_slices: slices that the devices span.
           samples_per_epoch: samples in one pass over the training split, where it is known.
-          resume: the checkpoint that the run goes on from.
+          resume: the checkpoint that the run resumes.
 
         Raises:
           ConfigError: a rule of the batch is broken; the message names values that keep it.

@@ -1,7 +1,7 @@
 """A plan in other frameworks' words: the settings there that give the same update. `docs/batch-size.md` explains them.
 
 R data-parallel replicas (`batch_shards`), N devices, M micro-batch, g accumulation steps, B = M x g global batch,
-m pipeline microbatches. Where a model lies on several devices, the other frameworks count replicas, not devices.
+m pipeline microbatches. Where a model spans several devices, the other frameworks count replicas, not devices.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
     if not linear or any(stage.gradient_accumulation_steps > 1 for stage in plan.stages):
         return FrameworkSettings("MaxText", settings, update)
     start, rise, samples = linear
-    # MaxText counts anew at every stage, so updates must meet each threshold exactly.
+    # MaxText restarts its count at every stage, so updates must meet each threshold exactly.
     if any(plan.stages[1].threshold % stage.global_batch_size for stage in plan.stages[:-1]):
         return FrameworkSettings("MaxText", settings, update)
     ramp = (

@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     first_sample: int  # samples seen when the stage begins
     num_samples: int | None  # trained on in the stage; None: the run's end is unknown
     learning_rate_scale: float  # `learning_rate_scaling`
-    threshold: Fraction  # the first step at or after so many samples begins the stage
+    threshold: Fraction  # samples; the first step at or after it begins the stage
 
 
 class PlannedStep(NamedTuple):
@@ -73,7 +73,7 @@ class RampupBatchManager:
     """
 
     split_stages: tuple[SplitStage, ...]  # also those that are skipped or never reached
-    anchor: tuple[int, int]  # (step, samples_seen) from which the run goes on; (0, 0) at the start
+    anchor: tuple[int, int]  # (step, samples_seen) from which the run continues; (0, 0) at the start
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
@@ -180,7 +180,7 @@ class RampupBatchManager:
         return bisect.bisect_right(self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold) - 1
 
     def position_after(self, steps: int) -> int:
-        """Returns samples_seen after so many updates of the whole run.
+        """Returns samples_seen after `step` updates of the whole run.
 
         A length in data ends the last batch; a length in steps does not: beyond it the plan continues.
 

@@ -26,7 +26,7 @@ Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and gl
 
 
 class StatedStage(NamedTuple):
-    """One stage as it is stated: from `threshold` samples on, `batch` samples per update."""
+    """One stage as stated: from `threshold` samples on, `batch` samples per update."""
 
     threshold: Fraction
     batch: Fraction

@@ -99,7 +99,7 @@ def open_evaluator(
     mesh: Mesh,
     rewards: Rewards,
 ) -> PolicyEvaluator | None:
-    """Returns the evaluator of a run on the mesh that samples; None if no eval is wanted or nothing is held out."""
+    """Returns the evaluator of a run on the mesh that samples; None if there is no eval or nothing is held out."""
     held_out = source.held_out() if config.eval_interval > 0 else None
     if held_out is None:
         return None

@@ -55,7 +55,7 @@ class ChildRuns(Protocol[T]):
         """Returns a run to start now, None where none may start yet."""
 
     def is_exhausted(self) -> bool:
-        """Returns whether nothing is left to start, now or later; asked while no child runs."""
+        """Returns whether nothing is left to start, now or later; called while no child runs."""
 
     def watch(self, run: ChildRun[T]) -> str | None:
         """Looks at a run that trains, some times a second, and returns why to prune it, or None."""

@@ -2,7 +2,7 @@
 
 An object cannot be appended to. The lines wait in memory and go to the store every `PERIOD_S`, and at each call of
 `sync`: a small object is written anew, a large one is joined with the new lines within the store, so that
-what is sent does not grow with the file.
+the bytes sent do not grow with the file.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
     Args:
       path: the file.
       content: its content before the first line is appended.
-      found: what it holds now, if that may be something else. An object is then written anew in any case: a process
-        that wrote to it before, and goes on late, knows only the version before.
+      found: its content now, if that may differ. An object is then written anew in any case: a process
+        that wrote to it before, and continues late, has only the version before.
     """
     if found is not None and (content != found or (found and isinstance(path, RemotePath))):
         write_atomically(path, content)

@@ -19,7 +19,7 @@ class Chip:
     clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
 
 
-# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 names when it is asked for
+# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 states when a program needs
 # more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
 # pages of v4 and v5e beside it; ICI is given there for both directions and halved here. Clocks: the bfloat16 peak over
 # products of a device's matrix units per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256

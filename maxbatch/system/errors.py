@@ -41,7 +41,7 @@ class LeaseLost(TrainingError):
 
 
 class StoreRefused(ConfigError, OSError):
-    """A request that an object store refuses for good: no permission, no such bucket, credentials that expired."""
+    """A request that an object store refuses permanently: no permission, no such bucket, credentials that expired."""
 
 
 class StoreFailed(TrainingError, OSError):

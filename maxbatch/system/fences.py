@@ -1,6 +1,6 @@
 """Fences: in a folder of an object store only the process that holds its lease can write.
 
-A writer can be stopped anywhere, for longer than its lease lasts, and go on while another process trains in the
+A writer can be suspended anywhere, for longer than its lease lasts, and resume while another process trains in the
 folder. So each write of an object states the version that this process wrote last, and asks the holder of the lease
 before: another process that has taken the lease over has changed the version, or will write over what came late.
 Objects below a folder whose name begins with `BUILDING` have one writer; to write them takes the lease alone.

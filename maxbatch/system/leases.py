@@ -1,7 +1,7 @@
 """Leases: one writer of a folder in an object store, where files cannot be locked.
 
 A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
-lapses once nobody has renewed it for `LAPSE_S`. Whoever finds one decides by watching its version, never by comparing
+lapses if it is not renewed for `LAPSE_S`. Another process watches its version to see if it lapses, without comparing
 the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.) A holder that cannot be sure by
 its own clocks that the lease has not lapsed asks the store before it writes to the folder (`maxbatch.system.fences`).
 """
@@ -151,7 +151,7 @@ class _Lock:
 
 
 def _clocks() -> Clocks:
-    """Returns the clocks of this machine, in seconds: one is never set, one goes on while the machine sleeps, and the
+    """Returns the clocks of this machine, in seconds: one is never set, one continues while the machine sleeps, and the
     time of day is right again after a virtual machine was stopped."""
     asleep = [time.clock_gettime(time.CLOCK_BOOTTIME)] if hasattr(time, "CLOCK_BOOTTIME") else []
     return (time.monotonic(), time.time(), *asleep)
@@ -170,7 +170,7 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
     """Takes a lease, waiting for the lapse of one that another process holds.
 
     Returns:
-      The lease; the holder in words if it renewed its lease meanwhile, or another process was faster.
+      The lease; or the holder in words if it renewed its lease, or another process was faster.
     """
     holder = _this_process()
     watched: tuple[str, float] | None = None  # the version, and since when it is known

@@ -56,7 +56,7 @@ def persist(url: str, request: Callable[[], T]) -> T:
 
     Raises:
       FileNotFoundError, FileExistsError: as the store reports about the object.
-      StoreRefused: the store refuses for good.
+      StoreRefused: the store refuses permanently.
       StoreFailed: it does not respond within the patience of the command.
     """
     mine = patience()

@@ -1,7 +1,7 @@
 """The time for which a command retries requests of stores.
 
 Requests are made on threads of many libraries, to which no context variable travels. So there is one `Patience` at a
-time, of the command that runs: the outermost `Stopping` makes it (`begin`), and tells it when somebody asks to stop.
+time, of the command that runs: the outermost `Stopping` makes it (`begin`), and passes on a request to stop.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Stopping:
         self._patience = patience() if _waits else begin()
         if not _waits:
             _unanswered.update(self.numbers)
-        _waits.append(self._waits_for)  # before its handlers stand and until they are gone: `_end_if_nothing_waits`
+        _waits.append(self._waits_for)  # before its handlers are set, until they are removed: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         return self
 

@@ -1,7 +1,7 @@
 """One door to storage: paths of this machine, of Google Cloud Storage (gs://) and of S3 (s3://), used alike.
 
-`as_path` makes a path of a text. What it returns has pathlib's methods, wherever it lies, so the rest of the house
-does not ask. A path of this machine is a `pathlib.Path` and costs what it always did.
+`as_path` makes a path from a text. The path has pathlib's methods, on a disk or in a store, so other modules do
+not ask which. A path of this machine is a `pathlib.Path`.
 
 In an object store an object appears whole or not at all, and there are no folders: one is there while an object lies
 below it, and nothing needs to make it.
@@ -276,7 +276,7 @@ def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
 
 
 def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
-    """Makes the requests of a folder's objects side by side; raises what the first that failed raised."""
+    """Makes the requests of a folder's objects side by side; re-raises the first failure."""
     with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
         list(pool.map(do, items))
 

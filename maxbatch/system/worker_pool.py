@@ -28,7 +28,7 @@ from typing import Any
 
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
-# For imports, which may take long but must not stop the caller for ever.
+# For imports, which may take long but must not stop the caller forever.
 _SETUP_LIMIT_S = 300.0
 # How often a silent worker is checked: a process that it has started may hold its end of the connection open.
 _POLL_S = 0.5
@@ -91,9 +91,9 @@ class WorkerPool:
             started.result()
 
     def submit(self, items: Sequence[Any]) -> list[Future[Any]]:
-        """Returns at once what the function will return for each item; batches are served in their order.
+        """Returns futures of the function's results for each item; batches are served in order.
 
-        A future raises what the function or a new worker's setup raised, WorkerEnded if the worker ended over the
+        A future raises the error of the function or of a new worker's setup, WorkerEnded if the worker ended over the
         item, TimedOut, or CancelledError once the pool is closed.
         """
         if self._is_closed:
@@ -186,7 +186,7 @@ class _Worker:
             raise error
 
     def answers(self, items: Sequence[Any]) -> Iterator[tuple[Any, Exception | None]]:
-        """Yields what the function returned or raised for each item; WorkerEnded: the process ended over the next."""
+        """Yields the result or the exception of each item; WorkerEnded: the process ended over the next."""
         assert self._connection is not None
         numbered = list(enumerate(items, self._next))
         with self._telling_the_end():

@@ -202,7 +202,7 @@ class Pretraining:
         return self.executable(INIT, self._programs.init)()
 
     def _open_evaluator(self, batch_size: int) -> Evaluator | None:
-        """Returns None if no eval is wanted or nothing is held out."""
+        """Returns None if the config has no eval or nothing is held out."""
         config = self._context.config
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:

@@ -77,7 +77,7 @@ class Task(Protocol[B]):
 
     Attributes:
       data: the data of the run.
-      model: what it trains.
+      model: the model of the run.
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.

@@ -4,7 +4,7 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/
     config.yml, metrics.jsonl   as of every run; the first update is 401
     checkpoints/                starts as hard links to the fork (copies in an object store); removed once it is done
     branch.json                 the fork and the batch
-    log.txt                     what the training printed
+    log.txt                     the output of the training
     outcome.json                how the branch ended
 """
 

@@ -93,7 +93,7 @@ def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, i
     starts at `start` and is doubled where the allowed batch reaches its double. What is allowed at a checkpoint is the
     smallest critical batch measured there or later, so that no stage exceeds a later measurement. Between two
     checkpoints it is interpolated, log B over log s; before the first one nothing but `start` is allowed, after the
-    last one what is allowed there.
+    last one its limit stays.
     """
     positions, batches = zip(*points, strict=True)
     smallest_later = list(itertools.accumulate(reversed(batches), min))[::-1]

@@ -88,7 +88,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is asked."""
+    """The question: a config, its devices, and the axes and sizes left open."""
 
     config: ConfigDict  # as the user states it
     target: Target

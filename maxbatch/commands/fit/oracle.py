@@ -49,10 +49,10 @@ class Asked(NamedTuple):
 
 
 class CompilerOracle:
-    """The compiler, asked whether the update of a config fits with batches of given shapes.
+    """The compiler as a judge of whether the update of a config fits with batches of given shapes.
 
-    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: what is
-    compiled, and the verdicts so far.
+    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: the program
+    and the verdicts so far.
     """
 
     def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:

@@ -193,7 +193,7 @@ class SweepStudy:
         return next((one for one in self._grid or () if _items(one) not in recorded), None)
 
     def _adopt(self) -> Any | None:
-        """Returns a trial without a folder that was begun here, or by a process that was killed at once."""
+        """Returns a trial without a folder that was started here, or by a process that was killed at once."""
         recorded = {trial.number for trial in self._folder.trials()}
         lost_before = datetime.datetime.now() - datetime.timedelta(seconds=_LOST_S)
         for frozen in self._trials():

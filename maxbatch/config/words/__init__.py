@@ -21,7 +21,7 @@ FRAMEWORKS = {
 class Word(NamedTuple):
     """A row of the table."""
 
-    word: str  # as it is written there; * stands for any text
+    word: str  # as written there; * matches any text
     whose: tuple[str, ...]  # keys of FRAMEWORKS
     here: str  # as in words.txt: KEY, ~KEY ..., -, ! or !!
     why: str

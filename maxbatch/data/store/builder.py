@@ -91,7 +91,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
 
     Raises:
-      ConfigError: data that cannot be read, a dataset without documents, files that change meanwhile.
+      ConfigError: data that cannot be read, a dataset without documents, files that change while they are read.
       TrainingError: a worker was killed.
       OSError: the folder cannot be written.
     """

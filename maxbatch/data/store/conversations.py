@@ -9,7 +9,7 @@ With `sft_train_on_completion_only` the assistant's tokens are trained on, the e
 assistant message, or of the completion. Without, all tokens are.
 
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
-that the prompt has by itself, or else generation would begin otherwise than training did.
+that the prompt has by itself, or else generation would begin differently from training.
 """
 
 from __future__ import annotations

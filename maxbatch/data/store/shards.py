@@ -1,7 +1,7 @@
 """Shards of a token store: files of tokens that are cut between the jobs of a build.
 
-While a store is built into an object store, what is known of the documents of each finished shard lies beside it, in
-`.building/`, so that a build that was killed goes on with the next shard.
+While a store is built into an object store, the facts about the documents of each finished shard are beside it, in
+`.building/`, so that a killed build continues with the next shard.
 """
 
 from __future__ import annotations

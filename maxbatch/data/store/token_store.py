@@ -10,7 +10,7 @@ In a store of conversations (`use_sft`) the highest bit of each token says wheth
 The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
 of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
 compared with the hashes of their blocks where they are read: of a local store each block once per process, in a bucket
-every time. `maxbatch prepare --verify` reads all of them, and computes the hash of the content anew, which is in the
+every time. `maxbatch prepare --verify` reads all of them, and recomputes the hash of the content, which is in the
 identity of the stream. A store that was made without hashes is read with a warning.
 """
 

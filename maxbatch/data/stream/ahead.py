@@ -25,7 +25,7 @@ class Blocks(Protocol[T_co]):
 
 
 class ReadAheadByTime(Generic[T]):
-    """Iterates over elements in order, reading those ahead that are wanted within the next seconds.
+    """Iterates over elements in order, reading ahead those needed within the next seconds.
 
     Args:
       blocks: the elements to read.

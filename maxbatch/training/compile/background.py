@@ -1,4 +1,4 @@
-"""Programs that are compiled when training asks for them, and a thread that compiles ahead of it."""
+"""Programs that are compiled when training needs them, and a thread that compiles ahead of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The time of a compiled TPU program, modelled from its schedule. No JAX.
 
 The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over
-loops they are the computation of an update. Collectives are counted in bytes, by whether computation runs meanwhile.
+loops they are the computation of an update. Collectives are counted in bytes, by whether computation overlaps them.
 It is a model: nothing is measured, and waiting for memory, for the host or for other chips is not in it.
 """
 

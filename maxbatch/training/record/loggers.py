@@ -137,7 +137,7 @@ class _Worker:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until every call so far is made, so long at most; returns whether they are."""
+        """Waits until every call so far is made, up to a bound; returns whether they are."""
         done = threading.Event()
         return self.call(done.set, also_after_failure=True) and done.wait(seconds)
 

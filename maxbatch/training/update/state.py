@@ -119,7 +119,7 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
             return moment
         return sharding if moment.shape == param.shape else whole
 
-    # Shapes are asked for again below; they must not compile the zeros that they begin with.
+    # Shapes are computed again below, which must not compile the zeros that they begin with.
     abstract_optimizer = optax.GradientTransformation(
         lambda params: jax.eval_shape(optimizer.init, params), optimizer.update
     )
