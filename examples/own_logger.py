@@ -1,4 +1,4 @@
-"""A logger of one's own: each update's record as a row of a CSV file; and data of one's own: a function of the index.
+"""Your own logger, which writes the record of each update to a CSV file, and your own data, a function of the index.
 
 python examples/own_logger.py
 """

@@ -1,4 +1,4 @@
-"""A loop of one's own, with one's own Flax model and Optax optimizer, on the batches that maxbatch would train on.
+"""Your own training loop, with a Flax model and an Optax optimizer, on the batches that maxbatch would train on.
 
 python examples/own_loop.py
 """

@@ -1,4 +1,4 @@
-"""A loss of one's own, and a model of one's own, in maxbatch's loop: batch, accumulation, checkpoints and resume stay.
+"""Your own loss and your own model in maxbatch's loop, which keeps batch, accumulation, checkpoints and resume.
 
 python examples/own_loss.py
 """
@@ -34,7 +34,7 @@ class GatedRecurrence(nnx.Module):
         self.out = nnx.Linear(32, config.vocab_size, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        """Returns logits [M, L, V]; a state starts anew where a document does."""
+        """Returns logits [M, L, V]; the state is reset at the start of a document."""
         x = self.table(tokens)
         begins = segments != jnp.roll(segments, 1, axis=1)
         keep = jax.nn.sigmoid(self.gate(x)) * ~begins[..., None]

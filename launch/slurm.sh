@@ -16,12 +16,12 @@ readonly SAVED_AND_STOPPED=75
 
 srun maxbatch train "$@" &
 step=$!
-# A signal that reaches this script alone is handed on; the script itself must outlive it to requeue the job.
+# Passes on a signal that reaches only this script; the script must survive it to requeue the job.
 signalled=""
 trap 'signalled=yes; kill -TERM "$step" 2> /dev/null' TERM
 wait "$step"
 code=$?
-while [ -n "$signalled" ]; do # a signal ends `wait`, not the step
+while [ -n "$signalled" ]; do # a signal ends `wait`, but not the step
     signalled=""
     wait "$step"
     now=$?

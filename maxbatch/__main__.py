@@ -13,7 +13,7 @@ def main() -> int:
     from maxbatch.cli import main as run
 
     code = run()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is done keeps its exit code while Python ends
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a finished command keeps its exit code while Python ends
     return code
 
 

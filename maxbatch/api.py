@@ -49,9 +49,9 @@ def train(
     outputs: Sequence[Output | Callable[[Record], object]] = (),
     devices: Sequence[jax.Device] | None = None,
 ) -> Outcome:
-    """Trains as the config says, from the newest checkpoint of `run_dir` if there is one.
+    """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
-    Whatever is given takes the place of the config's own; batch, ramp, accumulation, sharding, checkpoints, resume and
+    The given parts replace the config's own; batch, ramp, accumulation, sharding, checkpoints, resume and
     metrics stay as they are. Every host must give the same.
 
     Args:
@@ -64,7 +64,7 @@ def train(
       devices: those to train on, all by default.
 
     Returns:
-      Where the run stands, and the signal that stopped it, if one did.
+      The run's position, and the signal that stopped it, if one did.
 
     Raises:
       ConfigError: the config, the data, the model or the checkpoint cannot be used.
@@ -111,7 +111,7 @@ class FedBatch(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after it: what to save, and to give as `start` to go on."""
+        """The position after it: save it, and pass it as `start` to continue."""
         return self.samples_seen + self.num_rows
 
 
@@ -161,7 +161,7 @@ def open_feed(
 ) -> BatchFeed:
     """Opens the batches that a run of this config trains on, for a loop of one's own.
 
-    A global batch comes whole, [B, L], whatever the config says of accumulation, and two of them wait on the devices
+    A batch is the whole global batch, [B, L], for any accumulation in the config, and two of them wait on the devices
     while one is in use. In a ramp B grows, and a jitted step is compiled for each size.
 
     Args:

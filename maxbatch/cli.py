@@ -38,11 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if sys.stdout is None:  # closed by whoever started the process
+    if sys.stdout is None:  # closed by the parent process
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
-        with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will say so
-            sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the encoding does not
+        with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will raise
+            sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
     give_cpu_devices_threads()
     try:
         code = _dispatch(list(argv))
@@ -89,7 +89,7 @@ def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentPa
 
     Args:
       name: the command.
-      arguments: what it will parse, for messages that name all that is unknown.
+      arguments: the arguments to parse, for messages that name all unknown ones.
     """
     parser = _Parser(name, COMMANDS[name], arguments)
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
@@ -97,7 +97,7 @@ def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentPa
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line that says what to type instead."""
+    """A parser whose errors are one line that names what to type instead."""
 
     def __init__(self, name: str, command: Command, words: Sequence[str]) -> None:
         columns = terminal_width()
@@ -112,7 +112,7 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.words = words  # what is parsed
+        self.words = words  # the words to parse
         self.example = command.examples[0]
 
     def error(self, message: str) -> NoReturn:
@@ -128,7 +128,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError("; ".join(map(self._unknown, flags or unknown[:1])))
 
     def _plain(self, message: str) -> str:
-        """Returns what argparse says in the words of our own messages."""
+        """Returns argparse's message in the words of our own."""
         head, _, said = message.removeprefix("argument ").partition(": ")
         if head.startswith("the following arguments"):
             return f"{said}: must be given; works: {self.example}"
@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
         return f"{head} {said}".rstrip().replace("; works: ", works)
 
     def _unknown(self, word: str) -> str:
-        """Returns what is said of a flag that the command does not have."""
+        """Returns the message about a flag that the command does not have."""
         from maxbatch.config.loading import keys
         from maxbatch.config.unknown import unknown_flag
 

@@ -33,7 +33,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch config per_device_batch_size")),
     "import": Command(
         "maxbatch.commands.import_config.command",
-        "Turn a config of MaxText, Hugging Face, DeepSpeed, Axolotl or Megatron into one of ours.",
+        "Convert a config of MaxText, Hugging Face, DeepSpeed, Axolotl, Megatron or NeMo.",
         "FORMAT FILE [--output FILE] [--command N] [--skip-unsupported]",
         ("maxbatch import maxtext llama2_7b.yml --output run.yml",
          "maxbatch import auto pretrain.sh --skip-unsupported")),
@@ -48,14 +48,14 @@ COMMANDS: dict[str, Command] = {
          "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4")),
     "fit": Command(
         "maxbatch.commands.fit.command",
-        "Find the largest batch that fits, and with --mesh auto the axes, by asking the compiler.",
+        "Find the largest batch that fits in memory, and with --mesh auto the axes, by compiling.",
         "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--mesh auto] [--json] [--write FILE]",
         ("maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
          "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
          "maxbatch fit model_name=llama2-7b global_batch_size=256 --topology v5p:4x4x4 --mesh auto")),
     "compile": Command(
         "maxbatch.commands.compile",
-        "Compile every program of a run ahead of time, for this machine or a TPU that is not here.",
+        "Compile every program of a run ahead of time, for this machine or a TPU elsewhere.",
         "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--output DIR] [--hlo DIR] [--json]",
         ("maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
          "maxbatch compile run.yml --simulate-devices 8 --output compiled")),
@@ -87,7 +87,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch export runs/default/checkpoints/200 --output gs://my-bucket/exported --dtype bfloat16")),
     "score": Command(
         "maxbatch.commands.score",
-        "Print the log-probabilities, loss and perplexity that a model gives to texts, tokens or conversations.",
+        "Print the log-probabilities, loss and perplexity of texts, tokens or conversations under a model.",
         "MODEL FILE [key=value ...] [--json] [--simulate-devices N]",
         ("maxbatch score runs/default page.jsonl",
          "maxbatch score smollm2 chats.jsonl --json",
@@ -107,7 +107,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch sweep configs/sweeps/batch_size.yml")),
     "critical-batch": Command(
         "maxbatch.commands.critical_batch.command",
-        "Measure the critical batch size along a run, and write the schedule that follows.",
+        "Measure the critical batch size along a run, and print a batch schedule from it.",
         "RUN_DIR [--checkpoints STEP,...] [--factors F,...] [--samples N] [--scaling sqrt|linear|none]"
         " [--tolerance NATS] [--simulate-devices N]",
         ("maxbatch critical-batch runs/default",

@@ -56,7 +56,7 @@ def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 
 def read_by(read: Callable[[str], object], rule: str, works: object) -> Callable[[str], object]:
-    """Returns the `type` of an argument that `read` reads; `rule` and `works` say what a text of it must be."""
+    """Returns the `type` of an argument that `read` reads; `rule` and `works` describe a valid text."""
 
     def parse(text: str) -> object:
         try:
@@ -68,7 +68,7 @@ def read_by(read: Callable[[str], object], rule: str, works: object) -> Callable
 
 
 def whole(least: int, most: int | None = None, works: int | None = None) -> Callable[[str], object]:
-    """Returns the `type` of an argument that takes a whole number; `works` is one that a refusal names."""
+    """Returns the `type` of an argument that takes a whole number; `works` is the example in a refusal."""
     rule = f"a whole number from {least} on" if most is None else f"a whole number from {least} to {most}"
     return read_by(Scalar("", "int", Bounds(least, most)).read, rule, least if works is None else works)
 
@@ -77,7 +77,7 @@ count = whole(1)
 
 
 def real(bounds: Bounds, rule: str, works: object) -> Callable[[str], object]:
-    """Returns the `type` of an argument that takes a number; `rule` says the bounds in words."""
+    """Returns the `type` of an argument that takes a number; `rule` is the bounds in words."""
     return read_by(Scalar("", "real", bounds).read, f"a number {rule}", works)
 
 

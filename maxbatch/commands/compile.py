@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)
-    hlo = "keep the optimised HLO text here, one file a program; of a TPU it is scheduled"
+    hlo = "write the optimised HLO text here, one file per program; for a TPU it is scheduled"
     parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
 
 

@@ -36,7 +36,7 @@ _FIXED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `maxbatch config` takes."""
+    """Adds the arguments of `maxbatch config`."""
     add_config(parser, "KEY")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

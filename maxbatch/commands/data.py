@@ -27,7 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_config(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")
-    what.add_argument("--stats", action="store_true", help="count one epoch instead; of a mixture, each source once")
+    what.add_argument(
+        "--stats", action="store_true", help="print the figures of one epoch instead; of a mixture, of each source"
+    )
     parser.add_argument("--first", type=whole(0), metavar="S", help="first sample (default 0)")
     parser.add_argument("--count", type=count, metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
     parser.add_argument("--json", action="store_true", help="print JSON: one object, or one per sample")

@@ -16,10 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("run_dir", type=place, metavar="RUN_DIR", help=run_dir)
-    parser.add_argument("--prompt", default="", help="text to start from; none: the beginning of a document")
+    parser.add_argument("--prompt", default="", help="text to continue; none: the beginning of a document")
     parser.add_argument(
         "--max-new-tokens", type=count, default=128, metavar="N",
-        help="most tokens to add, also beyond max_target_length: a full window goes on from its last half (128)",
+        help="most tokens to add, also beyond max_target_length: a full window continues from its last half (128)",
     )  # fmt: skip
     temperature = "0: the likeliest token; 1: as trained (0.8)"
     parser.add_argument(

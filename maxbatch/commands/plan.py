@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--layout", action="store_true", help="draw which sample lands on which device")
-    parser.add_argument("--words", action="store_true", help="say it in the words of other frameworks")
+    parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
+    parser.add_argument(
+        "--words", action="store_true", help="print the settings of other frameworks for the same batch"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
-    The stream and NumPy, on which it stands, are imported only where they may know more than the cache remembers: a
-    plan answers at once.
+    The stream and NumPy are imported only if they may know more than the cache, which keeps
+    a plan fast.
     """
     from maxbatch.data.store.cache_folder import cache_folder
 

@@ -35,11 +35,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     ):
         where.add_argument(flag, type=place, metavar="FOLDER", help=what)
     parser.add_argument(
-        "--shard-tokens", type=count, metavar="N", help="tokens of a file, about (default: one file; in a bucket 2^30)"
+        "--shard-tokens",
+        type=count,
+        metavar="N",
+        help="approximate tokens per file (default: one file; in a bucket 2^30)",
     )
     workers = whole(1, _MOST_WORKERS, works=num_cores())
     parser.add_argument(
-        "--workers", type=workers, default=num_cores(), metavar="N", help="processes that tokenise, at most (the cores)"
+        "--workers",
+        type=workers,
+        default=num_cores(),
+        metavar="N",
+        help="most processes that tokenise (default: the cores)",
     )
 
 
@@ -136,7 +143,7 @@ def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> 
         print("prepare the held-out data with a command of their own:")
         command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
         print(printable("  " + shlex.join(command)))
-    # A prepared folder has settled how records are read: the command that trains on it need not say it.
+    # A prepared folder fixes how records are read: the command that trains on it need not state it.
     settled = names_fixing(Fixes.RECORDS)
     typed = [text for text in args.config if text.split("=", 1)[0] not in settled]
     print(printable("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)])))

@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains a policy as a config says; returns the exit code."""
+    """Trains the policy of a config; returns the exit code."""
     from maxbatch.plan.batch import BatchPlan
 
     config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
     if config.batch_size is None:
         raise ConfigError(
-            "batch_size=null: must say how many prompts a batch has; works: batch_size=32, or a config built on "
+            "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
             "configs/post_train/rl.yml"
         )
     if args.simulate_devices:

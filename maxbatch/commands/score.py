@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
 _LARGEST_EXPONENT = 709.0  # of a float
-# What a run states for its training; here all devices share the rows, unless the command says otherwise.
+# Keys of a run's training; here all devices share the rows, unless the command states otherwise.
 _DEFAULTS = {
     "dtype": "float32",
     "attention": "auto",
@@ -116,11 +116,11 @@ def _lines(path: str) -> list[dict[str, object]]:
 
 
 class _Encoder:
-    """What turns records into tokens; its tokenizer is made for the first record that needs it.
+    """A converter of records to tokens; its tokenizer is made for the first record that needs it.
 
     Args:
       config: of the model.
-      bos_by_key: whether `add_bos` says if a text begins with the beginning-of-text token; else its tokenizer does.
+      bos_by_key: whether `add_bos` decides if a text begins with the beginning-of-text token; else its tokenizer does.
     """
 
     def __init__(self, config: ConfigDict, bos_by_key: bool) -> None:
@@ -187,7 +187,7 @@ class _Figures(TypedDict):
 
 
 def _figures(records: Sequence[Scored], found: Sequence[np.ndarray]) -> _Figures:
-    """Returns what `--json` prints; a loss without weight, or one that is not finite, is null."""
+    """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
     rows: list[_RecordFigures] = []
     total = weight = 0.0
     for record, logprobs in zip(records, found, strict=True):

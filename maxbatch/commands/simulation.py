@@ -83,9 +83,9 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> i
 
 
 def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str) -> int:
-    """Ends all hosts after one has failed, says so unless the first host did, and returns the exit code."""
+    """Ends all hosts after one has failed, reports it unless the first host did, and returns the exit code."""
     code = hosts[failed].returncode
-    if code > 0:  # it told the others, and the first host prints why
+    if code > 0:  # it notified the others, and the first host prints why
         with contextlib.suppress(subprocess.TimeoutExpired):
             hosts[0].wait(_GRACE_S)
     _end(hosts)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains as a config says; returns the exit code."""
+    """Trains the run of a config; returns the exit code."""
     from maxbatch.plan.batch import check_batch_keys
 
     config = config_of(args)

@@ -16,7 +16,7 @@ class Block:
     norms_after: bool = False  # their output is normalised before it joins the stream
     qk_norm_over: Literal["head", "heads"] = "head"  # what `use_qk_norm` normalises: each head, or all heads together
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
-    has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
+    has_biases: bool = False  # forces attention_out_bias and mlp_projection_bias
 
 
 _GEMMA = Block(norm_adds_one=True, norms_after=True, scales_embedding=True)

@@ -1,4 +1,4 @@
-"""The families of Hugging Face's models, as data: what each is called there, and what its `config.json` leaves out.
+"""The families of Hugging Face's models, as data: their names there, and the defaults of their `config.json`.
 
 Defaults are those of the transformers library, where a file that lacks a field means its class's default.
 """
@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A `model_type`, and how its fields say what the config keys say."""
+    """A `model_type`, and how its fields map to config keys."""
 
     decoder_block: str
     architecture: str  # the class of its causal language model

@@ -60,7 +60,7 @@ def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> J
 
 
 def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Returns the ids that end a text, as a folder's `generation_config.json` states them, else its `config.json`.
+    """Returns the ids that end a text, from a folder's `generation_config.json`, else from its `config.json`.
 
     Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is no Hugging
     Face folder states none.
@@ -81,7 +81,7 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the texts of the keys that a Hugging Face folder states: those of the model, and its tokenizer's.
+    """Returns the texts of the keys that a Hugging Face folder states, for the model and for its tokenizer.
 
     Raises:
       ConfigError: a family, or a setting of one, that is not supported.

@@ -1,4 +1,4 @@
-"""Config keys as the `config.json` of a Hugging Face model, in the words of transformers 4, which 5 reads too."""
+"""Config keys as the `config.json` of a Hugging Face model, in the format of transformers 4, which 5 reads too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
       source: the fields of the folder that it was imported from, or its token ids.
 
     Raises:
-      ConfigError: the family of its `decoder_block` cannot say what a key states.
+      ConfigError: a `config.json` of the family of its `decoder_block` cannot express a key.
     """
     name, family = next(item for item in FAMILIES.items() if item[1].decoder_block == config.decoder_block)
     stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
@@ -68,7 +68,7 @@ def _common(config: ConfigDict) -> Json:
 
 
 def _activation(config: ConfigDict, family: Family) -> str:
-    """Returns the family's own word for an activation, if it has one."""
+    """Returns the family's own name of an activation, if it has one."""
     ours = config.mlp_activations.partition(",")[0]
     usual: str = family.defaults.get("hidden_act", "silu")
     return usual if ACTIVATIONS[usual] == ours else next(name for name in ACTIVATIONS if ACTIVATIONS[name] == ours)
@@ -94,7 +94,7 @@ def _windows(config: ConfigDict, family: Family) -> Json:
 
 
 def _pattern(types: list[str], family: Family) -> int:
-    """Returns every how many layers the first global one comes, which is all that older files say."""
+    """Returns the distance between global layers; older files state nothing else about them."""
     return types.index("full_attention") + 1 if "full_attention" in types else family.local_every
 
 
@@ -107,7 +107,7 @@ def _rope(config: ConfigDict, family: Family) -> Json:
     if kind == "default":
         return stated
     if kind == "longrope":
-        # In these words alone, since the Phi-3 of transformers 4 takes no others.
+        # Only these names: the Phi-3 of transformers 4 accepts no others.
         return stated | {"rope_scaling": {"type": kind, **_long_factors(config)}}
     scaling: Json = {"rope_type": kind, "factor": config.rope_factor}
     if kind != "linear":
@@ -131,7 +131,7 @@ def _plain(number: float) -> Any:
 
 
 def _check(config: ConfigDict, name: str, written: Json) -> None:
-    """Raises ConfigError unless what was written reads back as the config's own keys."""
+    """Raises ConfigError unless the written fields read back as the config's own keys."""
     rows = keys()
     read = {key: rows[key].read(text) for key, text in model_keys(written, name).items()}
     read = {key: rows[key].read(rows[key].default) for key in _ABSENT} | read
@@ -149,5 +149,5 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={config[key]}: Hugging Face's {name} cannot say it; works: a decoder_block whose family can"
+                f"{key}={config[key]}: Hugging Face's {name} cannot express it; works: a decoder_block whose family can"
             )

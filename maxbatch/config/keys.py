@@ -30,17 +30,17 @@ _KINDS = {bool: "bool", int: "int", float: "real", str: "text"}
 
 
 class Fixes(enum.Flag):
-    """What the value of a key fixes; what it does not fix may change when a run is resumed."""
+    """Properties of a run that the value of a key fixes; the others may change when a run is resumed."""
 
     NOTHING = 0
     BATCH = enum.auto()  # the samples of an update; compiled programs see only the shape of a batch
     RECORDS = enum.auto()  # how a source's records are read; each source of a mixture may state its own
-    CONTENT = enum.auto()  # the documents and their tokenizer, of which a stream's identity holds hashes
-    TOKENS = enum.auto()  # what is added to the tokens of a document
+    CONTENT = enum.auto()  # the documents and their tokenizer, whose hashes are in the stream's identity
+    TOKENS = enum.auto()  # the tokens added to those of a document
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
     PROMPTS = enum.auto()  # how records become prompts
-    ADAPTERS = enum.auto()  # which parameters are trained beside the model's, and how they enter it
+    ADAPTERS = enum.auto()  # the parameters trained besides the model's, and how they enter it
     CHAT = enum.auto()  # how records become conversations with trained and untrained tokens
     MODEL = enum.auto()  # the parameters and the optimizer's state
     PROGRAM = enum.auto()  # the compiled programs
@@ -65,7 +65,7 @@ class Key(Scalar):
 
     _: dataclasses.KW_ONLY
     fixes: Fixes
-    sentence: str  # what it means, on one line
+    sentence: str  # its meaning, on one line
     unit: str = ""  # of a number
     part: Part | None = None
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
@@ -82,8 +82,8 @@ def key(sentence: str, *, fixes: Fixes, bounds: Bounds | None = None, choices: t
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
     Args:
-      sentence: what the key means, as base.yml shows it.
-      fixes: what a resume may not change through it.
+      sentence: the meaning of the key, as in base.yml.
+      fixes: the properties that a resume may not change through it.
       bounds: the interval of a number.
       choices: of a choice whose type is not a Literal.
       unit: of a number.
@@ -117,7 +117,7 @@ class Section:
 
     @classmethod
     def heading(cls) -> str:
-        """Returns what its keys are about, as base.yml heads them."""
+        """Returns the heading of its keys in base.yml."""
         sentence = (cls.__doc__ or "").rstrip(".")
         return sentence[0].lower() + sentence[1:]
 

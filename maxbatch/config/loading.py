@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     value: Value
     layer: str  # base.yml, base_config, preset, config file, environment or override
     where: str = ""  # file and line, or the environment variable; "" for an override
-    displaced_by: str = ""  # the alternative in that layer which takes the value's place, "" if nothing does
+    displaced_by: str = ""  # the alternative in that layer which displaces the value, "" if none does
 
 
 _Layer = Mapping[str, Setting]
@@ -70,7 +70,7 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
 
 
 def _packaged(name: str) -> Path | None:
-    """Returns the file of a packaged config by its name, which may begin with the folder that all lie in."""
+    """Returns the file of a packaged config by its name, which may begin with the name of their common folder."""
     folder = configs_dir()
     ready = [file for file in sorted(folder.rglob("*.yml")) if file.parent.name != "sweeps"]
     names = {text: file for file in ready for text in (file.stem, file.relative_to(folder).as_posix())}
@@ -104,7 +104,7 @@ def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str]
 
 
 def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -> Mapping[str, Setting]:
-    """Returns the settings of what is stated below and above the preset, keys of base.yml only."""
+    """Returns the settings of the layers below and above the preset, for keys of base.yml only."""
     below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
     above = [_layer(*stated) for stated in stated_above]
     model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
@@ -151,7 +151,7 @@ def _base_layer() -> _Layer:
 
 
 def _chain(path: AnyPath) -> list[_Stated]:
-    """Returns what the file and the files that it builds on state, the lowest first."""
+    """Returns the entries of the file and of the files in its `base_config` chain, the lowest first."""
     layers: list[_Stated] = []
     seen: list[AnyPath] = []
     while True:
@@ -172,7 +172,7 @@ def _chain(path: AnyPath) -> list[_Stated]:
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
         path = path.parent / base.text
-        # MaxText's files say `base_config: base.yml`; without such a file beside them, ours is meant.
+        # MaxText's files have `base_config: base.yml`; without such a file beside them, it means ours.
         if not os.path.exists(str(path)):
             path = _packaged(base.text) or path
 
@@ -195,7 +195,7 @@ def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_La
 def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
     """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
 
-    A layer that states them all, as the config of a run does, needs no folder, which may be gone by then.
+    A layer that states them all, as the config of a run does, needs no folder, which may no longer exist.
     """
     if any(layer.keys() >= _MODEL for layer in above):
         return []
@@ -297,7 +297,7 @@ def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
 
 
 def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
-    """Lets a layer say where the run lies: by run_dir, or as MaxText does by base_output_directory and run_name."""
+    """Sets run_dir in a layer that states MaxText's base_output_directory and run_name."""
     words = [name for name in ("base_output_directory", "run_name") if name in layer and layer[name].value]
     if words:
         folder, name = (str(settings[word].value) for word in ("base_output_directory", "run_name"))

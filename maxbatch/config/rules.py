@@ -1,4 +1,4 @@
-"""Rules between keys: alternatives that displace each other, and what one key says about another."""
+"""Rules between keys: alternatives that displace each other, and values that exclude each other."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Keyed(Protocol):
 
 
 class Displaced(NamedTuple):
-    """A key whose value an alternative takes the place of."""
+    """A key displaced by an alternative from a higher layer."""
 
     name: str
     by: str
-    to_default: bool = False  # whether it has its default from then on; otherwise it says nothing (null, no ramp)
+    to_default: bool = False  # whether it goes back to its default; otherwise it is unset (null, no ramp)
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields what a layer displaces of the layers below it; raises ConfigError for a batch in prompts and in rows.
+    """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in prompts and in rows.
 
     Args:
       values: of all keys, the layer's included.
@@ -71,9 +71,9 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
 
 
 def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields p where a layer states the global batch and the accumulation steps, from which it follows.
+    """Yields p if a layer states the global batch and the accumulation steps, which determine it.
 
-    A higher layer that states p takes the place of the steps, one that states another batch gives p its default back.
+    A higher layer that states p displaces the steps; one that states another batch restores p's default.
     """
     rows, steps, batch = names_of(Part.BATCH)[:3]
     pair = {steps, batch}
@@ -94,7 +94,7 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
 
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row else ""
-            rule = "belongs to reinforcement learning, and says nothing without batch_size, the prompts of a batch"
+            rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {name}={defaults[name]}")
 
 
@@ -152,7 +152,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         return keys[name].fault(keys[name].write(values[name]), rule, nearest)
 
     if all(values[name] is None for name in _LENGTHS):
-        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must say how long; works: steps=300")
+        raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300")
     pair = ("global_batch_size", "gradient_accumulation_steps")
     if values["per_device_batch_size"] is None and any(values[name] is None for name in pair):
         raise fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)

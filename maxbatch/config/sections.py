@@ -49,13 +49,15 @@ class RunConfig(Section):
         maxtext="base_output_directory and run_name",
     )
     base_output_directory: Place = key(
-        "MaxText's way of saying run_dir: base_output_directory/run_name", fixes=_NOTHING, warm_start=False
+        "MaxText's alternative to run_dir, which is then base_output_directory/run_name",
+        fixes=_NOTHING,
+        warm_start=False,
     )
     run_name: str = key(
         'name of the run in base_output_directory ("": runs); both "": run_dir', fixes=_NOTHING, warm_start=False
     )
     model_name: str = key(
-        "preset: a file of configs/models/ without .yml; auto: that of load_parameters_path, a Hugging Face "
+        "preset: a file of configs/models/ without .yml; auto: the model of load_parameters_path, a Hugging Face "
         "folder; default: the model keys below (docs/models.md)",
         fixes=_NOTHING,
     )
@@ -128,7 +130,8 @@ class BatchConfig(Section):
         part=Part.BATCH,
     )
     global_batch_size: int | None = key(
-        "instead of g: samples per update, kept on any number of devices; p then caps a pass; with g: p follows",
+        "instead of g: samples per update, kept on any number of devices; p then limits a pass and g is computed; "
+        "if g is stated too, p is computed",
         fixes=_BATCH,
         bounds=_SAMPLES,
         unit="samples",
@@ -153,7 +156,7 @@ class RampConfig(Section):
     """Batch ramp-up: p grows from start by increment over global_rampup_samples."""
 
     enable_rampup_batch_size: bool = key(
-        "true: the three keys below hold and per_device_batch_size is the target", fixes=_BATCH, part=Part.RAMP
+        "true: the three keys below apply, and per_device_batch_size is the target", fixes=_BATCH, part=Part.RAMP
     )
     per_device_batch_size_start: Exact = key(
         "a: rows per device in stage 0", fixes=_BATCH, bounds=_ROWS, unit="rows per device", part=Part.RAMP
@@ -200,14 +203,14 @@ class PromptBatchConfig(Section):
         maxtext=OURS,
     )
     train_micro_batch_size: int = key(
-        "prompts per chunk of training; -1: as micro_batch_size says",
+        "prompts per chunk of training; -1: from micro_batch_size",
         fixes=_BATCH,
         bounds=_COUNT_OR_OFF,
         unit="prompts",
         part=Part.PROMPT_BATCH,
     )
     rollout_micro_batch_size: int = key(
-        "prompts per chunk of generation; -1: as micro_batch_size says",
+        "prompts per chunk of generation; -1: from micro_batch_size",
         fixes=_BATCH,
         bounds=_COUNT_OR_OFF,
         unit="prompts",
@@ -217,7 +220,7 @@ class PromptBatchConfig(Section):
         "mu >= 1: updates per batch", fixes=_BATCH, bounds=_COUNT, unit="updates per batch", part=Part.PROMPT_BATCH
     )
     max_prefill_predict_length: int = key(
-        "tokens of a prompt at most; max_target_length holds prompt and response",
+        "most tokens of a prompt; max_target_length includes prompt and response",
         fixes=_PROGRAM,
         bounds=_COUNT,
         unit="tokens",
@@ -268,7 +271,7 @@ class RLConfig(Section):
         "seconds that one response may take", fixes=_PROGRAM, bounds=_POSITIVE, unit="seconds", maxtext=OURS
     )
     reward_on_failure: float = key(
-        "what a response scores whose reward crashed or took too long", fixes=_PROGRAM, maxtext=OURS
+        "score of a response whose reward crashed or timed out", fixes=_PROGRAM, maxtext=OURS
     )
     prompt_template: str = key(
         "a prompt's text, from the fields of its record", fixes=_PROGRAM | Fixes.PROMPTS, maxtext=OURS
@@ -417,7 +420,7 @@ class ModelConfig(Section):
     mlp_projection_bias: bool = key(
         "true: the projections of the MLP have biases; gpt2 has them always", fixes=_MODEL, maxtext=OURS
     )
-    use_qk_norm: bool = key("true: queries and keys are normalised, as the decoder_block does it", fixes=_MODEL)
+    use_qk_norm: bool = key("true: queries and keys are normalised, in the way of the decoder_block", fixes=_MODEL)
     attention_type: str = key(
         "global | local_sliding, or a pattern that repeats over the layers: local_sliding,global", fixes=_MODEL
     )
@@ -440,7 +443,8 @@ class ModelConfig(Section):
     )
     rope_max_timescale: float = key("RoPE base (Su et al. 2021)", fixes=_MODEL, bounds=_POSITIVE)
     local_rope_max_timescale: float = key(
-        "RoPE base of local_sliding layers, without rope_type; -1: rope_max_timescale, and as the others",
+        "RoPE base of local_sliding layers, without rope_type; -1: rope_max_timescale, with rope_type as in the "
+        "other layers",
         fixes=_MODEL,
         bounds=Bounds(above=0, also=-1),
     )
@@ -475,7 +479,8 @@ class ModelConfig(Section):
         maxtext=OURS,
     )
     rope_short_factors: str = key(
-        "longrope: what stretches each pair of a head in rows of at most the original length: head_dim / 2 numbers",
+        "longrope: stretching factor of each pair of a head in rows of at most the original length; head_dim / 2 "
+        "numbers",
         fixes=_MODEL,
         maxtext=OURS,
     )
@@ -678,13 +683,14 @@ class MeshConfig(Section):
         "share of the devices that samples", fixes=_PROGRAM, bounds=_SOME, unit="share of the devices"
     )
     num_pipeline_microbatches: int = key(
-        "parts that the micro-batch is cut into for the pipeline; a multiple of its stages; -1: the stages",
+        "parts that the micro-batch is cut into for the pipeline; a multiple of its stages; -1: the number of stages",
         fixes=_PROGRAM,
         bounds=_COUNT_OR_OFF,
         unit="parts",
     )
     num_pipeline_repeats: int = key(
-        "groups of layers that a stage holds, each pass goes round so often; layers divisible by stages x repeats",
+        "groups of layers per stage; a pass goes through all stages once per group; layers divisible by stages x "
+        "repeats",
         fixes=_PROGRAM,
         bounds=_COUNT,
         unit="groups of layers",
@@ -722,13 +728,13 @@ class EvaluationConfig(Section):
         warm_start=False,
     )
     eval_steps: int = key(
-        "eval batches at most, so the samples follow the devices; -1: the whole held-out part",
+        "most batches of an eval, so its samples depend on the devices; -1: the whole held-out part",
         fixes=_NOTHING,
         bounds=_COUNT_OR_OFF,
         unit="batches",
     )
     eval_samples: Quantity | None = key(
-        "eval samples at most, the same on any devices; null: the whole held-out part; suffixes K, M, B",
+        "most samples of an eval, the same on any devices; null: the whole held-out part; suffixes K, M, B",
         fixes=_NOTHING,
         bounds=_COUNT,
         unit="samples",
@@ -756,7 +762,9 @@ class LoggingConfig(Section):
         maxtext="skip_first_n_steps_for_profiler and profiler_steps",
         warm_start=False,
     )
-    generate_prompt: str = key('start of the sample that ends a run; "": none', fixes=_NOTHING, maxtext="prompt")
+    generate_prompt: str = key(
+        'prompt of the text that is generated at the end of a run; "": none', fixes=_NOTHING, maxtext="prompt"
+    )
     peak_tflops_per_device: float | None = key(
         "peak TFLOP/s, for MFU; null: that of the chip by its name; MFU is null for an unknown chip",
         fixes=_NOTHING,
@@ -774,8 +782,8 @@ class CompilingConfig(Section):
         'XLA\'s persistent cache; "": ~/.cache/maxbatch/xla; "none": off', fixes=_NOTHING, maxtext="jax_cache_dir"
     )
     libtpu_flags: str = key(
-        'auto: those that the TPU\'s version wants | none | "--flag=value ..."; flags in LIBTPU_INIT_ARGS win; '
-        "nothing without a TPU",
+        'auto: the flags for the TPU\'s version | none | "--flag=value ..."; flags in LIBTPU_INIT_ARGS take '
+        "precedence; no effect without a TPU",
         fixes=_PROGRAM,
         maxtext=OURS,
     )
@@ -792,12 +800,12 @@ SECTIONS: tuple[type[Section], ...] = (
     CompilingConfig,
 )  # fmt: skip
 KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
-# What remat_policy=custom says of each tensor of a layer, the first choice being the default; MaxText's names.
+# The choices of remat_policy=custom for each tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
 
 
 def names_fixing(what: Fixes) -> tuple[str, ...]:
-    """Returns the keys that fix any part of what is named, in the order of base.yml."""
+    """Returns the keys that fix any of the named properties, in the order of base.yml."""
     return tuple(key.name for key in KEYS if key.fixes & what)
 
 
@@ -807,5 +815,5 @@ def names_of(part: Part) -> tuple[str, ...]:
 
 
 def customised_tensors(values: Mapping[str, object]) -> list[str]:
-    """Returns the tensors of a layer whose place is not the default, which remat_policy=custom alone may state."""
+    """Returns the tensors of a layer whose place is not the default; only remat_policy=custom may state them."""
     return [name for name, (first, *_) in REMAT_TENSORS.items() if values[name] != first]

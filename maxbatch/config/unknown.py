@@ -1,7 +1,7 @@
-"""The refusal of keys that the config does not know: all at once, in one line, each with its answer.
+"""The refusal of keys that the config does not know: all at once, in one line, each with a suggestion.
 
-A word of another framework is answered from the table of words. Only a misspelt key gets a hint by spelling, and only
-where each part of its name is like that of the key, so that no hint names a key of another meaning.
+For a word of another framework the suggestion comes from the table of words. Only a misspelt key gets a hint by
+spelling, and only where each part of its name is like that of the key, so that no hint names a key of another meaning.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def unknown_keys(
     """Returns the error for entries whose keys are unknown.
 
     Args:
-      unknown: what is stated, at least one.
+      unknown: the unknown entries, at least one.
       keys: those of the config.
-      file: the config file, if an entry may stand in it.
+      file: the config file, if an entry may be in it.
       works: whether the config is accepted with these names in place of the unknown ones ("": left out).
     """
     rows = {entry.name: look_up(entry.name) for entry in unknown}
@@ -46,7 +46,7 @@ def unknown_keys(
 
 
 def hint(name: str, keys: Iterable[str]) -> str:
-    """Returns what a message says after a name that is no key: its row in the table of words, or what it misspells."""
+    """Returns the text of a message after an unknown name: its row in the table of words, or the key it misspells."""
     row = look_up(name)
     if row is not None:
         return f" {row.answer()}"
@@ -55,12 +55,12 @@ def hint(name: str, keys: Iterable[str]) -> str:
 
 
 def unknown_flag(flag: str, values: Sequence[str], line: Sequence[str]) -> str | None:
-    """Returns what to say of a flag that is another framework's word, or None.
+    """Returns the message for a flag that is another framework's word, or None.
 
     Args:
       flag: the flag, with its dashes.
-      values: what is stated after it.
-      line: all words of the command line, where a ramp finds the batch that it leads to.
+      values: the words after it.
+      line: all words of the command line; a ramp looks up its final batch there.
     """
     row = look_up(flag)
     if row is None or row.keys == (row.word,):

@@ -1,4 +1,4 @@
-"""Scalars: how a text becomes a value of its type, and what is said about a text that does not.
+"""Scalars: how a text becomes a value of its type, and the message if it cannot.
 
 A type is never guessed as YAML does, for which `10:13` is 613 and `3e-4` a string.
 """
@@ -75,7 +75,7 @@ class Scalar:
     """A named value that is read from text.
 
     Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes K, M, B); real;
-    exact (a decimal or fraction that means exactly what it says); text; path (of this machine); or paths (of data,
+    exact (a decimal or fraction without rounding); text; path (of this machine); or paths (of data,
     joined by ";").
     """
 
@@ -168,7 +168,7 @@ def _listed(text: str) -> list[str]:
     return [item.strip().strip("'\"") for item in text.strip("[]").split(",") if item.strip()]
 
 
-# A number, or None for a text that is none of the kind; and what is near to it, a text or a number.
+# The number, or None for a text of another kind; and the nearest valid value, a text or a number.
 _Parsed = tuple[Number | None, Fraction | str | None]
 
 
@@ -226,7 +226,7 @@ def _decimal(text: str) -> Fraction | None:
 
 
 def exact(value: Number) -> Fraction:
-    """Returns a config number as the fraction it says: the float 0.1 is one tenth."""
+    """Returns a config number as the exact fraction that is written: the float 0.1 is one tenth."""
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
@@ -259,12 +259,12 @@ def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> st
 
 
 def shown(text: str, most: int = 80) -> str:
-    """Returns user input on one line and of at most so many characters, for a message."""
+    """Returns user input on one line, cut to a number of characters, for a message."""
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown_path(path: object) -> str:
-    """Returns a path as `shown` does, but its end, which tells most."""
+    """Returns a path as `shown` does, but keeps its end, the most telling part."""
     text = shown(str(path), sys.maxsize)
     return text if len(text) <= 80 else f"...{text[-77:]}"

@@ -98,7 +98,7 @@ def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:
 
 
 def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
-    """Puts in the place of every merge key below a node the keys that it adds: those not stated beside it."""
+    """Replaces every merge key below a node by the keys that it adds: those not stated beside it."""
     if id(node) in done or isinstance(node, yaml.ScalarNode):
         return
     done.add(id(node))
@@ -152,7 +152,7 @@ def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]
 
 
 def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
-    """Raises ConfigError for a value with a tag that stands for anything but its text."""
+    """Raises ConfigError for a value whose tag makes it anything other than its text."""
     if node.tag not in _TAGS:
         raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
 
@@ -188,7 +188,7 @@ def _in_braces(node: yaml.Node, where: str) -> str:
 
 
 def _path_item(node: yaml.Node, name: str) -> str:
-    """Returns an item of a list of paths as it is written in one line: `PATH`, or `PATH,WEIGHT` of a mixture."""
+    """Returns an item of a list of paths in its one-line form: `PATH`, or `PATH,WEIGHT` of a mixture."""
     where = f"{name}, line {node.start_mark.line + 1}"
     if isinstance(node, yaml.ScalarNode):
         item: dict[str, str] = {"path": node.value}

@@ -36,7 +36,7 @@ class Page:
     """A page; its parts appear in the order in which they are added."""
 
     def __init__(self, title: str, reloads_s: int = 0) -> None:
-        """Begins a page; one that `reloads_s` is above 0 loads itself anew so often, in seconds."""
+        """Begins a page; if `reloads_s` is above 0, the page reloads itself every so many seconds."""
         self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
         self._figures: list[dict[str, object]] = []
@@ -84,7 +84,7 @@ class Page:
         self._body.append(f'<div class="figures">{"".join(parts)}</div>')
 
     def save(self, path: AnyPath) -> str:
-        """Writes the page if it can, and returns a line that says where it is or why it was not written."""
+        """Writes the page if it can, and returns a line with its path, or with the reason why it was not written."""
         try:
             self.write(path)
         except (ConfigError, TrainingError) as error:

@@ -77,7 +77,7 @@ def metric_against_key(
     ticks: dict[str, object] = {}
     values = sorted({number for number in numbers if number is not None})
     if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
-        # their own values as ticks say more than powers of ten
+        # their own values are better ticks than powers of ten
         ticks = {"tickvals": values, "ticktext": [f"{value:g}" for value in values]}
     layout = {
         "xaxis": {"title": {"text": key}, "type": kind, **ticks},

@@ -4,7 +4,7 @@ XLA runs all CPU devices of a process on one pool of threads, by default one for
 its thread until the whole group has arrived. XLA orders the collectives of a device only by when they begin: one that
 follows a loop begins while the collectives inside the loop run. So a device may keep several threads: one for each of
 its loops with collectives under way, and one more. Once every thread waits, the devices still to arrive find none, and
-the program waits for ever. More threads than all devices together can keep exclude this.
+the program waits forever. More threads than all devices together can keep exclude this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_cpu_devices(num_devices: int) -> None:
 
 
 def give_cpu_devices_threads() -> None:
-    """Gives the CPU devices that the environment asks for (`XLA_FLAGS`, `JAX_NUM_CPU_DEVICES`) their threads.
+    """Sets the threads of the CPU devices that the environment requests (`XLA_FLAGS`, `JAX_NUM_CPU_DEVICES`).
 
     Must come before JAX starts its backends. The only device of a run needs nothing; what the user sets stays: a larger
     number of threads (`PJRT_NPROC`), other values of the flags.
@@ -65,7 +65,7 @@ def watch_cpu_devices() -> None:
     """Starts the thread that ends this process, with one line and exit code 1, once its CPU devices hang.
 
     They hang if a thread of Python waits in JAX while the process computes nothing for 60 s (10 minutes if there are
-    several hosts). What the process leaves on disk is what a kill leaves.
+    several hosts). The process leaves on disk the same as a kill does.
     """
     threading.Thread(target=_watch, name="maxbatch-cpu-devices", daemon=True).start()
 

@@ -118,13 +118,13 @@ def is_first() -> bool:
 
 
 def warn(message: str) -> None:
-    """Prints one line on standard error; the command goes on."""
+    """Prints one line on standard error; the command continues."""
     if is_first():
         print(f"maxbatch: warning: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def broadcast(make: Callable[[], T]) -> T:
-    """Returns on every host what `make` returns on the first one."""
+    """Returns on every host the result of `make` on the first one."""
     if jax.process_count() == 1:
         return make()
     key = f"maxbatch/{next(_sequence)}"

@@ -31,7 +31,7 @@ def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -
     """Returns the axis sizes of a run's mesh; a run builds them once and passes them on.
 
     Raises:
-      ConfigError: the axes do not multiply out to the devices, or one does not divide what it splits of the model.
+      ConfigError: the axes do not multiply to the devices, or one does not divide the model's dimension that it splits.
     """
     stated = PlanConfig.of(config)
     shape = MeshShape.from_config(stated, len(devices), num_slices(devices))

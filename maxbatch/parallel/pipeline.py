@@ -69,7 +69,7 @@ class Pipeline:
     num_repeats: int  # R; group r x S + s is the r-th of stage s
     num_microbatches: int  # M, a multiple of S
     batch_shards: int  # devices that split the rows; every part takes its rows from all of them
-    remat: Remat  # what the forward pass of a stage keeps for its backward pass
+    remat: Remat  # values that the forward pass of a stage keeps for its backward pass
     constrain: Constrain  # places activations inside of a stage
 
     @property

@@ -1,7 +1,7 @@
-"""Rematerialisation: what the forward pass of a layer keeps for the backward pass, which computes the rest again.
+"""Rematerialisation: a layer's forward pass keeps some tensors for the backward pass, which computes the rest again.
 
-Policies and the names of what they keep are MaxText's (`src/maxtext/layers` in
-https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled if the kernel wants
+Policies and the names of kept tensors are MaxText's (`src/maxtext/layers` in
+https://github.com/AI-Hypercomputer/maxtext). Queries and keys are kept rotated, and queries scaled if the kernel needs
 them so: the backward pass needs them in that form, and in no other.
 """
 
@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 
-INPUT = "decoder_layer_input"  # of a layer; in a pipeline what enters a stage
-CONTEXT = "context"  # the output of attention, and what its kernel keeps of the softmax
+INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage
+CONTEXT = "context"  # the output of attention, and its kernel's sums of the softmax
 _QKV = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
 _KEPT = {
@@ -45,7 +45,7 @@ class Remat:
 
     @classmethod
     def of(cls, config: RematConfig) -> Remat:
-        """Returns what a config's `remat_policy` keeps."""
+        """Returns the tensors that a config's `remat_policy` keeps."""
         policy = config.remat_policy
         if policy != "custom":
             return cls(policy == "none", _KEPT.get(policy, ()), ())
@@ -70,9 +70,9 @@ class Remat:
 
 
 def checkpointed(layer: Callable[..., jax.Array], remat: Remat, in_loop: bool) -> Callable[..., jax.Array]:
-    """Returns a layer, whose first argument is its input, that keeps what `remat` says.
+    """Returns a layer, whose first argument is its input, that keeps the tensors of `remat`.
 
-    In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier keeps it from that,
+    In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier prevents that,
     behind which everything kept is copied.
     """
     if remat.keeps_all:

@@ -55,7 +55,7 @@ OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 class Constrain:
     """A constraint on activations: pins them to the mesh by the names of their dimensions.
 
-    It is all that the model knows of its devices. Without a mesh it leaves activations to the compiler.
+    The model knows nothing else of its devices. Without a mesh the compiler places activations.
     """
 
     mesh: Mesh | None = None  # of the devices to compile for, here or not; None: the default device

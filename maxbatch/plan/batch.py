@@ -27,7 +27,7 @@ from maxbatch.system.errors import ConfigError
 
 
 class Resume(NamedTuple):
-    """The checkpoint that a run goes on from: its position, and the hosts of the run that wrote it."""
+    """The checkpoint that a run resumes: its position, and the hosts of the run that wrote it."""
 
     step: int = 0
     samples_seen: int = 0
@@ -56,7 +56,7 @@ def check_batch_keys(config: PlanConfig) -> None:
 class BatchPlan:
     """Every number of the batch of one run on given devices and hosts; its fields are those of `to_dict`.
 
-    Top-level numbers are the last stage's. Counts are samples (rows) unless they say otherwise. In reinforcement
+    Top-level numbers are the last stage's. Counts are samples (rows) unless stated otherwise. In reinforcement
     learning (`rl`) rows are prompt-response pairs, and what counts along the run (`total_samples`, epochs, positions)
     prompts.
     """
@@ -118,7 +118,7 @@ class BatchPlan:
           num_hosts: H; divides N.
           num_slices: slices that the devices span.
           samples_per_epoch: samples in one pass over the training split, where it is known.
-          resume: the checkpoint that the run goes on from.
+          resume: the checkpoint that the run resumes.
 
         Raises:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
@@ -233,7 +233,7 @@ class BatchPlan:
         return plan
 
     def samples_of(self, stage: int, micro_batch: int, shard: int) -> tuple[int, int]:
-        """Returns (first, end): what a batch shard holds in a micro-batch of a stage is `stream[s + first : s + end]`.
+        """Returns (first, end): a batch shard of a micro-batch of a stage holds `stream[s + first : s + end]`.
 
         Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part.
         """
@@ -257,7 +257,7 @@ def _json(number: Number | None) -> int | float | None:
 
 
 def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume = NEW_RUN) -> Fraction:
-    """Returns e, checked against the hosts that are here (None: unknown) and those that wrote the checkpoint.
+    """Returns e, checked against the present hosts (None: unknown) and those that wrote the checkpoint.
 
     Raises:
       ConfigError: e has no meaning, or none with these hosts; the message names one that has.
@@ -307,7 +307,7 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
 
 
 def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> int:
-    """Returns the samples of one eval pass: as stated, else what a pass of training holds (a chunk, or p x N)."""
+    """Returns the samples of one eval pass: as stated, else those of a training pass (a chunk, or p x N)."""
     key = "eval_per_device_batch_size"
     if not config[key]:
         most = chunk or math.floor(pass_rows(config, unit.num_devices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-_TRIAL_DIVISORS = 1 << 10  # what no number below this divides is prime below its square
+_TRIAL_DIVISORS = 1 << 10  # a number without divisors below this is prime if it is below its square
 # Bases with which the test of Miller and Rabin is exact below 3.3e24: https://oeis.org/A014233.
 _BASES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41)
 

@@ -1,7 +1,7 @@
-"""A plan in other frameworks' words: what to write there for the same update. `docs/batch-size.md` explains them.
+"""A plan in other frameworks' words: the settings there that give the same update. `docs/batch-size.md` explains them.
 
 R data-parallel replicas (`batch_shards`), N devices, M micro-batch, g accumulation steps, B = M x g global batch,
-m pipeline microbatches. Where a model lies on several devices, the other frameworks count replicas, not devices.
+m pipeline microbatches. Where a model spans several devices, the other frameworks count replicas, not devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from maxbatch.plan.rampup import Stage
 
 
 class FrameworkSettings(NamedTuple):
-    """What one framework is told for the batch of a plan."""
+    """The settings of one framework for the batch of a plan."""
 
     framework: str
     settings: str  # what to write there, with its own names
@@ -26,7 +26,7 @@ class FrameworkSettings(NamedTuple):
 
 
 def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
-    """Returns what each framework is told for a plan made from the start of its run; of a ramp, its last stage."""
+    """Returns the settings of each framework for a plan from the start of its run; for a ramp, its last stage."""
     replicas, g = plan.batch_shards, plan.gradient_accumulation_steps
     batch, micro = plan.global_batch_size_to_train_on, plan.micro_batch_size_to_train_on
     rows = micro // replicas
@@ -104,7 +104,7 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
 
 
 def _nemo(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the settings of NeMo, which runs Megatron-LM and knows its older ramp only."""
+    """Returns the settings of NeMo, which runs Megatron-LM and has only its older ramp."""
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
     rows = micro // plan.num_pipeline_microbatches // plan.batch_shards
@@ -128,7 +128,7 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
     if not linear or any(stage.gradient_accumulation_steps > 1 for stage in plan.stages):
         return FrameworkSettings("MaxText", settings, update)
     start, rise, samples = linear
-    # MaxText counts anew at every stage, so updates must meet each threshold exactly.
+    # MaxText restarts its count at every stage, so updates must meet each threshold exactly.
     if any(plan.stages[1].threshold % stage.global_batch_size for stage in plan.stages[:-1]):
         return FrameworkSettings("MaxText", settings, update)
     ramp = (

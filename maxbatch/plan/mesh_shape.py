@@ -19,9 +19,9 @@ AXES = ("data", "fsdp", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp")
 MODEL_AXES = ("tensor", "context", "pipeline")
 MOST_DEVICES = 2**31
-# The axis that takes the devices which another gives up.
+# The axis that receives the devices that another gives up.
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
-# The key of what an axis splits of the model. The axis must divide it.
+# The key of the dimension of the model that an axis splits. The axis must divide it.
 _SPLIT = {
     "tensor": "base_num_query_heads", "context": "max_target_length", "pipeline": "base_num_decoder_layers",
 }  # fmt: skip
@@ -112,7 +112,7 @@ class RunMeshes(NamedTuple):
 
 
 def check_machine(num_devices: int, num_slices: int) -> None:
-    """Raises ConfigError where there are no such devices, or they are not so many slices."""
+    """Raises ConfigError if there are no such devices, or if they are another number of slices."""
     if not 1 <= num_devices <= MOST_DEVICES:
         works = max(1, min(num_devices, MOST_DEVICES))
         rule = f"must be from 1 to {MOST_DEVICES}"
@@ -121,10 +121,10 @@ def check_machine(num_devices: int, num_slices: int) -> None:
 
 
 def check_divides(stated: str, number: int, num_devices: int) -> None:
-    """Raises ConfigError for hosts or slices of which not each would have the same number of devices.
+    """Raises ConfigError if not every host (or slice) would have the same number of devices.
 
     Args:
-      stated: what stands before the number where it is stated, as in `num_hosts=` and `--hosts `.
+      stated: the text before the number in the message, such as `num_hosts=` or `--hosts `.
     """
     if number < 1 or num_devices % number:
         works = largest_divisor(num_devices, number) or 1
@@ -138,7 +138,7 @@ def pipeline_microbatches(mesh: MeshConfig, num_stages: int) -> int:
 
 
 def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
-    """Raises ConfigError where an axis does not divide what it splits of the model."""
+    """Raises ConfigError if an axis does not divide the dimension of the model that it splits."""
     for axis, name in _SPLIT.items():
         works: dict[str, Value] = {}
         room = config[name]
@@ -180,7 +180,7 @@ def _resolve(config: PlanConfig, net: str, total: int, name: str) -> dict[str, i
 
 
 def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, total: int) -> Refusal:
-    """Returns the refusal of sizes that do not multiply to total: it changes one axis where one is enough."""
+    """Returns the refusal of sizes that do not multiply to total; it changes only one axis if that is enough."""
     rest = next((axis for axis in AXES if sizes[axis] == -1), None)
     *by_size, _ = sorted(AXES, key=lambda axis: sizes[axis], reverse=True)
     for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
@@ -196,7 +196,7 @@ def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, t
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
-    """Returns the sizes that change where each becomes a divisor of what the ones before leave of total."""
+    """Returns the sizes that change if each is made a divisor of what the sizes before it leave of the total."""
     works: dict[str, Value] = {}
     for axis, size in sizes.items():
         fits = math.gcd(size, total)
@@ -207,7 +207,7 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
 
 
 def _shared_out(config: PlanConfig, num_devices: int, per_slice: int) -> tuple[int, int]:
-    """Returns how many devices train and how many others sample; those of several slices take whole ones."""
+    """Returns how many devices train and how many others sample; with several slices, each part has whole slices."""
     if num_devices == 1:
         rule = f"must be 1, and {_SHARES[1]} too, since one device trains and samples"
         raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))

@@ -1,4 +1,4 @@
-"""How the devices hold a stage: its micro-batch, its accumulation steps, and what to say where they cannot.
+"""How the devices hold a stage: its micro-batch, its accumulation steps, and the error if they cannot.
 
 N devices, p rows per device, M micro-batch, B global batch = M x accumulation steps.
 """
@@ -84,7 +84,7 @@ class MicrobatchUnit(NamedTuple):
 
 
 def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
-    """Returns how the stages of pre-training run on devices; those behind `samples_seen` need not fit them.
+    """Returns how the stages of pre-training run on devices; stages before `samples_seen` need not fit.
 
     Raises:
       ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage ahead evenly.
@@ -104,7 +104,7 @@ def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int = 0
 
 
 def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
-    """Returns a stage in the micro-batch that is stated, or in the largest one up to `most_rows` that divides it."""
+    """Returns a stage with the stated micro-batch, or with the largest one up to `most_rows` that divides it."""
     micro = stage.micro_batch
     if micro is None and stage.batch % unit.rows == 0:
         units = largest_divisor(int(stage.batch) // unit.rows, most_rows // unit.rows)

@@ -1,4 +1,4 @@
-"""The keys of a config that the plan knows."""
+"""The keys of a config that the plan reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxbatch.config.sections import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(Section):
-    """What fixes the batch, its stages, its rates and the mesh; of the model, the dimensions that axes divide."""
+    """The keys of the batch, its stages, rates and mesh, and the dimensions of the model that mesh axes divide."""
 
     length: LengthConfig
     batch: BatchConfig

@@ -1,4 +1,4 @@
-"""Rules of the compiled update for a config on its devices, known before there are any; `plan` and `train` ask them."""
+"""Rules of the compiled update for a config on its devices, checked by `plan` and `train` before there are devices."""
 
 from __future__ import annotations
 

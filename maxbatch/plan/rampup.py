@@ -1,4 +1,4 @@
-"""The one owner of where training stands: batch at a position, position after steps, steps, stages, the end.
+"""The single source of the run's position: batch at a position, position after steps, steps, stages, the end.
 
 The batch is a pure function of `samples_seen` at the start of a step. In reinforcement learning a sample is a prompt:
 positions count prompts, a stage's batch its prompt-response pairs, and a position advances after the last of a batch's
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
     first_sample: int  # samples seen when the stage begins
     num_samples: int | None  # trained on in the stage; None: the run's end is unknown
     learning_rate_scale: float  # `learning_rate_scaling`
-    threshold: Fraction  # the first step at or after so many samples begins the stage
+    threshold: Fraction  # samples; the first step at or after it begins the stage
 
 
 class PlannedStep(NamedTuple):
@@ -73,10 +73,10 @@ class RampupBatchManager:
     """
 
     split_stages: tuple[SplitStage, ...]  # also those that are skipped or never reached
-    anchor: tuple[int, int]  # (step, samples_seen) from which the run goes on; (0, 0) at the start
+    anchor: tuple[int, int]  # (step, samples_seen) from which the run continues; (0, 0) at the start
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
-    updates_per_batch: int  # the position advances after the last of them
+    updates_per_batch: int  # updates per batch; the position advances after the last of them
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
     learning_rate_scales: tuple[float, ...]  # of the stages
@@ -111,7 +111,7 @@ class RampupBatchManager:
     def from_state(
         cls, config: ConfigDict | PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
     ) -> RampupBatchManager:
-        """Plans the rest of a run from what `state_at` gave; the keywords are those of `from_config`."""
+        """Plans the rest of a run from a state of `state_at`; the keywords are those of `from_config`."""
         return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)
 
     @classmethod
@@ -180,9 +180,9 @@ class RampupBatchManager:
         return bisect.bisect_right(self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold) - 1
 
     def position_after(self, steps: int) -> int:
-        """Returns samples_seen after so many updates of the whole run.
+        """Returns samples_seen after `step` updates of the whole run.
 
-        A length in data ends the last batch; a length in steps does not: beyond it the plan simply goes on.
+        A length in data ends the last batch; a length in steps does not: beyond it the plan continues.
 
         Raises:
           ValueError: the step lies before an anchor that the plan from the start does not reach.
@@ -205,7 +205,7 @@ class RampupBatchManager:
         return visit.step + batches * self.updates_per_batch
 
     def state_at(self, step: int) -> dict[str, int]:
-        """Returns what a checkpoint after `step` updates must hold; plain integers for JSON."""
+        """Returns the plan's state in a checkpoint after `step` updates; plain integers for JSON."""
         return {"step": step, "samples_seen": self.position_after(step)}
 
     def batch_size_at(self, samples_seen: int) -> int:

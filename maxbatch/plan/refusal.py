@@ -1,4 +1,4 @@
-"""The refusal of a config that breaks a rule of the batch: the rule, and all that must change to keep it."""
+"""The refusal of a config that breaks a rule of the batch: the rule, and all changes that satisfy it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
     """Returns `plan(config)`.
 
     Raises:
-      Refusal: the config breaks a rule. Where keeping it breaks others, the message names what keeps all of them.
+      Refusal: the config breaks a rule. If satisfying it breaks others, the message names values that satisfy all.
     """
     try:
         return plan(config)

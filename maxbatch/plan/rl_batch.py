@@ -69,13 +69,13 @@ class RLBatch(NamedTuple):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of values that are allowed but hardly meant."""
+        """Warnings about values that are allowed but probably unintended."""
         alone = "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned"
         return (alone,) if self.num_generations == 1 else ()
 
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
-    """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
+    """Raises Refusal for values without a meaning beside a batch of prompts, and for more pairs than machines hold."""
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
     group, updates = config.prompts.num_generations, config.prompts.num_iterations
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
@@ -102,7 +102,7 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
 
 
 def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
-    """Returns the prompts per chunk of training and of generation, whose pairs devices split into so many parts."""
+    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts."""
     shards_of = {"train_micro_batch_size": train_shards, "rollout_micro_batch_size": rollout_shards}
     group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
     pairs, per_chunk = batch * group, batch

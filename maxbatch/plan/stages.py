@@ -1,4 +1,4 @@
-"""The stages and the length of a run as a config states them: from a threshold on, so many samples per update.
+"""The stages and the length of a run as stated: a stage is a threshold and the samples per update from it on.
 
 A constant batch is one stage, a ramp is n + 1 of them, a schedule as many as it lists. All numbers are exact.
 N devices, p rows per device, g accumulation steps, M micro-batch, B global batch = M x g.
@@ -26,7 +26,7 @@ Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and gl
 
 
 class StatedStage(NamedTuple):
-    """One stage as it is stated: from `threshold` samples on, `batch` samples per update."""
+    """One stage as stated: from `threshold` samples on, `batch` samples per update."""
 
     threshold: Fraction
     batch: Fraction
@@ -128,7 +128,7 @@ def parse_schedule(text: str, length: int) -> Batches:
 
 
 def stated_schedule(batches: Batches, length: int) -> str:
-    """Returns a schedule as it is stated, in whole samples or tokens: its first stages where it is a long one."""
+    """Returns a schedule in its stated form, in whole samples or tokens; of a long one only the first stages."""
     pairs: dict[Fraction, str] = {}
     for threshold, batch in batches:
         tokens = math.ceil(threshold * length)

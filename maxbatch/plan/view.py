@@ -144,7 +144,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
 
 
 def render_layout(plan: BatchPlan, console: Console) -> None:
-    """Draws which sample lands on which device in which micro-batch, in the first and in the last stage."""
+    """Draws which device gets which sample in which micro-batch, in the first and in the last stage."""
     console.print()
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
@@ -157,7 +157,7 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
 
 
 def render_frameworks(plan: BatchPlan, console: Console) -> None:
-    """Prints the plan in the words of other frameworks: what to write there for the same batch."""
+    """Prints the settings of other frameworks that give the same batch."""
     from maxbatch.plan.frameworks import settings_of
 
     settings = settings_of(plan)
@@ -194,7 +194,7 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
 
 
 def _numbers(plan: BatchPlan, most: int) -> Text:
-    """Returns every number by its name and in groups, one per line of at most so many columns."""
+    """Returns every number by its name and in groups, one per line of at most `most` columns."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
     title = ""
     for line in _NUMBERS.strip().splitlines():

@@ -4,7 +4,7 @@ A prompt is the sum of four digits, "7+8+5+2=", one of 10^4; its answer is "22".
 
 The answer of a worked example is the sum plus a slip, drawn uniformly from `SLIPS`. A model that imitates the examples
 is right in at most one of five answers, and its likeliest answer is rarely right, since the right one is at the edge
-of what it has seen. Only the reward says which of the five is right.
+of what it has seen. Only the reward tells which of the five is right.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Workshop(NamedTuple):
     roller: Roller  # samples responses
     rewards: Rewards  # score them
     learner: Learner  # places chunks on the devices that train
-    timeline: Timeline  # told when the sampling side has work
+    timeline: Timeline  # notified when the sampling side has work
     takes_turns: bool  # whether sampling must end before other work on its devices begins
     temperature: float  # of the sampling
 

@@ -56,7 +56,7 @@ class PolicyEvaluator:
         self._num_pairs, self._rewards = num_pairs, rewards
 
     def __call__(self, params: State) -> Evaluation:
-        """Evaluates parameters that lie on the sampling devices."""
+        """Evaluates parameters on the sampling devices."""
         config, k = self._config, self._config.eval_num_generations
         greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
         sampled_PxG, sampled_texts = self._passes(params, k, config.decode_sampling_temperature)
@@ -99,7 +99,7 @@ def open_evaluator(
     mesh: Mesh,
     rewards: Rewards,
 ) -> PolicyEvaluator | None:
-    """Returns the evaluator of a run on the mesh that samples; None if no eval is wanted or nothing is held out."""
+    """Returns the evaluator of a run on the mesh that samples; None if there is no eval or nothing is held out."""
     held_out = source.held_out() if config.eval_interval > 0 else None
     if held_out is None:
         return None

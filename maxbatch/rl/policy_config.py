@@ -1,4 +1,4 @@
-"""The keys of a config that reinforcement learning knows."""
+"""The keys of a config that reinforcement learning reads."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Prompt:
     """One prompt."""
 
     index: int  # in the stream, in which epochs follow one another, or in the held-out split
-    text: str  # what the template makes of the record
+    text: str  # the prompt that the template makes of the record
     tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
     record: dict[str, object]  # all fields, for the rewards; a copy of its own
 
@@ -61,7 +61,7 @@ class Prompts:
     identity: Identity  # equal identities mean equal prompts
     skipped_records: int  # records of the whole dataset that were left out (`skip_bad_records`)
     shuffle: tuple[int, str] | None  # seed and name that key the permutations; None: in order
-    is_endless: bool  # whether the stream goes on after its first epoch
+    is_endless: bool  # whether the stream continues after its first epoch
 
     @property
     def num_prompts(self) -> int:
@@ -199,7 +199,7 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
 
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
-    """Returns what names a dataset in messages, and its records as JSON, b"" for those that are left out."""
+    """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
     if config.dataset_type == "arithmetic":
         return "dataset_type=arithmetic", map(record_as_json, arithmetic.records())
     source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)

@@ -22,7 +22,7 @@ RewardFunction = Callable[[str, str, dict[str, object]], object]
 
 
 class Question(NamedTuple):
-    """One response to score, and what the functions get: texts without special tokens, the fields of the record."""
+    """One response to score, as the functions get it: texts without special tokens, the fields of the record."""
 
     prompt: str
     response: str
@@ -30,14 +30,14 @@ class Question(NamedTuple):
 
 
 class RewardError(Exception):
-    """A function failed on a response; one line that says how."""
+    """A function failed on a response; the message is one line."""
 
 
 def scorer(specs: Sequence[str]) -> Callable[[Question], tuple[float, ...]]:
-    """Returns what scores a question by the functions that `specs` name: "module:function", "path/FILE.py:function".
+    """Returns the scorer of questions by the functions that `specs` name: "module:function", "path/FILE.py:function".
 
     Raises:
-      ImportError: there is no such function; the message says why, in one line.
+      ImportError: there is no such function; the message gives the reason in one line.
     """
     functions = [_import_function(spec) for spec in specs]
     return lambda question: tuple(_score(function, question) for function in functions)
@@ -71,7 +71,7 @@ def _import_function(spec: str) -> RewardFunction:
         names = [known for known, value in vars(module).items() if inspect.isfunction(value)]
         nearest = nearest_name(name, names)
         raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))
-    with contextlib.suppress(ValueError):  # a function written in C may not say what it takes
+    with contextlib.suppress(ValueError):  # a function written in C may have no signature
         try:
             inspect.signature(function).bind("prompt", "response", {})
         except TypeError as error:

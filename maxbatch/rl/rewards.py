@@ -36,15 +36,15 @@ class Scores(NamedTuple):
     by_name: dict[str, np.ndarray]  # float32[n] of each function
     num_failed: int  # responses on which a function raised, crashed or returned no finite number
     num_timed_out: int  # responses that took more than `reward_timeout_s`; they are not among the failed
-    problem: str = ""  # what happened on the first response that failed or timed out
+    problem: str = ""  # the first failure or timeout, in words
 
 
 class RewardTerm(NamedTuple):
     """One function of the key `reward`."""
 
-    spec: str  # what names it in the key
-    name: str  # what names it in metrics
-    weight: float  # what its number is multiplied by
+    spec: str  # its name in the key
+    name: str  # its name in metrics
+    weight: float  # the factor on its score
 
 
 def parse_rewards(text: str) -> list[RewardTerm]:
@@ -60,7 +60,7 @@ def parse_rewards(text: str) -> list[RewardTerm]:
     for item in text.split(";"):
         spec, weight = _parse_term(text, item)
         if spec in weights:
-            raise _error(text, f"{shown(spec)} stands there twice; give it once, with one weight")
+            raise _error(text, f"{shown(spec)} occurs twice; give it once, with one weight")
         weights[spec] = weight
     names = [spec.rpartition(":")[2] for spec in weights]
     return [
@@ -99,7 +99,7 @@ class Pending:
     on_failure: float  # the score of a response that failed
 
     def result(self) -> Scores:
-        """Waits for all answers and returns the scores.
+        """Waits for all results and returns the scores.
 
         Raises:
           RuntimeError: the rewards were closed before.

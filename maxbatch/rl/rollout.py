@@ -28,7 +28,7 @@ WORD = 1 << 32  # a prompt's index is folded into its key in two words
 
 
 class SampledPairs(NamedTuple):
-    """The pairs of a chunk, on the host; the responses to a prompt lie next to each other."""
+    """The pairs of a chunk, on the host; the responses to a prompt are adjacent."""
 
     prompts: Sequence[Prompt]
     tokens_RxL: np.ndarray  # int32: prompt, response, padding

@@ -1,4 +1,4 @@
-"""GRPO post-training: steps that feed on sampled and scored responses.
+"""GRPO post-training: steps on sampled and scored responses.
 
 All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what runs
 side by side changes it.
@@ -40,7 +40,7 @@ from maxbatch.training.update.update_config import UpdateConfig
 
 
 def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
-    """Trains a policy as the config, which has a `batch_size`, says; resumes from the newest checkpoint of `run_dir`.
+    """Trains a policy by a config with a `batch_size`; resumes from the newest checkpoint of `run_dir`.
 
     Raises:
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
@@ -86,7 +86,7 @@ class PolicyTraining:
         self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
         self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
         self._evaluator: PolicyEvaluator | None = None
-        self._before_training: dict[str, float] = {}  # what an eval found; joins the first record
+        self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
 
     def plan(self, resume: Resume) -> BatchPlan:
@@ -194,7 +194,7 @@ class PolicyTraining:
         """Does nothing: each program is compiled when it first runs."""
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
-        """Returns how many held-out prompts the policy answers; writes some of its answers."""
+        """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self._evaluator is not None, "an eval was asked for"
         evaluation = self._evaluator(self._roller.take(state.params))
         self._transcripts.write(step, evaluation)

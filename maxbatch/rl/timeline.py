@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 
 class Timeline:
-    """Watches what is dispatched, without making anybody wait; a context manager."""
+    """A context manager that observes dispatched work without delaying it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, ThreadPoolExecutor] = {}
@@ -34,7 +34,7 @@ class Timeline:
     def shares(self, since: float, until: float) -> dict[str, float]:
         """Returns the shares of a stretch of time in which each side had work, and in which both had.
 
-        Waits for what was dispatched, and forgets it.
+        Waits for the dispatched work, and clears it.
         """
         works = {side: [work.result() for work in works] for side, works in self._intervals.items()}
         self._intervals.clear()

@@ -1,4 +1,4 @@
-"""The parameters that reinforcement learning starts from: new, loaded, or those of a short supervised training.
+"""The parameters that reinforcement learning starts from: new, loaded, or from a short supervised training.
 
 That training is an ordinary run in `run_dir/warm_start`.
 """
@@ -28,7 +28,7 @@ FOLDER = "warm_start"
 
 
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
-    """Trains on worked examples as far as was not done before; returns None if no warm start is wanted.
+    """Trains on worked examples, or resumes doing so; returns None if the config has no warm start.
 
     Each update takes as many documents as an update of reinforcement learning takes pairs.
     """

@@ -16,7 +16,7 @@ class DevicesUsed:
     """The devices that a run trained on from one update on."""
 
     first_step: int  # the first update on them, from 1
-    device_kind: str  # what JAX calls one of them, such as `TPU v5p`
+    device_kind: str  # JAX's name of one of them, such as `TPU v5p`
     num_devices: int  # of all hosts
     num_hosts: int
     num_slices: int  # of a TPU; 1 on other devices
@@ -35,7 +35,7 @@ def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
 
 
 def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
-    """Returns what a run trained on, the oldest first; nothing for a run that recorded none."""
+    """Returns the devices that a run trained on, the oldest first; none for a run that recorded none."""
 
     def parse(entries: object) -> list[DevicesUsed]:
         found: list[dict[str, Any]] = checked(entries, [_SHAPE])

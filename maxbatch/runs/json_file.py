@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None:
-    """Returns what `parse` makes of a JSON file; None if there is no file, or it holds null.
+    """Returns the result of `parse` on a JSON file; None if there is no file, or it holds null.
 
     Raises:
       ConfigError: the file cannot be read, is beyond the bounds of `bounded.read_json`, or `parse` refuses what it

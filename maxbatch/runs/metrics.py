@@ -72,7 +72,7 @@ class StepLog:
 class MetricsLog(StepLog):
     """`metrics.jsonl` of a run: the steps of its lines are 1, 2, 3, ..., and never two are the same.
 
-    Lines must not contradict `samples_seen`, the position after `step`; `warn` is told, once, which are wrong.
+    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once, with the wrong ones.
     """
 
     def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
@@ -99,7 +99,7 @@ class MetricsLog(StepLog):
             steps = ", ".join(map(str, holes[:5])) + (f" and {len(holes) - 5} more" if len(holes) > 5 else "")
             self._warn(
                 f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
-                "the run goes on without them"
+                "the run continues without them"
             )
         return kept
 
@@ -150,7 +150,7 @@ def is_weightless(record: Mapping[str, Any]) -> bool:
 
 
 def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
-    """Returns what the lines of `metrics.jsonl` say of the position after a step; usually there is one."""
+    """Returns the positions after a step in the lines of `metrics.jsonl`; usually there is one."""
     records = filter(None, map(_parse, _lines(run_dir / _NAME)))
     return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
 
@@ -166,7 +166,7 @@ def _lines(path: AnyPath) -> list[bytes]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file, of one that is too long to be a record the beginning, without its end."""
+    """Yields the lines of a file; a line that is too long to be a record is cut."""
     while line := file.readline(_LONGEST_LINE):
         yield line
         while not line.endswith(b"\n") and len(line) == _LONGEST_LINE:

@@ -14,7 +14,7 @@ OUTCOME_FILE = "outcome.json"
 class Status(StrEnum):
     """How a run ended.
 
-    A run that diverges says so itself. Of the trials of a sweep and the branches of `critical-batch` the command that
+    A run that diverges records it itself. For trials of a sweep and branches of `critical-batch`, the command that
     started them records every end.
     """
 

@@ -1,4 +1,4 @@
-"""The JSON of a checkpoint: where the run stands, what it belongs to, checksums of its arrays and of itself; no JAX."""
+"""The JSON of a checkpoint: the run's position and identity, checksums of its arrays and of itself; no JAX."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders c
 
 
 class Position(NamedTuple):
-    """Where a run stands: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
+    """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
 
     step: int = 0  # completed updates
     samples_seen: int = 0  # rows of the stream that were trained on
     skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
     consecutive_skips: int = 0  # of those, the ones in a row at the end
-    noise_scale: NoiseScale = NoiseScale()  # what was measured of the gradients' noise so far
+    noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
 
     @property
@@ -44,10 +44,10 @@ class StoredParameter(NamedTuple):
 
 
 class CheckpointRecord(NamedTuple):
-    """What the JSON of a checkpoint says."""
+    """The content of the JSON of a checkpoint."""
 
     position: Position
-    identity: dict[str, dict[str, Any]]  # what a run must agree with to resume it, in parts: "data" and "model"
+    identity: dict[str, dict[str, Any]]  # the identity that a run must match to resume it, in parts: "data" and "model"
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
@@ -85,7 +85,7 @@ class DamagedError(Exception):
 
 
 def read_record(checkpoint: AnyPath) -> CheckpointRecord:
-    """Returns what the JSON of a checkpoint says, once nothing contradicts it.
+    """Returns the content of the JSON of a checkpoint, checked for contradictions.
 
     In a run's `checkpoints/STEP` it must agree with that name. A checkpoint whose checksum over its JSON holds is
     believed otherwise. One of an older version has none; it must agree with the metrics of its step, if there are any.
@@ -108,7 +108,7 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     step = record.position.step
     is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
     if is_in_run and step != int(checkpoint.name):
-        raise DamagedError(f"it says that it is of step {step}")
+        raise DamagedError(f"it states step {step}")
     if own is None and is_in_run:
         recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it."""
+"""The folder of a run, and the lock of its writer."""
 
 from __future__ import annotations
 

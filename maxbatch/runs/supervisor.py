@@ -1,6 +1,6 @@
 """Child runs: `maxbatch train` in processes that end with the command that started them.
 
-How a child ended is told by its exit code and by the `outcome.json` that a run leaves when it diverges.
+A child's exit code, and the `outcome.json` of a run that diverged, show how it ended.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ T = TypeVar("T")
 class ChildRun(Generic[T]):
     """A run to train in a process of its own."""
 
-    subject: T  # what the command trains it for: a trial, a branch
-    run_dir: AnyPath  # where `log.txt` takes what it prints
+    subject: T  # its purpose: a trial, a branch
+    run_dir: AnyPath  # the folder of `log.txt`, its output
     arguments: Sequence[str]  # of `maxbatch train`
-    claim: BinaryIO  # an open lock, which the child holds too: while one of both lives nobody else starts the run
+    claim: BinaryIO  # an open lock, which the child holds too: while either lives, no other process starts the run
 
     @property
     def log(self) -> Path:
-        """The file of this machine that takes what the child prints."""
+        """The file of this machine for the output of the child."""
         return kept_here(self.run_dir) / LOG_FILE
 
 
 class ChildEnd(NamedTuple):
     """How the process of a child run ended."""
 
-    status: Status | None  # None where it was stopped and the same command goes on with it
+    status: Status | None  # None if it was stopped, and the same command continues it
     reason: str  # one line, "" for a run that is done or stopped
     exit_code: int  # negative for the signal that killed it
     seconds: float  # how long the process lived
 
 
 class ChildRuns(Protocol[T]):
-    """The runs that a command wants trained."""
+    """The runs that a command has to train."""
 
     def next(self) -> ChildRun[T] | None:
         """Returns a run to start now, None where none may start yet."""
 
     def is_exhausted(self) -> bool:
-        """Returns whether nothing is left to start, now or later; asked while no child runs."""
+        """Returns whether nothing is left to start, now or later; called while no child runs."""
 
     def watch(self, run: ChildRun[T]) -> str | None:
         """Looks at a run that trains, some times a second, and returns why to prune it, or None."""
@@ -106,7 +106,7 @@ class Supervisor(Generic[T]):
         self._children: list[_Child[T]] = []
 
     def train(self, stop: Stopping) -> bool:
-        """Trains until nothing is left (True), or until a signal asks to stop and every child has saved (False)."""
+        """Trains until nothing is left (True), or until a signal requests a stop and every child has saved (False)."""
         try:
             while not stop.is_asked:
                 self._collect(stop)

@@ -1,15 +1,15 @@
 """The folder of a sweep, with a folder for each trial: an ordinary run, its overrides and its outcome.
 
-    sweep_dir/sweep.json            what is swept: sampler, metric, seed, parameters
+    sweep_dir/sweep.json            the sweep: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share
     sweep_dir/optuna.db             the study, unless the sweep file names a storage
     sweep_dir/trials/0007/          run_dir of trial 7
         trial.json                  its overrides and its resolved config
-        log.txt                     what the training printed
+        log.txt                     the output of the training
         outcome.json                how it ended, once it did
 
-A sweep goes on from these files after a kill as after a stop. Values of the metric are read from the trials' own
-`metrics.jsonl`. If the folder lies in an object store, the logs and the study lie in the user's cache while the sweep
+A sweep continues from these files after a kill as after a stop. Values of the metric are read from the trials' own
+`metrics.jsonl`. If the folder is in an object store, the logs and the study are in the user's cache while the sweep
 runs, and are copied to the store whenever a trial has ended.
 """
 
@@ -98,7 +98,7 @@ class SweepFolder:
         return self.path / "base.yml"
 
     def read(self) -> dict[str, Any]:
-        """Returns what is swept: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; empty for a new folder."""
+        """Returns the definition: `sampler`, `metric`, `seed`, `parameters`, `log_keys`; {} for a new folder."""
 
         def parse(found: dict[str, Any]) -> dict[str, Any]:
             checked(found, _SETTINGS)
@@ -160,7 +160,7 @@ class SweepFolder:
         return sorted((self.result(trial, metric) for trial in self.trials()), key=rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sweep as plain data: its settings, where it lies, what its metric means and its trials."""
+        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials."""
         settings = self.read()
         results = self.results(settings["metric"])
         return settings | {

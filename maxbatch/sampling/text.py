@@ -21,7 +21,7 @@ _MAX_NEW_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(DecoderConfig):
-    """The decoder's keys, and those that say how a text begins."""
+    """The decoder's keys, and the key for the first token of a text."""
 
     add_bos: bool
     use_sft: bool
@@ -48,7 +48,7 @@ def generate_text(
     """
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
-    # Conversations begin as the tokenizer's template has it, which knows no `add_bos`.
+    # Conversations begin as in the tokenizer's template, which ignores `add_bos`.
     if not ids or (tokenizer.begins_with_bos() if config.use_sft else config.add_bos):
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))

@@ -1,8 +1,8 @@
 """Files that grow at their end: on a disk by appending, in an object store by parts.
 
-An object cannot be appended to. The lines wait in memory and go to the store every `PERIOD_S`, and whenever somebody
-asks (`sync`): a small object is written anew, a large one is joined with the new lines inside of the store, so that
-what is sent does not grow with the file.
+An object cannot be appended to. The lines wait in memory and go to the store every `PERIOD_S`, and at each call of
+`sync`: a small object is written anew, a large one is joined with the new lines within the store, so that
+the bytes sent do not grow with the file.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
 
     Args:
       path: the file.
-      content: what it holds, or is to hold before the first line is appended.
-      found: what it holds now, if that may be something else. An object is then written anew in any case: a process
-        that wrote to it before, and goes on late, knows only the version before.
+      content: its content before the first line is appended.
+      found: its content now, if that may differ. An object is then written anew in any case: a process
+        that wrote to it before, and continues late, has only the version before.
     """
     if found is not None and (content != found or (found and isinstance(path, RemotePath))):
         write_atomically(path, content)
@@ -133,7 +133,7 @@ class _Object:
 def _join(path: RemotePath, size: int, data: bytes) -> None:
     """Adds bytes to the end of an object of `size` bytes, so that readers see it before or after, never between.
 
-    Done again after a lost answer it adds nothing twice: the object's size tells whether it was done. The object is
+    A retry after a lost response adds nothing twice: the object's size shows whether it was done. The object is
     changed only if it is still the one whose size was read.
 
     Raises:

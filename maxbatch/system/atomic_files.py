@@ -51,9 +51,9 @@ def _uploading(path: RemotePath) -> Iterator[BinaryIO]:
         try:
             yield file
         except BaseException:
-            with contextlib.suppress(Exception):  # the object was not finished, and the block's error is what counts
+            with contextlib.suppress(Exception):  # the object was not finished; the block's error takes precedence
                 file.discard()
-                file.closed = True  # its end must not write what was discarded
+                file.closed = True  # closing must not write discarded data
             raise
         file.close()
 
@@ -80,7 +80,7 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
 def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
     """Yields a place for new files of a folder, which has them once the block ends; after an exception it has none.
 
-    The file named `last` says that the folder is whole: it comes after the others, and one that is there goes first.
+    The file named `last` marks the folder as complete: it is written last, and an existing one is removed first.
     In an object store the files are written into the folder itself, `last` by the end of the block.
 
     Raises:
@@ -115,7 +115,7 @@ def _adding_objects(folder: RemotePath, last: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(Exception):  # the block's error is what counts
+        with contextlib.suppress(Exception):  # the block's error takes precedence
             for path in {path for path, _ in folder.files()} - before:
                 path.unlink(missing_ok=True)
         raise

@@ -23,7 +23,7 @@ from maxbatch.system.terminal import PlainConsole
 
 
 class FittedText(ProgressColumn):
-    """The description of a task, of which the last parts (between " | ") give way to what else stands in the line."""
+    """The description of a task; its last parts (between " | ") are dropped if the line is too long."""
 
     def __init__(self, console: Console, others: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class LinesAboveBar:
 
 @contextlib.contextmanager
 def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function that is told of bytes that are done; on a terminal a bar on standard error shows them."""
+    """Yields a function to call with the bytes done; on a terminal a bar on standard error shows them."""
     console = PlainConsole(stderr=True)
     columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -40,7 +40,7 @@ def start_child(
 
 
 def last_line(output: IO[bytes]) -> str:
-    """Returns the last line of what a child wrote to a file, without the prefix of an error."""
+    """Returns the last line that a child wrote to a file, without the prefix of an error."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - 8192))
     lines = output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("maxbatch: error: ") if lines else ""
@@ -58,7 +58,7 @@ def end_with_parent(pipe: int = 0) -> None:
         os._exit(1)
 
     if sys.platform == "linux":
-        # The thread below waits in vain while an extension module keeps the interpreter; the kernel does not.
+        # The thread below cannot run while an extension module holds the interpreter; the kernel's signal does.
         fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
@@ -66,7 +66,7 @@ def end_with_parent(pipe: int = 0) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores Ctrl-C and SIGTERM, which reach the whole process group: the parent decides what they mean."""
+    """Ignores Ctrl-C and SIGTERM, which reach the whole process group: the parent handles them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -12,17 +12,17 @@ class Chip:
     """The figures of one JAX device: a chip, but half a chip of tpu7x. Bandwidths are in 10^9 bytes per second."""
 
     kinds: tuple[str, ...]  # beginnings of `device_kind`
-    hbm_bytes: int | None  # what the TPU compiler lets a program use; None where `memory_stats` says it
+    hbm_bytes: int | None  # bytes that the TPU compiler lets a program use; None where `memory_stats` reports them
     tflops: float  # dense bfloat16 peak, 10^12 per second
     hbm_gb_s: float
     ici_gb_s: float  # to other devices of its slice or node, one way, all links together
     clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
 
 
-# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 names when it is asked for
+# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 states when a program needs
 # more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
 # pages of v4 and v5e beside it; ICI is given there for both directions and halved here. Clocks: the bfloat16 peak over
-# what the matrix units of a device do per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256
+# products of a device's matrix units per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256
 # by the compiler's own peak). 1.05 GHz is also that of Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433),
 # and 1.5 and 1.75 GHz those of https://jax-ml.github.io/scaling-book/tpus.
 TPUS = {

@@ -11,7 +11,7 @@ from maxbatch.system.folding import printable
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_CODES = {
     EXIT_DONE: "done",
-    EXIT_INPUT: "the input is at fault; one line on standard error says what is wrong and what works",
+    EXIT_INPUT: "invalid input; one line on standard error names the fault and a value that works",
     EXIT_STOPPED: "stopped early on request, with a checkpoint saved; run the same command again",
     EXIT_FAILED: "anything else",
 }
@@ -26,9 +26,9 @@ class ConfigError(Exception):
 
 
 class TrainingError(Exception):
-    """A command that cannot go on although its input was sound; a run's last checkpoint is intact.
+    """A command that cannot continue although its input was valid; a run's last checkpoint is intact.
 
-    The message is one line that says what happened, where, and what to try.
+    The message is one line: what happened, where, and what to try.
     """
 
 
@@ -41,11 +41,11 @@ class LeaseLost(TrainingError):
 
 
 class StoreRefused(ConfigError, OSError):
-    """A request that an object store refuses for good: no permission, no such bucket, credentials that expired."""
+    """A request that an object store refuses permanently: no permission, no such bucket, credentials that expired."""
 
 
 class StoreFailed(TrainingError, OSError):
-    """A request that an object store did not answer for as long as it was tried."""
+    """A request that failed at every try until the patience ended."""
 
 
 class StoreFull(TrainingError, OSError):
@@ -53,19 +53,19 @@ class StoreFull(TrainingError, OSError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Returns whether an error says that a disk, or the user's quota on it, is full."""
+    """Returns whether an error means that a disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
-    """Returns what to raise if the system refuses to read a file, which says nothing about its content."""
+    """Returns the exception for a file that the system refuses to read, whatever its content."""
     if isinstance(error, ConfigError | TrainingError):
         return error
     return ConfigError(f"{path}: cannot be read ({error.strerror})")
 
 
 def cannot_write(path: object, error: OSError, remedy: str = "give another place") -> ConfigError | TrainingError:
-    """Returns what to raise where a file could not be written. A full or failing disk is no fault of the input."""
+    """Returns the exception for a file that could not be written. A full or failing disk is no fault of the input."""
     if isinstance(error, ConfigError | TrainingError):
         return error
     if is_disk_full(error):
@@ -76,7 +76,7 @@ def cannot_write(path: object, error: OSError, remedy: str = "give another place
 
 
 def report(error: BaseException) -> int:
-    """Prints what ended a command, one line unless it is a bug, and returns the exit code."""
+    """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("maxbatch: interrupted", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):

@@ -1,6 +1,6 @@
-"""Fences: a folder of an object store takes the writes of the one process that holds its lease.
+"""Fences: in a folder of an object store only the process that holds its lease can write.
 
-A writer can be stopped anywhere, for longer than its lease lasts, and go on while another process trains in the
+A writer can be suspended anywhere, for longer than its lease lasts, and resume while another process trains in the
 folder. So each write of an object states the version that this process wrote last, and asks the holder of the lease
 before: another process that has taken the lease over has changed the version, or will write over what came late.
 Objects below a folder whose name begins with `BUILDING` have one writer; to write them takes the lease alone.
@@ -25,7 +25,7 @@ class Fence:
     Args:
       folder: its URL.
       ask: raises LeaseLost unless this process holds the lease, as far as it knows by its clocks.
-      confirm: raises LeaseLost unless the store says now that this process holds the lease.
+      confirm: raises LeaseLost unless the store confirms now that this process holds the lease.
     """
 
     def __init__(self, folder: str, ask: Callable[[], None], confirm: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Fence:
             self.ask()
             while (written := _write(url, data, version)) is None:
                 # Either another process holds the lease, or the object was changed late by one that held it before;
-                # or the answer to our own write was lost.
+                # or the response to our own write was lost.
                 self._confirm()
                 version = version_of(url)
             self._versions[url] = written

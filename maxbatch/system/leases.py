@@ -1,7 +1,7 @@
 """Leases: one writer of a folder in an object store, where files cannot be locked.
 
 A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
-lapses once nobody has renewed it for `LAPSE_S`. Whoever finds one decides by watching its version, never by comparing
+lapses if it is not renewed for `LAPSE_S`. Another process watches its version to see if it lapses, without comparing
 the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.) A holder that cannot be sure by
 its own clocks that the lease has not lapsed asks the store before it writes to the folder (`maxbatch.system.fences`).
 """
@@ -31,7 +31,7 @@ LEASE_FILE, LOCK_FILE = ".lease", ".lock"
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0
 _LOOK_S = 1.0
-_BLIND_S = 5.0  # a look that takes longer saw nothing of the holder meanwhile: the store was down
+_BLIND_S = 5.0  # a read that takes longer proves nothing about the holder: the store was unavailable
 _END_WAIT_S = 5.0
 _OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
 
@@ -78,7 +78,7 @@ class Lease:
             except LeaseLost:
                 return
             except StoreFailed:
-                continue  # nobody else can take it over either while the store does not answer
+                continue  # no other process can take it over either while the store does not respond
             except (ConfigError, TrainingError, OSError) as error:
                 self.lost = str(error)
                 return
@@ -91,7 +91,7 @@ class Lease:
     def ask(self) -> None:
         """Raises LeaseLost unless the lease is held; renews it first where it may have lapsed.
 
-        A lease that was closed is lost to those who still write: threads that were left behind.
+        A closed lease is lost to threads that still write.
         """
         if self._closed.is_set():
             self.lost = self.lost or f"{self._path.parent}: the lease is given back"
@@ -111,11 +111,11 @@ class Lease:
                     self.lost = f"{self._path.parent}: another process holds its lease now"
                     self.check()
                 assert found is not None
-                version = found[1]  # ours: the answer to an earlier try was lost on its way
+                version = found[1]  # ours: the response to an earlier try was lost
             self._version, self._renewed_at = version, since
 
     def close(self) -> None:
-        """Gives the lease back; a store that does not answer keeps it until it lapses."""
+        """Gives the lease back; if the store does not respond, the lease stays until it lapses."""
         self._closed.set()
         if patience().gave_up:
             return  # it lapses
@@ -151,14 +151,14 @@ class _Lock:
 
 
 def _clocks() -> Clocks:
-    """Returns the clocks of this machine, in seconds: one is never set, one goes on while the machine sleeps, and the
+    """Returns the clocks of this machine, in seconds: one is never set, one continues while the machine sleeps, and the
     time of day is right again after a virtual machine was stopped."""
     asleep = [time.clock_gettime(time.CLOCK_BOOTTIME)] if hasattr(time, "CLOCK_BOOTTIME") else []
     return (time.monotonic(), time.time(), *asleep)
 
 
 def _seconds_since(then: Clocks) -> float:
-    """Returns the longest time that any of the clocks says has passed."""
+    """Returns the longest elapsed time by any of the clocks."""
     return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
 
@@ -170,7 +170,7 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
     """Takes a lease, waiting for the lapse of one that another process holds.
 
     Returns:
-      The lease; the holder in words if it renewed its lease meanwhile, or another process was faster.
+      The lease; or the holder in words if it renewed its lease, or another process was faster.
     """
     holder = _this_process()
     watched: tuple[str, float] | None = None  # the version, and since when it is known
@@ -187,7 +187,7 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
             if version is not None:
                 return Lease(path, version, holder, since)
             found = _look(path)
-            if found and found[0].get("token") == holder["token"]:  # the answer to the first try was lost
+            if found and found[0].get("token") == holder["token"]:  # the response to the first try was lost
                 return Lease(path, found[1], holder, since)
             if found and not _is_dead(found[0]):
                 return _in_words(found[0])
@@ -203,7 +203,7 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
 
     Args:
       folder: the folder.
-      refusal: what another holder does in it and what to do then, for the message.
+      refusal: text of the message about another holder: what it does there, and what to do.
       named: the folder as the message names it; "" for its path.
 
     Raises:
@@ -255,7 +255,7 @@ def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
 
 
 def _holder(content: bytes) -> dict[str, object]:
-    """Returns what a lease says of its holder; nothing where its content is none of ours."""
+    """Returns the facts about the holder in a lease; none if its content is not ours."""
     try:
         holder = json.loads(content)
     except (ValueError, RecursionError):
@@ -280,7 +280,7 @@ def _this_process() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """Returns what tells this machine, this boot of it and its process numbers from others; "" where nothing does."""
+    """Returns an id of this machine, this boot of it and its process numbers; "" if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -73,7 +73,7 @@ def _lock_at(path: Path) -> BinaryIO:
 
 
 def is_lock_on(file: BinaryIO, path: Path) -> bool:
-    """Returns whether the file of a lock is still the one at a path: a lock on a removed file keeps nobody out."""
+    """Returns whether the file of a lock is still the one at a path: a lock on a removed file protects nothing."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:

@@ -1,4 +1,4 @@
-"""The clients of object stores: their settings, what is tried again, and what an error means.
+"""The clients of object stores: their settings, retries, and the meaning of errors.
 
 The packages of `maxbatch.system.stores` come through fsspec. Orbax reaches the same clients through fsspec by itself,
 so their settings are in fsspec's own configuration. TensorStore reads environment variables.
@@ -35,7 +35,7 @@ _PASSING_TYPES = (
     "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "HTTPClientError",
     "ProxyError", "ReadTimeout", "ChunkedEncodingError", "ChecksumError", "IncompleteRead", "FSTimeoutError",
     "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
-    "JSONDecodeError", "FlexibleChecksumError",  # of an answer that was cut off
+    "JSONDecodeError", "FlexibleChecksumError",  # of a response that was cut off
 )  # fmt: skip
 _TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # it raises a text
 _PASSING_TEXT = re.compile(
@@ -52,12 +52,12 @@ _CREDENTIALS = re.compile(
 
 
 def persist(url: str, request: Callable[[], T]) -> T:
-    """Makes a request of a store, and makes it again with growing, jittered pauses while it fails for a passing reason.
+    """Makes a request of a store, and retries it with growing, jittered pauses while it fails for a temporary reason.
 
     Raises:
-      FileNotFoundError, FileExistsError: what the store says of the object.
-      StoreRefused: the store refuses for good.
-      StoreFailed: it does not answer for as long as the patience of the command lasts.
+      FileNotFoundError, FileExistsError: as the store reports about the object.
+      StoreRefused: the store refuses permanently.
+      StoreFailed: it does not respond within the patience of the command.
     """
     mine = patience()
     with mine.trying():
@@ -86,7 +86,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
 
 
 def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
-    """Returns a removal that may be tried again: of what an earlier try removed, whose answer was lost."""
+    """Returns a removal that may be retried: an earlier try, whose response was lost, may have removed the object."""
     tries = 0
 
     def remove_again() -> None:
@@ -102,7 +102,7 @@ def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
 
 
 def _within(seconds: float, request: Callable[[], T]) -> T:
-    """Makes a request on a thread of its own, since clients try again for half a minute before they say anything."""
+    """Makes a request on a thread of its own, since clients retry for half a minute before they raise."""
     done: Future[T] = Future()
 
     def make() -> None:
@@ -125,9 +125,9 @@ def _given_up(failure: BaseException, started: float, patience: Patience) -> Bas
 
 
 def meaning(error: BaseException, url: str) -> BaseException:
-    """Returns what an exception of a client says about a store, as an exception of one line.
+    """Returns an exception of a client as an exception of one line about the store.
 
-    FileNotFoundError and FileExistsError stay what they are; an error that no store makes is returned as it is.
+    FileNotFoundError and FileExistsError are kept; an error that does not come from a store is returned unchanged.
     """
     if isinstance(error, FileNotFoundError | FileExistsError | ConfigError | TrainingError):
         return error
@@ -140,7 +140,7 @@ def meaning(error: BaseException, url: str) -> BaseException:
 
 
 def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | StoreFull | None:
-    """Returns what a store refuses or fails to do, in one line; None for an error about what lies in it."""
+    """Classifies an error as refused, failed or full, in one line; None if it concerns the content."""
     scheme, bucket = split(url)[:2]
     if isinstance(error, StoreRefused | StoreFailed | StoreFull):
         return error
@@ -164,7 +164,7 @@ def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | Stor
 
 
 def missing_bucket(url: str) -> StoreRefused:
-    """Returns what to raise for an object of a bucket that is not there."""
+    """Returns the exception for an object in a missing bucket."""
     scheme, bucket, _ = split(url)
     make = STORES[scheme].make_bucket
     return StoreRefused(f"{url}: there is no bucket {bucket}; make it ({make}{bucket}) or correct its name")

@@ -1,7 +1,7 @@
-"""How long a command tries requests of stores again.
+"""The time for which a command retries requests of stores.
 
 Requests are made on threads of many libraries, to which no context variable travels. So there is one `Patience` at a
-time, of the command that runs: the outermost `Stopping` makes it (`begin`), and tells it when somebody asks to stop.
+time, of the command that runs: the outermost `Stopping` makes it (`begin`), and passes on a request to stop.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class Patience:
     """How long a request that fails for a passing reason is tried again, in one command."""
 
     seconds = 300.0
-    hurried_seconds = 20.0  # once somebody asked to stop, for all requests together
+    hurried_seconds = 20.0  # after a request to stop, for all requests together
     last_seconds = 2.0  # after that, for each
 
     def __init__(self, before: Patience | None = None) -> None:
         self._before = before if before and before.keeps_threads else None  # of a command that left threads behind
         self._hurried_at: float | None = None
-        self.gave_up = False  # after somebody asked to stop
+        self.gave_up = False  # after a request to stop
         self._left_behind = False
         self._trying = 0  # threads that make a request
         self._lock = threading.Lock()
 
     def hurry(self) -> None:
-        """Shortens the bound, since somebody asked the command to stop."""
+        """Shortens the bound after a request to stop the command."""
         self._hurried_at = self._hurried_at or time.monotonic()
 
     @contextlib.contextmanager
@@ -62,11 +62,11 @@ class Patience:
         return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
 
     def give_up(self) -> None:
-        """Notes that a request was given up; once somebody asked to stop, those after it get less time."""
+        """Records that a request was given up; after a request to stop, later ones get less time."""
         self.gave_up = self._hurried_at is not None
 
     def sleep(self, seconds: float) -> None:
-        """Pauses between two tries; once somebody asks to stop the pause is over."""
+        """Pauses between two tries; a request to stop ends the pause."""
         end, was_hurried = time.monotonic() + seconds, self._hurried_at
         while (left := end - time.monotonic()) > 0 and self._hurried_at == was_hurried:
             time.sleep(min(left, _SLICE_S))
@@ -81,7 +81,7 @@ def patience() -> Patience:
 
 
 def begin() -> Patience:
-    """Returns the patience of a command that begins: nobody has asked it to stop."""
+    """Returns the patience of a command that begins, without a request to stop."""
     global _current
     _current = Patience(_current)
     return _current

@@ -1,4 +1,4 @@
-"""Reads and writes of objects that depend on their version, or are checked; fsspec knows no more than "create"."""
+"""Reads and writes of objects that depend on their version, or are checked; fsspec offers only "create"."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def read(files: FileSystem, url: str) -> tuple[bytes, str]:
 
 
 def read_whole(files: FileSystem, url: str) -> bytes:
-    """Returns the content of an object, by one request, checked against what the store states of it.
+    """Returns the content of an object, by one request, checked against the hash or length that the store states.
 
     Raises:
-      ConnectionError: another content came than the store holds; it may come whole the next time.
+      ConnectionError: the content differs from the stored one; a retry may get it intact.
     """
     content, stated, found = store_of(url).read_checked(files, *split(url)[1:])
     if stated != found:

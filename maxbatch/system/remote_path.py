@@ -23,10 +23,10 @@ _READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read 
 
 
 class Status(NamedTuple):
-    """What pathlib's `stat()` says of an object, as far as a store knows it."""
+    """The fields of pathlib's `stat()` that a store knows of an object."""
 
     st_size: int  # bytes
-    st_mtime: float  # seconds since 1970; 0 if the store does not say
+    st_mtime: float  # seconds since 1970; 0 if the store states none
     version: str  # changes whenever the object is written
 
 
@@ -79,7 +79,7 @@ class RemotePath:
 
     @property
     def file_system(self) -> FileSystem:
-        """The fsspec file system that the path lies in."""
+        """The fsspec file system of the path."""
         return file_system(split(self.url)[0])
 
     def exists(self) -> bool:
@@ -108,16 +108,16 @@ class RemotePath:
         return Status(int(info["size"] or 0), written.timestamp() if written else 0.0, str(version).strip('"'))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yields what lies directly in the folder, in order of the names."""
+        """Yields the direct entries of the folder, in order of the names."""
         for url, _ in self._entries():
             yield RemotePath(url)
 
     def folders(self) -> list[RemotePath]:
-        """Returns the folders that lie directly in this one, by one listing."""
+        """Returns the folders directly in this one, by one listing."""
         return [RemotePath(url) for url, kind in self._entries() if kind == "directory"]
 
     def file_sizes(self) -> dict[str, int]:
-        """Returns the bytes of the objects that lie directly in the folder, by their names, by one listing."""
+        """Returns the sizes in bytes of the objects directly in the folder, by their names, by one listing."""
         found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
         return {self._url_of(e).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
 
@@ -137,7 +137,7 @@ class RemotePath:
         return f"{split(self.url)[0]}://{entry['name'].rstrip('/')}"
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yields what the pattern matches below the folder, in order of the names; `*` stays within a name."""
+        """Yields the matches of the pattern below the folder, in order of the names; `*` stays within a name."""
         head, _, rest = pattern.partition("/")
         if not re.search(r"[*?[]", head):
             below = self / head
@@ -228,7 +228,7 @@ class RemotePath:
         return persist(self.url, lambda: preconditions.remove(self.file_system, self.url, version))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: a folder is there once an object lies below it."""
+        """Does nothing: a folder exists once it has an object."""
 
     def copy(self, target: RemotePath) -> None:
         """Copies the object, inside of the store."""
@@ -278,7 +278,7 @@ class _Ranges(io.RawIOBase):
 
 @contextlib.contextmanager
 def _writing(path: RemotePath) -> Iterator[None]:
-    """Says of a write to a bucket that is not there what is missing."""
+    """Names the missing bucket if a write fails because of it."""
     try:
         yield
     except FileNotFoundError:

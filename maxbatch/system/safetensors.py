@@ -159,7 +159,7 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, name: str, entry: object) -> _Entry:
-        """Returns the entry of a tensor; raises ValueError if it is none, or its range is not that of its shape."""
+        """Returns the entry of a tensor; raises ValueError if it is not one, or its range does not match its shape."""
         fields = entry if isinstance(entry, dict) else {}
         dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
         if not (isinstance(dtype, str) and _are_whole(shape) and _are_whole(offsets) and len(offsets) == 2):

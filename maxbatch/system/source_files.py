@@ -38,7 +38,7 @@ class SourceFile(NamedTuple):
     path: str  # absolute, or a URL
     name: str  # its path below the dataset
     size: int  # bytes
-    stamp: int | str  # changes with the content: mtime in ns, or what a store gives as the version of the object
+    stamp: int | str  # changes with the content: mtime in ns, or the store's version of the object
 
 
 class LocalDisk:
@@ -131,7 +131,7 @@ class RemoteStore:
         if info["type"] != "file":
             return None
         stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
-        # A listing and the answer for a single object give the same moment in different types.
+        # A listing and a request for a single object give the same time in different types.
         stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
         return SourceFile(self._file_system.unstrip_protocol(path), name, info["size"], stamp)
 
@@ -158,6 +158,6 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
 
 
 def reason(error: Exception) -> str:
-    """Returns what an exception says, in one line."""
+    """Returns the message of an exception, in one line."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return " ".join(text.split())

@@ -16,20 +16,20 @@ from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
-_waits: list[str] = []  # what a signal makes the command wait for, the innermost last
+_waits: list[str] = []  # the steps that a signal waits for, the innermost last
 _unanswered: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
 
 
 class Stopping:
     """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt.
 
-    `waits_for` completes "stopping ...", which the first signal prints at once; "": something else says it.
+    `waits_for` completes "stopping ...", which the first signal prints at once; "": the caller prints its own line.
     """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, waits_for: str = "") -> None:
-        self.signal_name: str | None = None  # of the signal that asked
+        self.signal_name: str | None = None  # of the signal that requested the stop
         self._waits_for = waits_for
         self._patience = patience()
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -44,13 +44,13 @@ class Stopping:
         if self.signal_name is None:
             _answer(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
-        self._patience.hurry()  # a store that does not answer must not keep the process
+        self._patience.hurry()  # a store that does not respond must not keep the process
 
     def __enter__(self) -> Self:
         self._patience = patience() if _waits else begin()
         if not _waits:
             _unanswered.update(self.numbers)
-        _waits.append(self._waits_for)  # before its handlers stand and until they are gone: `_end_if_nothing_waits`
+        _waits.append(self._waits_for)  # before its handlers are set, until they are removed: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         return self
 
@@ -61,10 +61,10 @@ class Stopping:
 
 
 def watch_signals() -> None:
-    """Starts the thread that answers the signals of a command, whatever its main thread does meanwhile.
+    """Starts the thread that handles the signals of a command, whatever its main thread is doing.
 
-    The first says what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and
-    SIGTERM ends it where nothing waits to save. What it leaves on disk is what a kill leaves, and children end with it.
+    The first one prints what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and
+    SIGTERM ends it where nothing waits to save. It leaves on disk the same as a kill does, and children end with it.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -111,7 +111,7 @@ def _watch(reading: int) -> None:
         if _waits:
             _answer(number, _waits[-1])
         elif number == signal.SIGINT:
-            _later(1.0, _answer, number, "as soon as what runs now has ended")
+            _later(1.0, _answer, number, "as soon as the current work has ended")
         else:
             _later(_GRACE_S, _end_if_nothing_waits)
 
@@ -133,7 +133,7 @@ def _end() -> None:
 
 
 def _answer(number: int, waits_for: str) -> None:
-    """Says once per signal what the command waits for: the first of the two threads that gets here does."""
+    """Prints, once per signal, what the command waits for: the first of the two threads to get here does."""
     try:
         _unanswered.remove(number)
     except KeyError:
@@ -144,7 +144,7 @@ def _answer(number: int, waits_for: str) -> None:
 
 
 def _write(line: str) -> None:
-    """Writes a line to standard error, past Python's buffers; a bar that stands in the line is cleared."""
+    """Writes a line to standard error, past Python's buffers; a bar in the line is cleared."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = sys.stderr.fileno()
         clear = "\r\x1b[K" if os.isatty(descriptor) else ""

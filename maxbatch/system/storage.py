@@ -1,7 +1,7 @@
 """One door to storage: paths of this machine, of Google Cloud Storage (gs://) and of S3 (s3://), used alike.
 
-`as_path` makes a path of a text. What it returns has pathlib's methods, wherever it lies, so the rest of the house
-does not ask. A path of this machine is a `pathlib.Path` and costs what it always did.
+`as_path` makes a path from a text. The path has pathlib's methods, on a disk or in a store, so other modules do
+not ask which. A path of this machine is a `pathlib.Path`.
 
 In an object store an object appears whole or not at all, and there are no folders: one is there while an object lies
 below it, and nothing needs to make it.
@@ -119,12 +119,12 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
         return Path(text).expanduser().absolute()
     if rule := url_fault(text):
         raise ConfigError(f"{text[:80]}: must be {rule}")
-    file_system(scheme)  # a missing package is told here
+    file_system(scheme)  # a missing package raises here
     return RemotePath(text.strip().rstrip("/"))
 
 
 def as_typed(text: str) -> AnyPath:
-    """Returns the path that a text names; a relative one stays as it was typed, since it is printed."""
+    """Returns the path that a text names; a relative one stays as typed, since it is printed."""
     return as_path(text) if is_remote(text) else Path(text)
 
 
@@ -134,7 +134,7 @@ def user_cache() -> Path:
 
 
 def kept_here(folder: AnyPath) -> Path:
-    """Returns the folder of this machine for what belongs to a folder but cannot lie in an object store: locks, files
+    """Returns the local folder for files that belong to a folder but cannot be in an object store: locks, files
     that grow. It is the folder itself, or one in the user's cache, which is made."""
     if isinstance(folder, Path):
         return folder
@@ -144,7 +144,7 @@ def kept_here(folder: AnyPath) -> Path:
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Removes a folder and what lies below it, or a file; nothing where nothing is."""
+    """Removes a folder with its content, or a file; does nothing if there is none."""
     if isinstance(path, Path):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -158,12 +158,12 @@ def remove_tree(path: AnyPath) -> None:
 
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
-    """Moves a folder within the disk or the bucket that it lies in."""
+    """Moves a folder within its disk or bucket."""
     source.rename(target)  # type: ignore[arg-type]  # both are of one kind
 
 
 def subfolders(folder: AnyPath) -> list[str]:
-    """Returns the names of the folders that lie directly in a folder; FileNotFoundError if it is not there."""
+    """Returns the names of the folders directly in a folder; FileNotFoundError if there is no such folder."""
     if isinstance(folder, RemotePath):
         return [entry.name for entry in folder.folders()]
     with os.scandir(folder) as entries:
@@ -207,7 +207,7 @@ def read_range(path: AnyPath, begin: int, end: int) -> bytes:
 
 
 def look_period(path: AnyPath) -> float:
-    """Returns the seconds to wait between two looks at what others write: a look at an object store is a request."""
+    """Returns the seconds between two reads of a file that others write: in an object store each read is a request."""
     return _LOOK_S if isinstance(path, RemotePath) else 0.0
 
 
@@ -276,7 +276,7 @@ def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
 
 
 def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
-    """Makes the requests of a folder's objects side by side; raises what the first that failed raised."""
+    """Makes the requests of a folder's objects side by side; re-raises the first failure."""
     with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
         list(pool.map(do, items))
 
@@ -293,7 +293,7 @@ def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None)
 
 
 def probe(folder: AnyPath) -> None:
-    """Writes, reads and removes a small object, so that a missing right is told before anything starts.
+    """Writes, reads and removes a small object, so that a missing permission is reported before anything starts.
 
     Does nothing to a folder of a disk.
 
@@ -306,13 +306,13 @@ def probe(folder: AnyPath) -> None:
     path, content = folder / f".probe-{secrets.token_hex(4)}", b"maxbatch writes, reads and removes this\n"
     path.write_bytes(content)
     if path.read_bytes() != content:
-        raise StoreRefused(f"{path}: reads back otherwise than it was written")
+        raise StoreRefused(f"{path}: the stored object differs from what was written")
     path.unlink()
 
 
 @contextlib.contextmanager
 def storage_errors(path: object) -> Iterator[None]:
-    """Turns what clients of stores raise in the block into one line; other exceptions pass."""
+    """Turns exceptions of store clients in the block into one line; other exceptions pass."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
 """Consoles and tables that keep to the width of a terminal, and output that may be piped.
 
-Output to a pipe or a file is never folded: its lines are as long as what they say.
+Output to a pipe or a file is never folded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PlainConsole(Console):
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yields the segments of what is printed; a text of a file cannot move the cursor of a terminal."""
+        """Yields the printed segments; a text of a file cannot move the cursor of a terminal."""
         for segment in super().render(renderable, options):
             is_plain = segment.control or segment.text.isprintable()
             yield segment if is_plain else Segment(printable(segment.text), segment.style)
@@ -44,12 +44,12 @@ class PipeConsole(PlainConsole):
     """A console that raises BrokenPipeError where rich would end the process with exit code 1."""
 
     def on_broken_pipe(self) -> None:
-        """Raises for the command line, which takes a reader who has read enough for no failure."""
+        """Raises for the command line, which does not treat a closed pipe as a failure."""
         raise BrokenPipeError
 
 
 class TrainingConsole(PlainConsole):
-    """A console without which training goes on when its reader leaves."""
+    """A console that goes quiet when its reader disappears."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -28,18 +28,18 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
-# For imports, which may take long but must not stop the caller for ever.
+# For imports, which may take long but must not stop the caller forever.
 _SETUP_LIMIT_S = 300.0
 # How often a silent worker is checked: a process that it has started may hold its end of the connection open.
 _POLL_S = 0.5
 # Within which a worker that closed its connection has ended; writing a core dump takes a while.
 _END_S = 30.0
-_SETUP = 0  # the number of the answer that the worker is set up
+_SETUP = 0  # the number of the response that the worker is set up
 _MOST_ANSWER_BYTES = 1 << 30
 
 
 class WorkerEnded(Exception):
-    """The worker ended during the call; one line that says how."""
+    """The worker ended during the call; the message is one line."""
 
 
 class TimedOut(WorkerEnded):
@@ -49,7 +49,7 @@ class TimedOut(WorkerEnded):
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 P = ParamSpec("P")
-_Part = deque[tuple[Future[Answer], Item]]  # items, and where their answers go
+_Part = deque[tuple[Future[Answer], Item]]  # items, and the futures of their results
 
 
 class WorkerPool(Generic[Item, Answer]):
@@ -94,9 +94,9 @@ class WorkerPool(Generic[Item, Answer]):
             started.result()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
-        """Returns at once what the function will return for each item; batches are served in their order.
+        """Returns futures of the function's results for each item; batches are served in order.
 
-        A future raises what the function or a new worker's setup raised, WorkerEnded if the worker ended over the
+        A future raises the error of the function or of a new worker's setup, WorkerEnded if the worker ended over the
         item, TimedOut, or CancelledError once the pool is closed.
         """
         if self._is_closed:
@@ -133,7 +133,7 @@ class WorkerPool(Generic[Item, Answer]):
             started.set_exception(error)
         while (part := self._parts.get()) is not None:
             self._call(worker, part)
-            # A worker that has just ended is replaced now, while nobody waits for it.
+            # A worker that has just ended is replaced now, while no item waits for it.
             with contextlib.suppress(Exception):
                 worker.start()
         worker.end()
@@ -170,7 +170,7 @@ class _Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Starts the process unless it lives, waits until it is set up, and raises what `setup` raised."""
+        """Starts the process unless it is alive, waits until it is set up, and re-raises the exception of `setup`."""
         if self._process is not None and self._process.poll() is None:
             return
         self.end()
@@ -189,7 +189,7 @@ class _Worker:
             raise error
 
     def answers(self, items: Sequence[object]) -> Iterator[tuple[Any, Exception | None]]:
-        """Yields what the function returned or raised for each item; WorkerEnded: the process ended over the next."""
+        """Yields the result or the exception of each item; WorkerEnded: the process ended over the next."""
         assert self._connection is not None
         numbered = list(enumerate(items, self._next))
         with self._telling_the_end():
@@ -215,7 +215,7 @@ class _Worker:
             process.communicate()
 
     def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
-        """Returns the answer to the item of this number; answers with other numbers are dropped."""
+        """Returns the result of the item of this number; results with other numbers are dropped."""
         end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():
             while answered != number:
@@ -252,7 +252,7 @@ class _Worker:
 def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
-            # Unbuffered: what a function prints must not be lost if its process is killed.
+            # Unbuffered: output of a function must not be lost if its process is killed.
             [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
             stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A user's own model and loss: the protocols, and what training makes of them.
+"""A user's own model and loss: the protocols, and how training uses them.
 
 Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V vocabulary.
 """
@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 
 def objective_of(loss: Loss | None, make_model: ModelMaker | None) -> Objective:
-    """Returns the objective of a run: a user's loss, or that of a user's model; else the next token's."""
+    """Returns the objective of a run: a user's loss, or the loss of a user's model; else next-token prediction."""
     if make_model is None and loss is None:
         return NEXT_TOKEN
     user_loss = loss or next_token_loss
@@ -105,7 +105,7 @@ def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshSh
     https://arxiv.org/abs/2001.08361, section 2.1).
 
     Raises:
-      ConfigError: the model has variables other than parameters, or the config wants what only its own model can do.
+      ConfigError: the model has variables other than parameters, or the config needs a feature of its own model.
     """
     if make_model is None:
         return model_of(config, base)

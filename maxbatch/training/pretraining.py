@@ -46,7 +46,7 @@ CONFIGURED = Parts()  # all of it the config's
 
 
 def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED) -> Outcome:
-    """Trains as the config says, from the newest checkpoint of `run_dir` if there is one.
+    """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
@@ -54,7 +54,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
       parts: a user's own model, loss, data and loggers.
 
     Returns:
-      Where the run stands, and the signal that stopped it, if one did.
+      The run's position, and the signal that stopped it, if one did.
 
     Raises:
       ConfigError: the config, the data or the checkpoint cannot be used.
@@ -202,7 +202,7 @@ class Pretraining:
         return made
 
     def _open_evaluator(self, batch_size: int) -> Evaluator | None:
-        """Returns None if no eval is wanted or nothing is held out."""
+        """Returns None if the config has no eval or nothing is held out."""
         config = self._context.config
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
@@ -244,7 +244,7 @@ class Pretraining:
         return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 
     def conclusion(self, state: TrainState) -> Iterator[str]:
-        """Yields a sample of what the model learned, and what to type next."""
+        """Yields a sample of the model's text, and the next command to type."""
         config, prompt = self._context.config, self._context.config.generate_prompt
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None

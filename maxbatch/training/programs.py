@@ -1,6 +1,6 @@
 """The programs of a run, lowered from abstract shapes: nothing is allocated.
 
-They are the same for devices that are here and for those that only a compiler knows, so `train` and the commands that
+They are the same for present devices and for those that only a compiler describes, so `train` and the commands that
 compile ahead of time share them.
 """
 
@@ -56,12 +56,12 @@ class ProgramsConfig(UpdateConfig):
 
 
 class Programs:
-    """The lowered programs of a run on given devices, here or not.
+    """The lowered programs of a run on given devices, present or not.
 
     Args:
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
-      objective: what is minimised, and over the parameters of which model.
+      objective: the loss to minimise, and the model whose parameters it trains.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Programs:
         return lowered
 
     def init(self) -> jax.stages.Lowered:
-        """Returns the program of the first state, from the config's seed: each device makes its own shard."""
+        """Returns the program of the initial state, from the config's seed: each device makes its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         init = partial(init_state, self.config, self.abstract, self._objective.make_model)
         return jax.jit(init, out_shardings=shardings).lower()

@@ -25,10 +25,10 @@ _TOKENS_AT_ONCE = 4096  # of a batch shard
 
 
 class Scorer:
-    """A model that gives tokens their log-probabilities.
+    """A model that assigns log-probabilities to tokens.
 
     Args:
-      config: the model; its `dtype` is that of the computation, the softmax is float32.
+      config: the model; its `dtype` is used to compute; the softmax is float32.
       axes: the axes of the mesh.
       mesh: the mesh of the parameters.
       params: parameters of a `Decoder`.

@@ -1,6 +1,6 @@
 """One run, from its config to its last checkpoint: feed, step, record, save.
 
-A task (`maxbatch.training.task`) says what a step feeds on and what it optimises; the session restores, plans, records,
+A task (`maxbatch.training.task`) defines the data of a step and its objective; the session restores, plans, records,
 evaluates, saves and stops.
 """
 
@@ -87,7 +87,7 @@ class RunContext:
         self._read_parameters: Reader | None = None
 
     def open_parameters(self, abstract_params: State) -> Reader | None:
-        """Returns what reads the parameters of `load_parameters_path`, opened once; None if the config states none.
+        """Returns the source of the parameters of `load_parameters_path`, opened once; None if the config states none.
 
         Args:
           abstract_params: shapes and shardings of the model's parameters.
@@ -169,7 +169,7 @@ class Session(Generic[B]):
 
     @property
     def start(self) -> Start:
-        """The position from which the run goes on, and its plan from there."""
+        """The position from which the run continues, and its plan from there."""
         return Start(self.plan, self.position)
 
     @property
@@ -185,7 +185,7 @@ class Session(Generic[B]):
         return self.position.step >= self.total_steps
 
     def run(self) -> Outcome:
-        """Takes every update that is left, or those until somebody asks to stop.
+        """Takes all remaining updates, or those until a stop is requested.
 
         Raises:
           DivergedError: `max_consecutive_skips` updates in a row were not finite, or all updates of the run.
@@ -195,7 +195,7 @@ class Session(Generic[B]):
             self._check_result()
             self.console.print(
                 f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
-                "To go on, raise its length; to start anew, give another run_dir."
+                "To continue, raise its length; for a new run, give another run_dir."
             )
             return Outcome(self.position, None)
         with (
@@ -214,7 +214,7 @@ class Session(Generic[B]):
             self.train(feed, recorder, profiler)
         if self.checkpoints:
             with self._naming_what_is_saved():
-                self.checkpoints.close()  # what is said to be done or saved is on disk
+                self.checkpoints.close()  # wait: what we report as saved must be on disk
         return self._conclude()
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
@@ -240,7 +240,7 @@ class Session(Generic[B]):
         yield from self._outputs
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
-        """Trains on what is fed. A run stops and is saved between batches, of which one may serve several updates."""
+        """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
         config, task = self.config, self.task
         rate = LearningRate.from_config(config, self.plan.manager)
         first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
@@ -285,7 +285,7 @@ class Session(Generic[B]):
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
-        """Re-raises a failure of the store in mid-run as TrainingError, naming what is saved."""
+        """Re-raises a failure of the store in mid-run as TrainingError, naming the last checkpoint."""
         try:
             yield
         except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
@@ -298,7 +298,7 @@ class Session(Generic[B]):
             self.checkpoints.compile(self.task.abstract, self._context.background, self.task.executable)
 
     def _introduce(self) -> None:
-        """Prints what is about to happen: the batch as an equation, the ramp, the model and where it trains."""
+        """Prints the plan before training: the batch as an equation, the ramp, the model and its devices."""
         self.console.print(equation(self.plan))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
@@ -329,7 +329,7 @@ class Session(Generic[B]):
         raise TrainingError(f"{where}: no batch had a loss weight; look at the data with `maxbatch data`")
 
     def _conclude(self) -> Outcome:
-        """Prints where the run lies and what to type next."""
+        """Prints the run's folder and the next command to type."""
         stopped_by = None if self.is_complete else self._context.stop.signal_name
         if stopped_by is None:
             self._check_result()
@@ -340,7 +340,7 @@ class Session(Generic[B]):
                 self.console.print(line)
         else:
             fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
-            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command goes on.")
+            self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command continues.")
         return Outcome(self.position, stopped_by)
 
     @property
@@ -349,7 +349,7 @@ class Session(Generic[B]):
 
 
 def is_due(period: int, last_end: int, step: int) -> bool:
-    """Returns whether what is due after every `period` updates is due now, after `step` of them.
+    """Returns whether an action of every `period` updates is due after `step` updates.
 
     A run pauses only where a batch ends, the last time after `last_end` updates. A multiple of the period since then
     makes it due.

@@ -1,4 +1,4 @@
-"""Stopping a run on request: SIGTERM and SIGINT ask, the loop answers at the next update."""
+"""Stopping a run on request: SIGTERM and SIGINT request it, the loop stops after the update under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from maxbatch.system.stopping import Stopping
 
 
 class StopRequest(Stopping):
-    """Remembers that somebody asked the run to stop; a second SIGINT stops it at once.
+    """Records a request to stop the run; a second SIGINT stops it at once.
 
     With several hosts JAX's preemption service listens for SIGTERM (a handler of Python's would silence it) and lets
     them agree on the update; SIGINT is handed on to it.
@@ -36,7 +36,7 @@ class StopRequest(Stopping):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def before(self, step: int) -> bool:
-        """Returns whether to stop before this update; asked before each one, with the same answer on all hosts."""
+        """Returns whether to stop before this update; called before each one, with the same result on all hosts."""
         if not self._several_hosts:
             return self.is_asked
         if multihost_utils.reached_preemption_sync_point(step):

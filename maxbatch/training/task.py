@@ -31,7 +31,7 @@ class TaskData(NamedTuple):
 class TaskModel(NamedTuple):
     """The model of a task."""
 
-    identity: Mapping[str, object]  # what a resume must agree with
+    identity: Mapping[str, object]  # identity that a resume must match
     flops_per_token: int  # of training, forward and backward
 
 
@@ -41,7 +41,7 @@ def model_of(config: UpdateConfig, base: str) -> TaskModel:
 
 
 class Dispatched(NamedTuple):
-    """An update under way: what was asked for, and metrics that may not be there yet."""
+    """An update under way: its plan, and metrics that may not be computed yet."""
 
     planned: PlannedStep
     micro_batch_size: int
@@ -53,7 +53,7 @@ class Dispatched(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The position from which a run goes on, and its plan from there."""
+    """The position from which a run continues, and its plan from there."""
 
     plan: BatchPlan
     position: Position
@@ -76,8 +76,8 @@ class Task(Protocol[B]):
     The methods are called in this order, all but `step`, `evaluate` and `executable` once.
 
     Attributes:
-      data: what it trains on.
-      model: what it trains.
+      data: the data of the run.
+      model: the model of the run.
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
@@ -95,7 +95,7 @@ class Task(Protocol[B]):
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
 
     def build(self, plan: BatchPlan) -> None:
-        """Builds what the plan needs; compiles nothing."""
+        """Builds the mesh and abstract state from the plan; compiles nothing."""
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns a compiled program."""

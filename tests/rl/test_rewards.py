@@ -224,7 +224,7 @@ def test_a_batch_of_512_takes_no_time() -> None:
         ("functions:obeys;", "'' is not module:function"),
         ("functions:obeys,heavy", "the weight 'heavy' is no finite number; works: functions:obeys,1"),
         ("functions:obeys,inf", "the weight 'inf' is no finite number"),
-        ("functions:obeys;functions:obeys,2", "functions:obeys stands there twice"),
+        ("functions:obeys;functions:obeys,2", "functions:obeys occurs twice"),
         ("no_such:f", "cannot import no_such (ModuleNotFoundError: No module named 'no_such')"),
         ("no_such.py:f", "cannot import no_such.py (FileNotFoundError:"),
         ("functions:obey", "functions has no obey; works: functions:obeys"),

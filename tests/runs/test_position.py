@@ -105,7 +105,7 @@ def test_without_a_checksum_it_must_agree_with_the_metrics_of_its_step(tmp_path:
 @pytest.mark.parametrize("saved", [old, RECORD.to_json])
 def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callable[[], Any]) -> None:
     write(tmp_path, saved(), step=5)
-    with pytest.raises(DamagedError, match="it says that it is of step 4"):
+    with pytest.raises(DamagedError, match="it states step 4"):
         read_record(tmp_path / "checkpoints" / "5")
 
 

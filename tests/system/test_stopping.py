@@ -75,7 +75,7 @@ def test_a_command_that_waits_for_nothing_says_so_too() -> None:
     with started("ready(); busy()\n") as process:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert "as soon as what runs now has ended; again to stop now" in process.stderr.readline()
+        assert "as soon as the current work has ended; again to stop now" in process.stderr.readline()
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 1

@@ -4,7 +4,7 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/
     config.yml, metrics.jsonl   as of every run; the first update is 401
     checkpoints/                starts as hard links to the fork (copies in an object store); removed once it is done
     branch.json                 the fork and the batch
-    log.txt                     what the training printed
+    log.txt                     the output of the training
     outcome.json                how the branch ended
 """
 
@@ -99,9 +99,9 @@ class Branches:
             raise TrainingError(f"{folder}: {error}; remove this folder and run the command again") from None
 
     def fork(self) -> None:
-        """Gives every branch that has not begun its config and its checkpoint.
+        """Writes the config and the checkpoint of every branch that has not begun.
 
-        All of them before the first one trains: a run that goes on meanwhile removes its old checkpoints.
+        All of them before the first one trains: a run that is still training removes its old checkpoints.
         """
         for branch in self.all:
             origin = self.folder(branch) / "branch.json"
@@ -128,7 +128,7 @@ class Branches:
             raise ConfigError(f"{source}: cannot be forked ({error}); name others with --checkpoints") from None
 
     def overrides(self, branch: Branch) -> list[str]:
-        """Returns what the config of a branch states over the run's."""
+        """Returns the keys in which the config of a branch differs from the run's."""
         fork, rule = branch.fork, self._plan.scaling
         return [
             f"run_dir={self.folder(branch)}",

@@ -35,11 +35,11 @@ TOLERANCE = 0.01  # nats per token, as Merrill et al. 2025, section 3.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=place, metavar="RUN", help="the folder of a run that kept several checkpoints")
     parser.add_argument(
-        "--checkpoints", metavar="STEP,...", help="updates to fork at (default: up to 4)",
+        "--checkpoints", metavar="STEP,...", help="steps of the checkpoints to fork at (default: up to 4)",
         type=read_by(lambda text: _numbers(text, "int"), "different numbers of updates", "100,200"),
     )  # fmt: skip
     parser.add_argument(
-        "--factors", metavar="F,...", help="of the run's batch there (default: 1/2,1,2,4,8)",
+        "--factors", metavar="F,...", help="multiples of the run's batch there (default: 1/2,1,2,4,8)",
         type=read_by(_factors, "different factors, 1 and a larger one among them", "1/2,1,2,4"),
     )  # fmt: skip
     parser.add_argument(
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
-        help="how the learning rate follows the batch (default: sqrt, for Adam)",
+        help="how the learning rate scales with the batch (default: sqrt, for Adam)",
     )  # fmt: skip
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or goes on measuring, and returns the exit code: 75 after a signal to stop.
+    """Measures, or continues to, and returns the exit code: 75 after a signal to stop.
 
     Raises:
-      ConfigError: the run cannot be measured so; the message names what works.
+      ConfigError: the run cannot be measured in this way; the message names a way that works.
       TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
     measured = MeasuredRun.read(as_typed(args.run), args.simulate_devices or _num_devices())
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         with BranchProgress(console, branches) as progress:
             Supervisor(BranchRuns(branches, lock, flags, progress), 1, progress.say).train(stop)
         if left := branches.left():
-            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command goes on.")
+            console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command continues.")
             return EXIT_STOPPED
         _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console)
     return 0
@@ -131,7 +131,7 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
 
 
 def _num_devices() -> int:
-    """Returns the number of devices that a branch will see; another process asks, so they stay free."""
+    """Returns the number of devices that a branch will see; another process counts them, so they stay free."""
     found = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
     )

@@ -63,8 +63,8 @@ def smoothed(chunks: Sequence[Chunk]) -> float:
 def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | None:
     """Returns the standard error of the difference of two branches' smoothed losses, paired chunk by chunk.
 
-    The chunks hold the same samples in both, so that what is left is noise of the training and not of the data.
-    Chunks follow one another and are not independent: take it as a floor. None for fewer than two chunks.
+    The chunks hold the same samples in both, so the rest is noise of the training and not of the data.
+    Chunks follow one another and are not independent: it is a lower bound. None for fewer than two chunks.
     """
     differences = [mine.loss - its.loss for mine, its in zip(chunks, base, strict=True)]
     return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -93,7 +93,7 @@ def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, i
     starts at `start` and is doubled where the allowed batch reaches its double. What is allowed at a checkpoint is the
     smallest critical batch measured there or later, so that no stage exceeds a later measurement. Between two
     checkpoints it is interpolated, log B over log s; before the first one nothing but `start` is allowed, after the
-    last one what is allowed there.
+    last one its limit stays.
     """
     positions, batches = zip(*points, strict=True)
     smallest_later = list(itertools.accumulate(reversed(batches), min))[::-1]

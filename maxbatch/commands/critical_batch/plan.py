@@ -22,7 +22,7 @@ from maxbatch.system.errors import ConfigError
 DEFAULT_FACTORS = tuple(map(Fraction, ("1/2", "1", "2", "4", "8")))
 DEFAULT_UPDATES, LEAST_UPDATES = 32, 8  # of the largest batch, in a branch
 MOST_FORKS = 4  # chosen by default
-_COMPARED = 4  # one part in so many of a branch, its end, is compared
+_COMPARED = 4  # the last 1 / this of a branch is compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def make_plan(
 
 
 def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
-    """Returns whether a plan made before is one of this run as it is now, on devices that hold its batches."""
+    """Returns whether an earlier plan matches this run as it is now, on devices that hold its batches."""
     _held(run, plan.forks, plan.factors)
     return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
 
@@ -159,7 +159,7 @@ def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
 def _spread(run: MeasuredRun) -> list[int]:
     """Returns up to MOST_FORKS steps, evenly over the logarithm of their position.
 
-    Those within the warmup of the learning rate and the one that ends the run are left out where others are there.
+    Those within the warmup of the learning rate and the one that ends the run are left out if there are others.
     """
     total = run.total_samples
     warmup = 0 if total is None else run.config.warmup_steps_fraction * total

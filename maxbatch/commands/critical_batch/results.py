@@ -118,9 +118,9 @@ class Measurement:
 
     @property
     def command(self) -> str:
-        """The command that trains the run anew by the schedule, on as many samples.
+        """The command that trains a new run by the schedule, on the same number of samples.
 
-        The rate of the first batch is the run's own, and with the same rule that of every other batch too.
+        The rate of the first batch is the run's own, and the same rule scales that of every other batch.
         """
         run, config, scaling = self.run, self.run.config, self.plan.scaling
         words = [

@@ -45,10 +45,10 @@ class BranchRuns:
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
         """Records a branch that is done or diverged."""
-        if end.status is None:  # somebody stopped this branch alone
+        if end.status is None:  # only this branch was stopped
             self._left = []
         elif end.exit_code < 0:
-            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command goes on")
+            raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command continues")
         elif end.status == Status.FAILED:
             error = ConfigError if end.exit_code == EXIT_INPUT else TrainingError
             raise error(f"{run.run_dir}: {end.reason}")

@@ -1,1 +1,1 @@
-"""`maxbatch fit`: the largest batch that fits, as the compiler says."""
+"""`maxbatch fit`: the largest batch that fits, according to the compiler."""

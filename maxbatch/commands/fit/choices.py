@@ -87,7 +87,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is asked."""
+    """The question: a config, its devices, and the axes and sizes left open."""
 
     config: ConfigDict  # as the user states it
     target: Target
@@ -155,7 +155,7 @@ class Choice:
 def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
     """Returns the largest micro-batch that fits under the oracle's config; None if not even the smallest does.
 
-    It asks about `at_once` sizes at a time.
+    It compiles `at_once` sizes at a time.
     """
     target, is_tpu = oracle.target, oracle.target.devices[0].platform == "tpu"
 
@@ -176,7 +176,7 @@ def choose_smaller(oracle: CompilerOracle, sizes: Sizes, than: Choice) -> Choice
 
 
 def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict | None = None) -> Choice:
-    """Returns the choice of a size that fits; the verdict on the next larger one is asked for if it is not given."""
+    """Returns the choice of a size that fits; compiles the next larger one if its verdict is not given."""
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     return Choice(

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     mesh = "auto: also choose the data, fsdp and tensor axes that the config does not state (default: stated)"
     parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)
-    parser.add_argument("--write", type=local_path, metavar="FILE", help="put the choice into this config file")
+    parser.add_argument("--write", type=local_path, metavar="FILE", help="write the choice into this config file")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.modelled import has_clock
 
     if target.memory_bytes is None:
-        raise TrainingError(f"{target.name}: the device does not say how much memory it has")
+        raise TrainingError(f"{target.name}: the device does not report its memory")
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -88,7 +88,7 @@ def _stated(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
-    """Returns what may be compiled: on each mesh every remat policy if the batch is stated.
+    """Returns the ways to compile: on each mesh every remat policy if the batch is stated.
 
     Raises:
       ConfigError: no mesh can run the model and its batch.

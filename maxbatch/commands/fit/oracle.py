@@ -1,4 +1,4 @@
-"""The compiler as an oracle: does an update fit? Its verdicts are kept on disk, so a question is asked once."""
+"""The compiler as an oracle: does an update fit? Its verdicts are kept on disk, so each program is compiled once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _tracing = threading.Lock()
 
 
 class Asked(NamedTuple):
-    """The answer to a question, from disk or from the compiler."""
+    """A verdict, from disk or from the compiler."""
 
     verdict: Verdict
     cached: bool
@@ -49,10 +49,10 @@ class Asked(NamedTuple):
 
 
 class CompilerOracle:
-    """The compiler, asked whether the update of a config fits with batches of given shapes.
+    """The compiler as a judge of whether the update of a config fits with batches of given shapes.
 
-    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: what is
-    compiled, and what is known so far.
+    The batch keys of the config are ignored; `say` is called with a line of text before each compilation: the program
+    and the verdicts so far.
     """
 
     def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
@@ -61,7 +61,7 @@ class CompilerOracle:
         self._folder = cache_folder(config.data_cache_dir, "fit")
         identity = {
             "format": _FORMAT,
-            # The shape that is asked about says what the batch is.
+            # The shape defines the batch.
             "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
             "versions": versions(target.devices[0].platform),
             "target": [target.name, device_facts(target.devices), target.memory_bytes],
@@ -105,7 +105,7 @@ class CompilerOracle:
         return Asked(verdict, False, modelled)
 
     def _bounds(self) -> str:
-        """Returns what is known so far, to follow on what is asked now."""
+        """Returns the verdicts so far, as the end of a message."""
         verdicts = {shape.micro_batch: asked.verdict.fits for shape, asked in self.asked.items()}
         fits, fails = ([rows for rows, is_fit in verdicts.items() if is_fit is wanted] for wanted in (True, False))
         said = [f"{max(fits):,} fits"] if fits else []
@@ -162,5 +162,5 @@ def _read(path: Path) -> Asked | None:
         TypeError,
         KeyError,
         AttributeError,
-    ):  # missing or damaged: the question is asked again
+    ):  # missing or damaged: the program is compiled again
         return None

@@ -1,13 +1,13 @@
-"""The search for the largest size that fits, with few questions, because each one costs a compilation. No JAX.
+"""The search for the largest size that fits, with few compilations. No JAX.
 
 Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search ends when a size fits
-and the next one does not. The way there depends on what a question costs:
+and the next one does not. The way there depends on the cost of a compilation:
 
 - The compilers of CPUs and GPUs always work to the end. The search takes memory for a line in the rows, first an
   estimated one, then through the compiler's own figures, and asks where the line meets the limit.
 - The TPU compiler refuses within seconds what cannot fit and works for a minute on what can. Close to the limit it
   saves memory because it must, so the figures of what fits say little. The search comes from above, from refusal to
-  refusal by the bytes that each names, and asks little about sizes that fit.
+  refusal by the bytes that each names, and compiles few sizes that fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Verdict
 
 _LINES = 5  # rounds after which the search bisects, in case memory is not a line
-_DESCENTS = 24  # the same from above; what is left is then quartered from its upper end, for more refusals
+_DESCENTS = 24  # the same from above; the rest is then quartered from its upper end, for more refusals
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
 
@@ -61,7 +61,7 @@ class _Search:
     points: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def along_the_line(self) -> int:
-        """Returns the next size to ask about if every question costs the same."""
+        """Returns the next size to compile if every compilation costs the same."""
         if self.asked >= _LINES and self.refused:
             return (self.fits + self.fails) // 2
         guess = self._last_within(self.line.rows_within(self.limit))
@@ -74,7 +74,7 @@ class _Search:
         return min(guess, self.fails - 1, _FASTEST * self.fits if self.fits else guess)
 
     def from_above(self) -> int:
-        """Returns the next size to ask about if refusals are cheap."""
+        """Returns the next size to compile if refusals are cheap."""
         if not self.refused:
             rows = self.rows[self.fits - 1] if self.fits else self.line.rows_within(self.limit)
             guess = self._last_within(_ABOVE * rows)
@@ -83,7 +83,7 @@ class _Search:
         nearer_to_refusal = self.fails - max(1, (self.fails - self.fits) // 4)
         if self.asked >= _DESCENTS or size is None:
             return nearer_to_refusal
-        # If memory is a line with an offset, the limit lies below this proportion.
+        # If memory is a line with an offset, the limit is below this proportion.
         guess = self._last_within(rows * self.limit / size)
         return guess if guess > self.fits else nearer_to_refusal
 
@@ -92,7 +92,7 @@ class _Search:
         return bisect.bisect_right(self.rows, rows, hi=self.fails - 1)
 
     def learn(self, size: int, answer: Verdict) -> None:
-        """Records an answer."""
+        """Records a verdict."""
         rows = self.rows[size - 1]
         if not answer.fits and size < self.fails:
             self.fails, self.refused = size, (rows, answer.needed_bytes)

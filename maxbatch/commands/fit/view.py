@@ -16,7 +16,7 @@ from maxbatch.training.compile.modelled import has_clock
 
 
 def record(choices: Sequence[Choice], ways: Sequence[Way], wanted: Wanted, skipped: Sequence[str]) -> dict[str, object]:
-    """Returns what `--json` prints: the best choice, why not one more, every question, and the ways left out."""
+    """Returns the object of `--json`: the best choice, the next larger size, all compilations, the ways left out."""
     following, target = choices[0].next_verdict, wanted.target
     next_size = following and {"fits": following.fits, "hbm_bytes_needed": following.needed_bytes}
     found = {
@@ -55,7 +55,7 @@ def _ranked_by(wanted: Wanted) -> str:
 
 
 def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> None:
-    """Prints the answer, its memory by kind, and the ways to it, the best first."""
+    """Prints the best choice, its memory by kind, and all alternatives, the best first."""
     best, target, console = choices[0], wanted.target, plan_console()
     is_largest = best.next_verdict is None or not best.next_verdict.fits
     what = "the largest that fits" if is_largest else "the fastest that fits by the compiler's clock on"
@@ -79,7 +79,7 @@ def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> N
     if wanted.states_batch or wanted.any_mesh:
         _show_ways(choices, wanted)
     if skipped:
-        print(f"no time for: {'; '.join(skipped)}. The same command again goes on with them")
+        print(f"no time for: {'; '.join(skipped)}. The same command again continues with them")
 
 
 def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:

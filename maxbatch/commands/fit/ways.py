@@ -39,7 +39,7 @@ class Stopwatch:
         self._now, self._started, self._longest = now, now(), 0.0
 
     def timed(self, find: Callable[[], Choice | None]) -> Choice | None:
-        """Returns what `find` finds, and takes its time."""
+        """Runs `find` and records its duration."""
         begun = self._now()
         choice = find()
         self._longest = max(self._longest, self._now() - begun)
@@ -54,7 +54,7 @@ class Stopwatch:
 def find_ways(
     ways: Sequence[Way], in_turn: bool, cuts: bool, say: Callable[[str], None]
 ) -> tuple[list[Choice], list[str]]:
-    """Returns what fits, the best first, and the names of the ways that there was no time for.
+    """Returns the choices that fit, the best first, and the names of the ways without time.
 
     Args:
       ways: each gives the largest micro-batch that fits.
@@ -77,12 +77,12 @@ def find_ways(
         pool.shutdown(wait=False, cancel_futures=True)
     skipped = [way.name for way in left]
     if skipped:
-        say(f"no time left for {', '.join(skipped)}; the same command again goes on with them")
+        say(f"no time left for {', '.join(skipped)}; the same command again continues with them")
     return sorted(choices, key=lambda choice: choice.rank), skipped
 
 
 def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
-    """Returns what fits in each way; where there are cores, also a size and the next one side by side."""
+    """Returns the choice of each way; with enough cores, also compiles a size and the next one side by side."""
     at_once = min(2, max(1, CORES // len(ways)))
     with ThreadPoolExecutor(len(ways), "maxbatch-fit") as pool:
         found = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))
@@ -90,7 +90,7 @@ def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
 
 
 def _one_by_one(ways: Sequence[Way], stopwatch: Stopwatch, cuts: bool) -> tuple[list[Choice], list[Way]]:
-    """Returns what fits of the ways that there is time for, and the others.
+    """Returns the choices of the ways that fit into the time, and the names of the others.
 
     The TPU compiler keeps two cores busy with one program.
     """

@@ -1,4 +1,4 @@
-"""`maxbatch import`: another program's config as one of ours, and a table of what became of every word."""
+"""`maxbatch import`: converts another program's config, and prints how every setting was converted."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = "write it although some words are not supported; never without one that says the batch or the data"
+    skip = "leave out words that are not supported, unless one of them sets the batch or the data"
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Translates a config, prints what became of its words and writes it; returns the exit code."""
+    """Translates a config, prints how its words were converted and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
     if args.format not in (*FORMATS, "nemo", "auto"):
         works = f"works: maxbatch import auto {shown_path(path)}"
@@ -160,7 +160,7 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
     said = "; ".join(f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found[:8])
     rest = f"; and {len(found) - 8} more" if len(found) > 8 else ""
     if skip:
-        raise ConfigError(f"not supported, and they say the batch or the data: {said}{rest}")
+        raise ConfigError(f"not supported, although they set the batch or the data: {said}{rest}")
     works = "works: --skip-unsupported, which leaves them out" if not any(f.changes_data for f in found) else ""
     raise ConfigError(f"not supported: {said}{rest}" + (f"; {works}" if works else ""))
 

@@ -21,7 +21,7 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import ConfigError
 
-# What a config means there where it says nothing; the batch, the length and the rates would be others without it.
+# MaxText's defaults of unstated keys, without which the batch, the length and the rates would differ.
 DEFAULTS = {
     "per_device_batch_size": "12.0", "gradient_accumulation_steps": "1", "expansion_factor_real_data": "-1",
     "steps": "150001", "max_target_length": "2048", "learning_rate": "3e-5", "lr_schedule_type": "cosine",
@@ -122,7 +122,7 @@ def _chain(path: Path) -> dict[str, Stated]:
 
 
 def translate(t: Translation) -> None:
-    """Takes the words whose values differ from ours; the table of words says the others."""
+    """Takes the words whose values differ from ours; the table of words covers the others."""
     _run(t)
     _model(t)
     _program(t)
@@ -134,7 +134,7 @@ def _run(t: Translation) -> None:
     folder, name = (t.text(word) if "$" not in t.text(word) else "" for word in ("base_output_directory", "run_name"))
     for word in ("base_output_directory", "run_name"):
         if word in t and "$" in t.text(word):
-            t.ignore(word, "its variable is not set in the file; run_dir says where the run lies")
+            t.ignore(word, "its variable is not set in the file; run_dir is the folder of the run")
     if folder and "base_output_directory" in t:
         t.map("base_output_directory", run_dir=f"{folder.rstrip('/')}/{name}" if name else folder)
     if name and "run_name" in t:
@@ -147,7 +147,7 @@ def _run(t: Translation) -> None:
         t.ignore("wsd_decay_style", "wsd decays linearly")
     optimizer = t.text("opt_type")
     if optimizer == "adam_pax":
-        t.map("opt_type", "Adam with decoupled decay, written otherwise", opt_type="adamw")
+        t.map("opt_type", "Adam with decoupled decay, in another form", opt_type="adamw")
     for word in ("abort_on_nan_loss", "abort_on_inf_loss"):
         if t.is_true(word) and word in t:
             t.map(word, "the run ends at the first update that is not finite", max_consecutive_skips="1")
@@ -209,7 +209,7 @@ def _program(t: Translation) -> None:
     if "num_layers_per_pipeline_stage" in t:
         t.ignore("num_layers_per_pipeline_stage", "num_pipeline_repeats says it")
     if t.text("compiled_trainstep_file"):
-        t.refuse("compiled_trainstep_file", "maxbatch compile writes the programs of this config anew")
+        t.refuse("compiled_trainstep_file", "maxbatch compile writes new programs for this config")
 
 
 def _remat(t: Translation) -> None:
@@ -248,7 +248,7 @@ def _batch(t: Translation) -> None:
     elif t.is_true("enable_rampup_batch_size"):
         g = t.number("gradient_accumulation_steps") or 1
         code = f"; its code leaves out the {g:g} accumulation steps while it ramps" if g > 1 else ""
-        why = f"stage i begins at i x samples_per_increment; its code counts anew at every stage{code}"
+        why = f"stage i begins at i x samples_per_increment; its code restarts the count at every stage{code}"
         t.map("enable_rampup_batch_size", why, enable_rampup_batch_size="true")
         for word, default in RAMP_DEFAULTS.items():
             text = t.text(word, default)
@@ -272,11 +272,11 @@ def _batch(t: Translation) -> None:
         if t.is_true(word):
             t.ignore(word, "data are text")
     if "num_epoch" in t:
-        t.ignore("num_epoch", "steps says the length; epochs follow one another without a gap")
+        t.ignore("num_epoch", "steps sets the length; epochs follow one another without a gap")
 
 
 def _prompts(t: Translation) -> None:
-    """Takes the batch of prompts of reinforcement learning, which stands in place of the rows per device."""
+    """Takes the batch of prompts of reinforcement learning, which replaces the rows per device."""
     for name in PRETRAINING_BATCH:
         if name in t:
             t.ignore(name, "batch_size states the batch, in prompts")

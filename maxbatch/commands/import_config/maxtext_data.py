@@ -15,7 +15,7 @@ _DATA_WORDS = (
 
 
 def translate_data(t: Translation) -> None:
-    """Takes the words that say the data."""
+    """Takes the words of the data."""
     kind = t.text("dataset_type")
     is_eval = (t.number("eval_interval") or -1) > 0
     reads = {"synthetic": _synthetic, "tfds": _tfds, "hf": _hf, "grain": _grain}.get(kind)

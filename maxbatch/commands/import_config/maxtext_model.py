@@ -8,11 +8,11 @@ from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
-# Which layers of a block see a window only; attention_type does not say it there.
+# The layers of a block with a window only; attention_type does not state them there.
 _PATTERNS = {"gemma2": "local_sliding,global", "gemma3": ",".join(["local_sliding"] * 5 + ["global"])}
 _POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 _YARN_ONLY = ("rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
-# Llama 3.1's RoPE, whose numbers stand in its code.
+# Llama 3.1's RoPE, with numbers from MaxText's code.
 _LLAMA3_ROPE = {
     "rope_type": "llama3.1", "rope_factor": "8", "rope_low_freq_factor": "1", "rope_high_freq_factor": "4",
     "original_max_position_embeddings": "8192",
@@ -28,7 +28,7 @@ PRESET_DIFFERENCES = {
 
 
 def translate_form(t: Translation, is_preset: bool) -> None:
-    """Takes the words that say the form of a layer; a preset of ours has said what a block has beyond its words."""
+    """Takes the words of a layer's form; the rest of a block comes from our preset."""
     block = t.text("decoder_block")
     if block in _PATTERNS:
         _gemma(t, block, is_preset)

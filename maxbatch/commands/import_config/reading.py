@@ -1,4 +1,4 @@
-"""Files of other programs: what they are, their text, and the words and values of YAML and JSON."""
+"""Files of other programs: their kinds, their text, and the words and values of YAML and JSON."""
 
 from __future__ import annotations
 

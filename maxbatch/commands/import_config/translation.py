@@ -1,7 +1,7 @@
-"""The translation of another program's config: what became of each of its words, and the config of ours.
+"""The translation of another program's config: the fate of each of its words, and our config.
 
 A format (`maxtext`, `hf`, ...) takes the words whose values need more than another name. The table of words
-(`maxbatch.config.words`) says the rest; a word that it does not know is not supported.
+(`maxbatch.config.words`) covers the rest; a word that is not in it is not supported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maxbatch.system.errors import ConfigError
 Stated = str | list[object]  # a value as it is written, or a list
 
 MAPPED, IGNORED, UNSUPPORTED = "mapped", "ignored", "not supported"
-# At these values a word that is not supported says nothing.
+# At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
@@ -34,15 +34,15 @@ class Fate(NamedTuple):
     word: str
     value: str
     fate: str  # MAPPED, IGNORED or UNSUPPORTED
-    says: str  # what it was mapped to, why it is ignored, what would be needed
-    changes_data: bool = False  # of what is not supported: the batch or the data would be others without it
+    says: str  # the result of the mapping, why it is ignored, or the missing feature
+    changes_data: bool = False  # if not supported: whether the batch or the data would differ without it
 
 
 class Translation:
-    """The words that a file states, of which a format takes what it knows.
+    """The words of a file; a format takes those that it knows.
 
     Attributes:
-      settings: the config of ours, as texts.
+      settings: our config, as texts.
       fates: what became of the words.
     """
 
@@ -134,17 +134,17 @@ class Translation:
         self._tell(word, IGNORED, why)
 
     def refuse(self, word: str, why: str, changes_data: bool = False) -> None:
-        """Takes a word that has no counterpart and would change what is trained."""
+        """Takes a word that has no counterpart and would change training."""
         self._tell(word, UNSUPPORTED, why, changes_data)
 
     def finish(self) -> None:
-        """Takes all that is left as the table of words says."""
+        """Takes all remaining words by the table of words."""
         for word in list(self._left):
             self._by_table(word)
         while fault := _fault(self.settings):
             name = fault.partition("=")[0]
             if name not in self._words:
-                return  # values that do not go together; nobody can say which of their words is not supported
+                return  # values that exclude each other: which of their words is unsupported is unknown
             self._take_back(self._words[name], fault)
 
     def _take_back(self, word: str, fault: str) -> None:
@@ -206,7 +206,7 @@ class Translation:
 
 
 def _fault(settings: Mapping[str, str]) -> str:
-    """Returns what is wrong with a config of ours, "" if nothing is."""
+    """Returns the error of our config, "" if there is none."""
     try:
         load_config(overrides=[f"{name}={text}" for name, text in settings.items()])
     except ConfigError as error:
@@ -226,7 +226,7 @@ def _is_equal(key: str, left: str, right: str) -> bool:
 
 
 def _may_state_data(name: str) -> bool:
-    """Returns whether a name, below one that nobody knows, states the batch or the data here or anywhere."""
+    """Returns whether a name, below an unknown one, is a key of the batch or the data, here or in any framework."""
     row = look_up(name)
     names = [name, *(row.keys if row else ())]
     return (row is not None and row.changes_data) or any(key in keys() and _states_data(key) for key in names)

@@ -21,7 +21,7 @@ from maxbatch.system.folding import printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
-MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be told apart
+MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be distinguished
 _LONG_S = 3 * 3600
 _BRANCH = {"batch_size": int, "learning_rate": float, "updates": int, "loss": float | None, "difference": float | None}
 _CRITICAL_BATCH = {
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
-        help=f"follow the runs: write the page anew every so often (default {_WATCH_S}), until Ctrl-C",
+        help=f"follow the runs: rewrite the page every SECONDS (default {_WATCH_S}), until Ctrl-C",
     )  # fmt: skip
 
 
@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
-    """Writes the page anew while the runs go on, until a signal."""
-    note(f"the page follows the runs and loads itself anew every {seconds} s; Ctrl-C ends")
+    """Rewrites the page while the runs train, until a signal."""
+    note(f"the page follows the runs and reloads itself every {seconds} s; Ctrl-C ends")
     with Stopping("after this page") as stop:
         drawn, written = _changed(paths), time.monotonic()
         while not stop.is_asked:
@@ -82,7 +82,7 @@ def _changed(paths: Sequence[AnyPath]) -> float:
 
 
 def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
-    """Returns the page of these folders; with `reloads_s` it loads itself anew so often, in seconds."""
+    """Returns the page of these folders; with `reloads_s` it reloads itself every so many seconds."""
     names = _names(paths)
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
     runs: list[ReportedRun] = []

@@ -24,7 +24,7 @@ _MOST_STAGES = 200
 
 
 def plan_of(run: ReportedRun, is_open: bool) -> str:
-    """Returns what a run trained on, its batch plan there and its table of stages, under a fold, as HTML."""
+    """Returns the devices of a run, its batch plan there and its table of stages, under a fold, as HTML."""
     if run.config is None:
         return ""
     parts = [_devices_table(run.devices)] if run.devices else []

@@ -74,7 +74,7 @@ class ReportedRun:
 
     @property
     def apart(self) -> int:
-        """Updates from one that is drawn to the next."""
+        """The number of updates between drawn ones."""
         return max(1, -(-len(self.records) // self.most_points))
 
     @property
@@ -90,7 +90,7 @@ class ReportedRun:
         ]
 
     def columns(self, seconds_per_unit: float) -> RunColumns:
-        """Returns what is drawn, with time in a unit of `seconds_per_unit`."""
+        """Returns the drawn values, with time in a unit of `seconds_per_unit`."""
         records, drawn = self.records, self.drawn
         seconds = list(itertools.accumulate(self._seconds()))
         counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}

@@ -35,7 +35,7 @@ def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
 
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with the records of its folder, refuses another sweep, and records what it says."""
+    """Compares a sweep file with the records of its folder, refuses another sweep, and records the file's settings."""
     settings: dict[str, object] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
@@ -82,5 +82,5 @@ def check_recorded(
 
 def _changed(sweep: SweepFile, difference: str) -> ConfigError:
     return ConfigError(
-        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or what it was made with"
+        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or its settings"
     )

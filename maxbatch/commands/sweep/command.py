@@ -33,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file", type=local_path, metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
     )  # fmt: skip
     parser.add_argument(
-        "--retry-failed", action="store_true", help="run the trials that failed again (not those that diverged)"
+        "--retry-failed", action="store_true", help="run failed trials again (not those that diverged)"
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a sweep, or goes on with one, and returns the exit code: 75 after a signal to stop.
+    """Runs a sweep, or continues one, and returns the exit code: 75 after a signal to stop.
 
     Raises:
       ConfigError: the sweep file, or a config that it makes, cannot be used.
-      TrainingError: no trial came to its end.
+      TrainingError: no trial finished.
     """
     sweep = SweepFile.read(args.file)
     folder = SweepFolder(sweep.sweep_dir)
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
         # In a storage that machines share, only the trials of this machine are known.
         total = len(results) if sweep.storage else max(len(results), study.num_trials)
         left = total - sum(result.status != UNFINISHED for result in results)
-        console.print(f"stopped; {left} of {total} trials are left. The same command goes on.")
+        console.print(f"stopped; {left} of {total} trials are left. The same command continues.")
         return EXIT_STOPPED
     conclude(sweep, folder, results, console)
     return 0
 
 
 class TrialRuns:
-    """The trials of a sweep for the supervisor, each told to the user in a line at its start and its end."""
+    """The trials of a sweep for the supervisor; prints a line at the start and the end of each."""
 
     def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, progress: SweepProgress) -> None:
         self._folder, self._study, self._metric, self._progress = folder, study, metric, progress
@@ -116,7 +116,7 @@ def forget_failed(folder: SweepFolder, metric: str) -> None:
 
 
 def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
-    """Prints the table, writes the plot, and says what to type next."""
+    """Prints the table and the next command to type, and writes the plot."""
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]

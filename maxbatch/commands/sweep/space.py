@@ -1,6 +1,6 @@
 """The values of a swept key: a list of choices, or a range of numbers.
 
-A value is a text, as an override states it; the config key's own reader says what it means.
+A value is a text, as an override states it; the config key's own reader interprets it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from maxbatch.system.errors import ConfigError, TrainingError
 _OPENING_S = 60.0
 # In the words of the databases: nothing is wrong with the URL, and the same command may work later.
 _LATER = re.compile(r"locked|busy|timed? ?out|refused|unreachable|reset|gone away|is full|no space|too many", re.I)
-_LONGEST = 160  # characters of what a database says
+_LONGEST = 160  # characters of a database's message
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Storage(NamedTuple):
     """An Optuna storage, as messages name it."""
 
     name: str
-    remedy: str  # what to do where the storage itself is at fault
+    remedy: str  # the advice where the storage itself is at fault
 
     @classmethod
     def of(cls, url: str | None, file: Path) -> Storage:
@@ -35,11 +35,11 @@ class Storage(NamedTuple):
         return cls(f"storage={shown(shown_url)}", "works: storage: sqlite:///sweep.db")
 
     def open(self, opened: Callable[[], T]) -> T:
-        """Returns what `opened` returns, within a minute.
+        """Returns the result of `opened`, within a minute.
 
         Raises:
           ConfigError: the storage cannot be used.
-          TrainingError: it is locked, or does not answer.
+          TrainingError: it is locked, or does not respond.
         """
         results: list[T] = []
         errors: list[Exception] = []

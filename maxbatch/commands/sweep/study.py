@@ -1,8 +1,7 @@
 """The trials of a sweep, as an Optuna study.
 
-The study knows the trials and their results; the folder of each lies on the machine that runs it. In a storage that
-machines share, a trial's `sweep_dir` attribute names the sweep's folder, so that only the same command there goes on
-with it.
+The study has the trials and their results; the folder of each is on the machine that runs it. In a storage that
+machines share, a trial's `sweep_dir` attribute names the sweep's folder, so only the same command there continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_COMBINATIONS = 100_000
-_LOST_S = 60  # from a trial's start to the record of who runs it: milliseconds, unless that process was killed
+_LOST_S = 60  # from a trial's start to the record of its process: milliseconds, unless that process was killed
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
 _DATABASE = "optuna.db"
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
@@ -70,7 +69,7 @@ class SweepStudy:
         self._lock_file = self._here / ".study.lock"  # under which commands in one sweep_dir take trials
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
-        self._num_reported: dict[int, int] = {}  # by trial, the evals that the study knows
+        self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
         with self._storage.errors():
             if sweep.storage is None:
                 with exclusive(self._lock_file):
@@ -200,7 +199,7 @@ class SweepStudy:
         return next((one for one in self._grid or () if _items(one) not in recorded), None)
 
     def _adopt(self) -> optuna.Trial | None:
-        """Returns a trial without a folder that was begun here, or by a process that was killed at once."""
+        """Returns a trial without a folder that was started here, or by a process that was killed at once."""
         recorded = {trial.number for trial in self._folder.trials()}
         lost_before = datetime.datetime.now() - datetime.timedelta(seconds=_LOST_S)
         for frozen in self._trials():
@@ -284,7 +283,7 @@ class SweepStudy:
         states = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}
         told = states.get(Status(result.status), state.PRUNED)
         value = result.value if told == state.COMPLETE else None
-        # A ValueError: told already, by the same command before it was killed
+        # A ValueError: reported already, by the same command before it was killed
         with self._storage.errors(), contextlib.suppress(ValueError):
             self._study.tell(result.trial.number, value, state=told)
         self._keep()

@@ -105,7 +105,7 @@ def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> N
         raise ConfigError(f"{nodes['trials'][1]}: trials={values['trials']}: must not be given for a grid, which has "
                           "one trial per combination; works: sampler: random")  # fmt: skip
     if sampler != "grid" and "trials" not in nodes:
-        raise ConfigError(f"{path}: trials must say how many, since sampler is {sampler}; works: trials: 20")
+        raise ConfigError(f"{path}: trials must be a number, since sampler is {sampler}; works: trials: 20")
     if sampler != "optuna" and "storage" in nodes:
         storage = shown(str(values["storage"]))
         raise ConfigError(f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "
@@ -129,7 +129,7 @@ def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
 def _parameters(path: Path, entry: tuple[yaml.Node, str] | None) -> tuple[Parameter, ...]:
     example = "works: parameters: {learning_rate: [1e-3, 3e-3]}"
     if entry is None:
-        raise ConfigError(f"{path}: parameters must say which config keys are swept; {example}")
+        raise ConfigError(f"{path}: parameters must name the swept config keys; {example}")
     parameters = []
     for name, node, where in pairs(path, entry[0]):
         if name not in keys():

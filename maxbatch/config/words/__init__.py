@@ -1,6 +1,6 @@
-"""The words of other frameworks: what each is here, or why it is nothing here (`words.txt`).
+"""The words of other frameworks: the key that each corresponds to, or why none does (`words.txt`).
 
-Read when a word is asked for, since most runs ask for none. Hints, the docs and `maxbatch import` are made from it.
+The table is read on first use, since most runs need no word. Hints, the docs and `maxbatch import` are made from it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FRAMEWORKS = {
 class Word(NamedTuple):
     """A row of the table."""
 
-    word: str  # as it is written there; * stands for any text
+    word: str  # as written there; * matches any text
     whose: tuple[str, ...]  # keys of FRAMEWORKS
-    here: str  # as words.txt says it: KEY, ~KEY ..., -, ! or !!
+    here: str  # as in words.txt: KEY, ~KEY ..., -, ! or !!
     why: str
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that say it here; none for a word without a counterpart."""
+        """The keys that correspond to it; none for a word without a counterpart."""
         return () if self.here[0] in "-!" else tuple(self.here.lstrip("~").split())
 
     @property
@@ -47,7 +47,7 @@ class Word(NamedTuple):
         return self.here == "!!"
 
     def answer(self) -> str:
-        """Returns what is said to someone who uses the word here."""
+        """Returns the message for a user who types the word."""
         names = ", ".join(FRAMEWORKS[name] for name in self.whose)
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
@@ -84,7 +84,7 @@ def look_up(word: str, whose: str | None = None) -> Word | None:
     A path of a nested file is looked up whole, then by its last name.
     """
     name = normal(word)
-    # MaxText's configs are flat: what a nested mapping holds there is of another model.
+    # MaxText's configs are flat: a nested mapping belongs to another model.
     tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
     for tried in dict.fromkeys(tried_names):
         exact = _by_word().get(tried, ())

@@ -1,4 +1,4 @@
-"""Values of other frameworks' words as ours, where the words alone say too little."""
+"""Values of other frameworks' words converted to ours, where the table of words is not enough."""
 
 from __future__ import annotations
 

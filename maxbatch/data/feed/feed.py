@@ -102,8 +102,8 @@ class StagedBatch(NamedTuple):
     batch: Batch
     planned: PlannedStep
     shape: BatchShape
-    num_micro_batches: int  # those of the A that have real rows
-    waited_s: float = 0.0  # the wait of training for it
+    num_micro_batches: int  # micro-batches, of the A, that have real rows
+    waited_s: float = 0.0  # the time that training waited for it
 
 
 class Feed:

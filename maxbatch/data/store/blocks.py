@@ -1,4 +1,4 @@
-"""Hashes of the blocks of a store's files, made when the store is built and compared where a read covers a block.
+"""Hashes of the blocks of a store's files, made when the store is built and checked when a block is read.
 
 `blocks.bin` holds a 32-bit hash of every 128 bytes of the files of tokens and of `offsets.npy`, file after file in the
 order of the manifest; each file begins a new block, and its last block is filled with zeros. Blocks are this small
@@ -58,7 +58,7 @@ def block_hashes(data: Any) -> np.ndarray:
 
 
 def masks(content: str, first: int, count: int) -> np.ndarray:
-    """Returns what masks the hashes of blocks `first` to `first + count - 1` (uint32) of a store with this content."""
+    """Returns the mask of the hashes of blocks `first` to `first + count - 1` (uint32) of a store with this content."""
     seed = np.frombuffer(hashlib.blake2b(content.encode(), digest_size=8).digest(), "<u8")[0]
     mixed = (np.arange(first, first + count, dtype=np.uint64) ^ seed) * _MIX[0]
     mixed = (mixed ^ mixed >> np.uint64(32)) * _MIX[1]
@@ -93,7 +93,7 @@ class BlockHasher:
 
 
 class Blocks:
-    """The hashes of a store's blocks, with which what is read of its files is compared.
+    """The hashes of a store's blocks, against which reads of its files are checked.
 
     Args:
       folder: the store.
@@ -167,13 +167,13 @@ class Blocks:
 
 
 class MappedFile:
-    """A file of this machine, mapped; what is read of it is checked once per process, 64 KiB at a time.
+    """A mapped file of this machine; each part that is read is checked once per process, 64 KiB at a time.
 
     Args:
       path: the file.
       dtype: of its values.
       size: bytes of the file.
-      blocks: its hashes; None if the store was made without.
+      blocks: its hashes; None if the store has none.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], size: int, blocks: Blocks | None) -> None:
@@ -204,7 +204,7 @@ class MappedFile:
         return places >> self._shift
 
     def _check(self, chunks: np.ndarray) -> None:
-        """Checks those chunks that were not checked before."""
+        """Checks the chunks that have not been checked yet."""
         assert self._blocks is not None, "without hashes, nothing is left to check"
         is_checked = self._is_checked[chunks]
         if is_checked.all():
@@ -217,7 +217,7 @@ class MappedFile:
         self._is_whole = bool(self._is_checked.all())
 
     def _refuse_shrunk(self, size: int) -> None:
-        """Raises ConfigError if the file is shorter than it was: to read behind its end would end the process."""
+        """Raises ConfigError if the file is shorter than it was: reading a map past its end kills the process."""
         if size < self._size:
             block = size // BLOCK_BYTES
             raise damaged_file(self._path, f"it is cut short in block {block}: {size} bytes of {self._size} are left")

@@ -48,7 +48,7 @@ from maxbatch.system.storage import AnyPath, is_remote, upload
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
-# Tokens of a file of a store in an object store, about: ten trillion tokens are thousands of objects.
+# Tokens per file of a store in an object store, about: ten trillion tokens are thousands of objects.
 SHARD_TOKENS = 1 << 30
 
 Progress = Callable[[int], None]  # called with the bytes of the files that were tokenised since the last call
@@ -67,12 +67,12 @@ def default_workers(source: DocumentSource) -> int:
 
 @dataclass(frozen=True)
 class Build:
-    """What is built, and how.
+    """The dataset to build, and how to build it.
 
     Attributes:
-      workers: processes that tokenise, at most.
-      shard_tokens: a file of tokens ends with the job that fills it to so many; None: one file on a disk, and files of
-        `SHARD_TOKENS` in an object store, where a build that was killed goes on after its last finished file.
+      workers: most processes that tokenise.
+      shard_tokens: a file of tokens ends with the job that brings it to this size; None: one file on a disk, files of
+        `SHARD_TOKENS` in an object store, where a killed build continues after its last finished file.
     """
 
     source: DocumentSource
@@ -92,7 +92,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
 
     Raises:
-      ConfigError: data that cannot be read, a dataset without documents, files that change meanwhile.
+      ConfigError: data that cannot be read, a dataset without documents, files that change while they are read.
       TrainingError: a worker was killed.
       OSError: the folder cannot be written.
     """
@@ -209,7 +209,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
 
 
 def _workers(build: Build) -> int:
-    """Returns the processes that tokenise.
+    """Returns the number of processes that tokenise.
 
     One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since their
     tokens have to be copied once more.

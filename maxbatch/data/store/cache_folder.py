@@ -1,6 +1,6 @@
 """The cache of tokenised data and of figures computed from them.
 
-Imports nothing slow, so that a plan can tell at once that nothing is cached.
+Imports nothing slow, so that a plan quickly sees if nothing is cached.
 """
 
 from __future__ import annotations

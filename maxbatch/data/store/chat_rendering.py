@@ -1,6 +1,6 @@
-"""The process that renders chat templates, which are programs of others: Jinja's sandbox with transformers' settings.
+"""The process that renders chat templates, which are untrusted programs: Jinja's sandbox with transformers' settings.
 
-`strftime_now` answers one fixed date, since a stream of samples must not change from day to day.
+`strftime_now` returns one fixed date, since a stream of samples must not change from day to day.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jinja2 import Template, nodes
     from jinja2.parser import Parser
 
-# The date that Llama's templates take where no other is given.
+# The default date of Llama's templates.
 _TODAY = datetime(2024, 7, 26)
 MOST_CHARACTERS = 32 << 20  # of a conversation as text
 
@@ -30,7 +30,7 @@ class ConversationError(ValueError):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the parts of it that the assistant says, as begin and end in characters."""
+    """A conversation as text, and the spans of the assistant's parts, as begin and end in characters."""
 
     text: str
     spans: list[Span]
@@ -61,7 +61,7 @@ class Renderer:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
-          ConversationError: the template refuses the conversation, or does not tell the assistant's parts from others.
+          ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
         """
         messages, extras, first = question
         source = self._sources.get("tool_use") if extras.get("tools") else None
@@ -81,13 +81,13 @@ class Renderer:
         end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)
         if not text.startswith(prompt):
             raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise than after the prompt for it, so that its "
-                "trained tokens cannot be told from the others; {% generation %} in the template marks them"
+                f"the chat template writes message {turn + 1} differently than after the prompt for it, so its "
+                "trained tokens cannot be identified; {% generation %} in the template marks them"
             )
         begin = len(prompt)
         if text.startswith(so_far):
             return begin, max(begin, len(so_far.rstrip()) if end_token else len(so_far))
-        # Templates may shorten earlier turns, as by what the assistant thought; their end is the end of turn.
+        # Templates may shorten earlier turns, for example by the assistant's reasoning; their end is the end of turn.
         if end_token and end_token in json.dumps(messages[turn], ensure_ascii=False):
             raise ConversationError(
                 f"message {turn + 1} writes {end_token} itself, and the chat template shortens it once others follow, "
@@ -96,8 +96,8 @@ class Renderer:
         end = text.find(end_token, begin) if end_token else -1
         if end < 0:
             raise ConversationError(
-                f"the chat template writes message {turn + 1} otherwise once others follow it, and ends it with no "
-                "special token, so that its trained tokens cannot be told from the others; {% generation %} in the "
+                f"the chat template writes message {turn + 1} differently once others follow it, and ends it with no "
+                "special token, so its trained tokens cannot be identified; {% generation %} in the "
                 "template marks them"
             )
         return begin, end + len(end_token or "")
@@ -118,7 +118,7 @@ class Renderer:
             text = self._compiled(source).render(**variables)
         except (ConversationError, MemoryError):
             raise
-        except Exception as error:  # a template is a program, and its faults are of any kind
+        except Exception as error:  # a template is a program and may raise anything
             raise ConversationError(f"the chat template refuses it ({' '.join(str(error).split())[:400]})") from None
         if len(text) > MOST_CHARACTERS:
             raise ConversationError(f"the chat template makes more than {MOST_CHARACTERS:,} characters of it")
@@ -142,7 +142,7 @@ class _Marked(NamedTuple):
 
 
 class _Marks:
-    """The marks around what a template generates, drawn anew for each rendering, so that no text can hold them."""
+    """The marks around generated parts, random for each rendering, so that no text can contain them."""
 
     def __init__(self) -> None:
         self._name = f"maxbatch-{secrets.token_hex(16)}"
@@ -169,9 +169,9 @@ class _Marks:
                 spans.append((begin, length))
                 begin = None
             else:
-                raise ConversationError("the chat template nests or changes what stands in its {% generation %}")
+                raise ConversationError("the chat template nests or changes the content of its {% generation %}")
         if begin is not None:
-            raise ConversationError("the chat template cuts off what stands in its {% generation %}")
+            raise ConversationError("the chat template cuts off the content of its {% generation %}")
         return _Marked("".join(parts), spans)
 
 
@@ -186,7 +186,7 @@ def check_syntax(source: str) -> None:
 
 
 def environment() -> Any:
-    """Returns Jinja's sandbox with what transformers gives to chat templates."""
+    """Returns Jinja's sandbox with the functions that transformers gives to chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension

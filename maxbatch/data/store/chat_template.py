@@ -1,9 +1,9 @@
-"""Chat templates: conversations as text, by the Jinja template that a tokenizer brings along, and who wrote which part.
+"""Chat templates: conversations as text, by the Jinja template of a tokenizer, and who wrote which part.
 
 The template is that of `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is a program of others
 and runs in a process of its own, with a bound on the time and the memory of each conversation.
 
-A template may mark what the assistant says itself, by `{% generation %} ... {% endgeneration %}`. Else the assistant's
+A template may mark the assistant's parts itself, by `{% generation %} ... {% endgeneration %}`. Else the assistant's
 part of a turn begins where the prompt for it ends (the conversation so far, with the generation prompt), and ends with
 the turn, without the white space that follows its end-of-turn token. Special tokens that a message spells out are those
 tokens, as in transformers; they move the loss weight of no other message.
@@ -48,7 +48,7 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """What fixes the text of every conversation."""
+        """The values that fix the text of every conversation."""
         return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
 
     def render(self, questions: Sequence[Question]) -> list[Rendered | ConversationError]:

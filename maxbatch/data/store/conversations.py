@@ -9,7 +9,7 @@ With `sft_train_on_completion_only` the assistant's tokens are trained on, the e
 assistant message, or of the completion. Without, all tokens are.
 
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
-that the prompt has by itself, or else generation would begin otherwise than training did.
+that the prompt has by itself, or else generation would begin differently from training.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Conversations:
 
     @property
     def identity(self) -> dict[str, object]:
-        """What fixes the tokens of records, besides the tokenizer."""
+        """The values that fix the tokens of records, besides the tokenizer."""
         try:
             template = self.tokenizer.chat_template().identity
-        except ConfigError:  # told once a record needs it
+        except ConfigError:  # raised once a record needs the template
             template = None
         return {"completion_only": self.completion_only, "template": template}
 
@@ -70,7 +70,7 @@ class Conversations:
         None stands for a record that `skip_bad_records` leaves out.
 
         Raises:
-          RecordError: a record without a conversation, or one whose tokens cannot be told apart.
+          RecordError: a record without a conversation, or one in which trained tokens cannot be told from others.
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]

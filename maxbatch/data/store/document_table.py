@@ -1,4 +1,4 @@
-"""Where the documents of a store begin and end: asked of an array, or of a file in an object store by range.
+"""The places where documents of a store begin and end, in an array or in a file of an object store read by range.
 
 The table of a large store is too large for a host: fifty million documents take 400 MB. Of such a table blocks are read
 when a row needs them. A block is found by interpolation between those read before, as documents of a store are about
@@ -28,12 +28,12 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
-BLOCK_DOCUMENTS = 8192  # 64 KiB: a request costs as much as reading so many bytes
+BLOCK_DOCUMENTS = 8192  # 64 KiB: a request costs as much as reading this many bytes
 KEPT_BYTES = 64 << 20  # of blocks
 _MOST_MARKS = 1 << 16
-_INTERPOLATIONS = 3  # of a search, before each second step halves what is left
+_INTERPOLATIONS = 3  # steps of a search before every second one bisects
 _HEADER_BYTES = 128  # of a file that numpy writes, at least
-_BLOCKS_OF_A_PASS = 64  # that a pass over the table reads by one request, 4 MiB
+_BLOCKS_OF_A_PASS = 64  # blocks that a pass over the table reads by one request, 4 MiB
 _REQUESTS_OF_A_PASS = 8  # at the same time
 
 T = TypeVar("T")
@@ -68,13 +68,13 @@ class WholeTable:
 
 
 class RangedTable:
-    """A table in an object store, in a file that numpy wrote.
+    """A table in an object store, in numpy's file format.
 
     Args:
       path: the file.
-      num_documents: that the store has.
+      num_documents: documents of the store.
       num_tokens: of all of them.
-      blocks: the hashes with which it is compared; None for a store that was made without.
+      blocks: the hashes with which it is compared; None for a store without hashes.
 
     Raises:
       ConfigError: the file is no such table.

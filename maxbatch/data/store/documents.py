@@ -86,7 +86,7 @@ class DocumentSource:
         if missing and not config.skip_bad_records:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise source.error(
-                f"shard {missing[0]} is missing{others}; skip_bad_records=true goes on without it, and a list of "
+                f"shard {missing[0]} is missing{others}; skip_bad_records=true continues without it, and a list of "
                 "the shards (joined by ';') asks for no others"
             )
         return source
@@ -126,7 +126,7 @@ class DocumentSource:
                 raise self._unreadable(file, error) from error
 
     def refuse_changed(self) -> None:
-        """Raises ConfigError if a file is no longer what was listed."""
+        """Raises ConfigError if a file has changed since it was listed."""
         for file in self.files:
             if what := changed(file):
                 again = "; start again once it is complete" if what == "changed" else ""
@@ -145,7 +145,7 @@ class DocumentSource:
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
 
     def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError | TrainingError:
-        if isinstance(error, TrainingError):  # a store that does not answer
+        if isinstance(error, TrainingError):  # a store that does not respond
             return error
         return self.error(f"cannot read {file.path}: {error.strerror or error}")
 

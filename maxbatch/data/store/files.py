@@ -1,6 +1,6 @@
 """The files that a dataset path names, in a fixed order.
 
-A path is a file, a folder (its files of the wanted kind, in order of their names) or a glob; several are joined by
+A path is a file, a folder (its files of the expected kind, in order of their names) or a glob; several are joined by
 ";", and their files follow one another in that order. Limits: a path cannot contain ";"; files whose names begin with a
 dot are not part of a folder.
 """

@@ -1,4 +1,4 @@
-"""The split of records into those that train and those that are held out, in closed form."""
+"""The split of records into training and held-out ones, in closed form."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HeldOutFraction:
 
 @dataclass(frozen=True)
 class Records:
-    """The training (or held-out) records of the first `total`, by their indices in order; none of them is kept."""
+    """The training (or held-out) records of the first `total`, by their indices in order, computed on demand."""
 
     split: HeldOutFraction
     total: int
@@ -68,7 +68,7 @@ class Records:
 
     @property
     def are_all(self) -> bool:
-        """Whether no record is left out."""
+        """Whether all records are included."""
         return len(self) == self.total
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The token store of the dataset that a config names: prepared before, found in the cache, or built now.
+"""The token store of the dataset that a config names: prepared earlier, found in the cache, or built now.
 
 The cache holds one store per dataset, tokenizer and settings, and finds it again as long as the dataset's files stay
 the same (path, size, time of change). If several processes need a new store, one builds it and the others wait.
@@ -103,7 +103,7 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
 
 
 def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
-    """Raises ConfigError for a store whose documents or conversations were made otherwise than the config asks for."""
+    """Raises ConfigError for a store of documents or conversations that were made with other settings."""
     made = manifest.get("conversations")
     prepared = {"use_sft": made is not None}
     if not config.use_sft:

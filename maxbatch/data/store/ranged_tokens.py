@@ -14,20 +14,20 @@ from maxbatch.data.store.blocks import Blocks, MappedFile
 from maxbatch.system.storage import AnyPath, is_remote
 from maxbatch.system.stores.store import MAX_REQUESTS
 
-# Ranges that are closer than this are read as one: a request costs as much as reading so many bytes.
+# Ranges that are closer than this are read as one: a request costs as much as reading this many bytes.
 _GAP_BYTES = 16 << 10
-_WIDEST_GAP_BYTES = 1 << 20  # between ranges that are read as one as long as little is read in vain
+_WIDEST_GAP_BYTES = 1 << 20  # the most bytes between ranges read as one, as long as few of them are wasted
 _LONGEST_BYTES = 8 << 20  # of one request
 
 
 class RangedTokens:
-    """An array of tokens in one file or several, of which slices and lists of places are read when they are asked for.
+    """An array of tokens in one or several files; slices and lists of places are read on access.
 
     Args:
       files: their paths, in order.
       dtype: of a token.
       sizes: tokens of each file.
-      blocks: the hashes with which they are compared; None for a store that was made without.
+      blocks: the hashes with which they are compared; None for a store without hashes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RangedTokens:
         ends = np.append(starts[1:], len(places)) - 1
         ranges = list(zip(places[starts].tolist(), (places[ends] + 1).tolist(), strict=True))
         read = self._read(ranges)
-        # Where each range begins in what was read, less where it begins in the store.
+        # Where each range begins in the bytes read, minus where it begins in the store.
         lengths = np.array([end - begin for begin, end in ranges])
         shift = np.cumsum(lengths) - lengths - np.array([begin for begin, _ in ranges])
         array: np.ndarray = read[(places + np.repeat(shift, ends - starts + 1))[inverse]].reshape(wanted.shape)
@@ -97,7 +97,7 @@ class RangedTokens:
 
 
 class MappedTokens:
-    """An array of tokens in one file of this machine, of which slices and lists of places are read."""
+    """An array of tokens in one file of this machine; slices and lists of places are read on access."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file, self.dtype = file, file.array.dtype
@@ -112,8 +112,8 @@ class MappedTokens:
 def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
     """Returns the longest step between places that one range spans.
 
-    What lies between is read in vain: a little of it always, more while it is in sum at most half of what is wanted.
-    The documents of rows that are packed by best fit lie apart, and would else cost a request each.
+    Bytes between ranges are wasted: a few are always allowed, more only up to half of the bytes wanted.
+    The documents of rows packed by best fit are far apart, and would otherwise cost a request each.
     """
     sizes, counts = np.unique(steps, return_counts=True)
     cheap = sizes[np.cumsum((sizes - 1) * counts) <= num_wanted // 2]
@@ -123,5 +123,5 @@ def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
 
 @functools.cache
 def readers() -> ThreadPoolExecutor:
-    """Returns the threads that read ranges of objects; what they run must not wait for others of them."""
+    """Returns the threads that read ranges of objects; a job on them must not wait for another."""
     return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-tokens")

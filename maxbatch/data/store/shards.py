@@ -1,7 +1,7 @@
 """Shards of a token store: files of tokens that are cut between the jobs of a build.
 
-While a store is built into an object store, what is known of the documents of each finished shard lies beside it, in
-`.building/`, so that a build that was killed goes on with the next shard.
+While a store is built into an object store, the facts about the documents of each finished shard are beside it, in
+`.building/`, so that a killed build continues with the next shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _name(number: int) -> str:
 
 @dataclass
 class Shard:
-    """What is known of the documents of a shard, and how many jobs it took."""
+    """The facts about the documents of a shard, and the number of its jobs."""
 
     jobs: int = 0
     facts: Tokenised = field(default_factory=lambda: Tokenised(0))  # with the digests of its documents
@@ -86,13 +86,13 @@ class Shard:
 
 
 class ShardWriter:
-    """Writes tokens into files of about `shard_tokens` tokens each; it is the file that jobs write to.
+    """Writes tokens into files of about `shard_tokens` tokens each; jobs write to it as to one file.
 
     Args:
       folder: where the files are made.
       shard_tokens: a shard that has as many ends with its job; None for one shard.
       first: the number of the first shard.
-      keep: takes the number, the file and the facts of each shard that others follow.
+      keep: called with the number, the file and the facts of each shard but the last.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ShardWriter:
         return self._file.write(data)
 
     def end_job(self, done: Tokenised) -> None:
-        """Takes the facts about the job whose tokens were written last."""
+        """Adds the facts about the job whose tokens were written last."""
         self._shard.add(done)
         self._is_full = self._shard_tokens is not None and self._shard.tokens >= self._shard_tokens
 
@@ -130,7 +130,7 @@ class ShardWriter:
     def __exit__(self, kind: object, *exc: object) -> None:
         """Closes the last file; the only one of a store gets its own name."""
         if kind:
-            with contextlib.suppress(OSError):  # what failed before is what counts
+            with contextlib.suppress(OSError):  # an earlier failure takes precedence
                 self._file.close()
             return
         self._close()
@@ -175,8 +175,8 @@ class RemoteShards:
             return None
 
     def keep(self, number: int, file: Path, shard: Shard) -> None:
-        """Copies a finished shard to the store, and then its facts, which make it count; removes the file here."""
-        (self._folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
+        """Copies a finished shard to the store, then its facts, which mark it as finished; removes the local file."""
+        (self._folder / MANIFEST).unlink(missing_ok=True)  # of the store that this one replaces
         upload(file, self._folder / file.name)
         self._facts(number).write_bytes(shard.to_bytes(self._signature))
         file.unlink()
@@ -185,7 +185,7 @@ class RemoteShards:
         return self._folder / BUILDING_FOLDER / f"{number:05d}.npz"
 
     def tidy(self, names: Sequence[str]) -> None:
-        """Removes what only a build needs, and tokens of another store that lay in the folder."""
+        """Removes the files that only a build needs, and tokens of another store in the folder."""
         remove_tree(self._folder / BUILDING_FOLDER)
         for name in file_sizes(self._folder):
             if name.startswith("tokens") and name.endswith(".bin") and name not in names:

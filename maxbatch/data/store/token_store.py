@@ -10,7 +10,7 @@ In a store of conversations (`use_sft`) the highest bit of each token says wheth
 The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
 of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
 compared with the hashes of their blocks where they are read: of a local store each block once per process, in a bucket
-every time. `maxbatch prepare --verify` reads all of them, and computes the hash of the content anew, which is in the
+every time. `maxbatch prepare --verify` reads all of them, and recomputes the hash of the content, which is in the
 identity of the stream. A store that was made without hashes is read with a warning.
 """
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 
 VERSION = 2
-_MOST_MANIFEST_BYTES = 64 << 20  # a held-out part of some million documents is listed in it
+_MOST_MANIFEST_BYTES = 64 << 20  # it lists held-out documents, which may be millions
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
 MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
 _BESIDE = (OFFSETS, BLOCKS)  # the files beside those of tokens
-BUILDING_FOLDER = ".building"  # lies in an object store while a store is built there
+BUILDING_FOLDER = ".building"  # in an object store while a store is built there
 # The settings that shape the documents of given files.
 _SOURCE_SETTINGS = ("dataset_type", "text_field", "record_format", "skip_bad_records")
 
@@ -122,7 +122,7 @@ class TokenStore:
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
     `sizes` (bytes per file, those of tokens in order), `offsets_crc32` and `checksum` (hash of the manifest without it;
-    new stores only). A store of conversations also has `conversations`, which says how they were made.
+    new stores only). A store of conversations also has `conversations`, the settings that made them.
     """
 
     folder: AnyPath
@@ -149,7 +149,7 @@ class TokenStore:
 
     @cached_property
     def blocks(self) -> Blocks | None:
-        """The hashes of the blocks of tokens and offsets; None if the store was made without."""
+        """The hashes of the blocks of tokens and offsets; None if the store has none."""
         sizes: dict[str, int] = self.manifest["sizes"]
         if BLOCKS not in sizes:
             return None
@@ -157,7 +157,7 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced meanwhile."""
+        """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced since."""
         self._refuse_replaced()
         path = self.folder / OFFSETS
         is_mapped = not is_remote(path) and self.manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES
@@ -206,7 +206,7 @@ class TokenStore:
             raise damaged_file(self.folder / ONE_SHARD, "it differs from the hash of its content")
 
     def _documents(self, begins: list[int], ends: list[int]) -> Iterator[np.ndarray]:
-        """Yields the tokens of documents in order; many are read at a time, since a request has its price."""
+        """Yields the tokens of documents in order, read in batches, because requests are slow."""
         first, window = 0, self.tokens[0:0]
         for begin, end in zip(begins, ends, strict=True):
             if end > first + len(window):
@@ -242,7 +242,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) 
 
 
 def manifest_checksum(manifest: Manifest) -> str:
-    """Returns the checksum of a manifest, which lies in it beside the other values."""
+    """Returns the checksum of a manifest, which the manifest itself contains."""
     others = {name: value for name, value in manifest.items() if name != "checksum"}
     return hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -294,7 +294,7 @@ def _is_manifest(value: Any) -> TypeGuard[Manifest]:
 
 
 def _are_sizes(stated: object, token_bytes: int) -> bool:
-    """Returns whether the files that a manifest states are a store's."""
+    """Returns whether the files in a manifest are those of a store."""
     if not isinstance(stated, dict) or OFFSETS not in stated:
         return False
     shards = [name for name in stated if name not in _BESIDE]

@@ -32,7 +32,7 @@ _COPY_BYTES = 1 << 18
 
 
 class Writable(Protocol):
-    """What tokens are written to."""
+    """The file that tokens are written to."""
 
     def write(self, data: Any, /) -> object: ...
 
@@ -117,7 +117,7 @@ class Tokenised:
     source_bytes: int  # bytes of the files that were read, about
     lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
     digests: bytes = b""  # hashes of the documents, one after the other
-    held_out: list[int] = field(default_factory=list)  # numbers, in the job, of what the dataset itself holds out
+    held_out: list[int] = field(default_factory=list)  # numbers, in the job, of documents that the dataset holds out
     skipped: int = 0  # records left out
     text_bytes: int = 0  # of all documents
 
@@ -190,7 +190,7 @@ def _in_order(
                 "needs the least"
             ) from end
 
-    # With so many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
+    # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
     # the tokens themselves.
     parts = deque(folder / f"part-{number}" for number in range(4 * workers))
     for job in jobs:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
     from tokenizers import Tokenizer
 
-# The usual names of special tokens; the first one that a tokenizer has is taken. GPT-2's single token is bos and eos.
+# The usual names of special tokens; the first that a tokenizer has is used. GPT-2's single token is bos and eos.
 _NAMES = {
     "bos": ("<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "<bos>", "<s>", "<|endoftext|>"),
     "eos": ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>"),
@@ -42,7 +42,7 @@ L = TypeVar("L", bound=_Library)
 
 
 class _FileTokenizer(ABC, Generic[L]):
-    """A tokenizer whose file is found and hashed at once and loaded at the first use, in each process anew."""
+    """A tokenizer whose file is found and hashed at once, and loaded at the first use in each process."""
 
     kind: str
     file_name: str  # in a folder, as a glob
@@ -134,7 +134,7 @@ class _FileTokenizer(ABC, Generic[L]):
     def _encode(self, texts: list[str]) -> Iterable[list[int]]: ...
 
     def _settings(self) -> bytes:
-        """Returns what shapes the tokens besides the file."""
+        """Returns the settings that shape the tokens, besides the file."""
         return b""
 
     def _find(self, path: str) -> AnyPath:
@@ -194,7 +194,7 @@ class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
         return (encoding.ids for encoding in encodings)
 
     def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text, of which every special token that it spells out is that token."""
+        """Returns the ids (int32[n]) of each text; special tokens that are spelled out in it become those tokens."""
         encoded = self._markup_library.encode_batch_fast(
             [utf8_of(text).decode("utf-8") for text in texts], add_special_tokens=False
         )

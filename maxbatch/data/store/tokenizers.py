@@ -41,12 +41,12 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray: ...
 
-    # Special tokens that these texts spell out are those tokens.
+    # Special tokens that are spelled out in these texts become those tokens.
     def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
-    def begins_with_bos(self) -> bool: ...  # whether its own rules put bos before a text
+    def begins_with_bos(self) -> bool: ...  # whether its own rules add bos before a text
 
     def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
 

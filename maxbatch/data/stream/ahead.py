@@ -1,5 +1,5 @@
-"""Reading ahead by time: as many blocks as training takes in some seconds, so that a store that is slow for as long
-stops nobody. Grain's prefetch, which serves what lies on a disk, counts elements.
+"""Reading ahead by time: enough blocks for some seconds of training, so that a store that stalls for as long
+does not stop training. Grain's prefetch, used for data on a disk, counts elements.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Blocks(Protocol[T_co]):
 
 
 class ReadAheadByTime(Generic[T]):
-    """Iterates over elements in order, reading those ahead that are wanted within the next seconds.
+    """Iterates over elements in order, reading ahead those needed within the next seconds.
 
     Args:
-      blocks: what is read.
-      seconds: how long what is read ahead is to last, at the pace at which it was taken lately.
+      blocks: the elements to read.
+      seconds: the time that the elements read ahead should last, at the recent pace of training.
       least: elements read ahead at any pace.
       most: elements read ahead at most.
     """
@@ -39,7 +39,7 @@ class ReadAheadByTime(Generic[T]):
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="maxbatch-ahead")
         self._reading: deque[Future[T]] = deque()
         self._next = 0  # the element that is read next
-        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # that training took, without its waits here
+        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds that training took, without its waits here
         self._returned = time.monotonic()
 
     def __iter__(self) -> ReadAheadByTime[T]:
@@ -47,7 +47,7 @@ class ReadAheadByTime(Generic[T]):
 
     def __next__(self) -> T:
         self._intervals.append(time.monotonic() - self._returned)
-        # It grows by one element at a time: the first ones are taken at once, which is no pace.
+        # It grows by one element at a time: the first elements are taken at once, which shows no pace.
         wanted = min(self._depth(), max(self._least, len(self._reading) + 2))
         while len(self._reading) < wanted and self._next < len(self._blocks):
             self._reading.append(self._pool.submit(self._blocks.__getitem__, self._next))
@@ -63,5 +63,5 @@ class ReadAheadByTime(Generic[T]):
         return min(self._most, max(self._least, int(self._seconds / max(pace, 1e-6))))
 
     def close(self) -> None:
-        """Ends the threads; what they read now is dropped."""
+        """Ends the threads; unfinished reads are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)

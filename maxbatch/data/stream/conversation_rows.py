@@ -1,6 +1,6 @@
 """The rows of conversations (`use_sft`): which of them fit, and how many of their tokens are trained on.
 
-A conversation stays in one row. One that is longer than a row goes by `overlong`: it loses its end, is left out, or is
+A conversation stays in one row. `overlong` decides about one that is longer: it loses its end, is left out, or is
 refused. The figures of the trained tokens need all rows to be read once; they are kept beside the packing.
 """
 

@@ -1,6 +1,6 @@
-"""The samples of an epoch as the cache remembers them from the last time that a dataset was opened.
+"""The samples of an epoch, cached when a dataset was last opened.
 
-A plan reads them here, since the stream stands on NumPy, and to import that takes as long as the whole plan.
+A plan reads them here, since the stream needs NumPy, whose import takes as long as the whole plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
 def remembered_length(config: StreamConfig) -> int | None:
     """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
-    with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
+    with contextlib.suppress(ConfigError, OSError, ValueError):  # opening the dataset reports what is wrong with it
         if _is_made_here(config):
             path = _path(config)
             number, checksum = path.read_text().split()

@@ -151,7 +151,7 @@ def _split_weight(part: str) -> tuple[str, str]:
 
 
 def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
-    """Yields the sources of the one-line form, and what to call it in messages; none if no path has a weight."""
+    """Yields the sources of the one-line form, and its name in messages; none if no path has a weight."""
     parts = [_split_weight(part) for part in config.dataset_path.split(";")]
     if not any(weight for _, weight in parts):
         return
@@ -194,7 +194,7 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
 
 
 def _stage_weights(where: str, node: yaml.Node) -> dict[str, Fraction]:
-    """Returns the weight of each path from a position on; a path alone has them all."""
+    """Returns the weight of each path from a position on; a single path has the whole weight."""
     if isinstance(node, yaml.ScalarNode) and node.value:
         return {node.value: Fraction(1)}
     if not isinstance(node, yaml.MappingNode) or not node.value:
@@ -220,7 +220,7 @@ def _position(where: str, text: str, length: int) -> int:
 
 
 def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
-    """Yields the sources of a mixture file, and where each stands in it."""
+    """Yields the sources of a mixture file, and the place of each in it."""
     path = config.dataset_path
     file = Path(os.path.expanduser(path))
     works = f"if it holds data: dataset_path={_as_glob(path)!r}"

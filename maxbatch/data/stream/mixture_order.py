@@ -184,7 +184,7 @@ class MixtureStage(NamedTuple):
     """The weights from a position on."""
 
     start: int  # its first sample
-    weights: tuple[Fraction, ...]  # of every source, 0 for one that rests; they add up to 1
+    weights: tuple[Fraction, ...]  # of every source, 0 for one without samples in the stage; they add up to 1
 
 
 class StagedOrder:

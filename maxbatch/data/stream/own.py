@@ -20,7 +20,7 @@ from maxbatch.system.errors import ConfigError
 
 
 class Samples(Protocol):
-    """A user's samples: `samples[i]` is always the same row, whoever asks for it and in whatever order.
+    """A user's samples: `samples[i]` is always the same row, in every process and in any order.
 
     One with a length has epochs: after its last sample comes the first. One without has no end. A mapping `identity`,
     where there is one, says what defines the samples: a checkpoint is resumed only with an equal one. Without it, the

@@ -164,7 +164,7 @@ class BestFitPlan:
                 arrays.append(np.memmap(self._path, dtype, "r", begin, (size,)))
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"{self._path}: the packing was damaged or removed while in use; start again, which makes it anew"
+                f"{self._path}: the packing was damaged or removed while in use; start again to compute it again"
             ) from error
         return Packing(*arrays)
 
@@ -183,7 +183,7 @@ class BestFitPlan:
 
 
 def _checked_header(path: Path) -> dict[str, Any]:
-    """Returns the header of a file of a packing; ValueError if the file is damaged, or was written as another one."""
+    """Returns the header of a file of a packing; ValueError if the file is damaged, or is a copy of another one."""
     with open(path, "rb") as file:
         header = dict(json.loads(file.read(_HEADER_BYTES)))
         checksum = header.pop("crc32")

@@ -75,7 +75,7 @@ class ReadAhead(NamedTuple):
 
     worker_count: int  # processes that read; 0 means threads of this one
     rows: int  # read ahead, at least 1 (rounded up to whole blocks)
-    seconds: float = 0.0  # read ahead at least as many rows as training takes in so long; for rows that lie far away
+    seconds: float = 0.0  # seconds of training to read ahead for, at least; for rows in a remote store
 
 
 class Reader:

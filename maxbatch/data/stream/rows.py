@@ -34,7 +34,7 @@ class Pieces(NamedTuple):
 
 
 class Extents(NamedTuple):
-    """Where documents lie in the store."""
+    """The places of documents in the store."""
 
     start_S: np.ndarray  # int64, index of the document's first token
     end_S: np.ndarray  # int64, index after its last token
@@ -145,12 +145,12 @@ class BlockLayout:
         return Placed(np.concatenate(first_S), Extents(start_S, end_S))
 
     def _extents(self, number: int, block: np.ndarray) -> Extents:
-        """Returns where the split's documents of a block lie."""
+        """Returns the places of the split's documents of a block."""
         first = number * document_table.BLOCK_DOCUMENTS
         return Extents.of(block, self._documents.between(first, first + len(block) - 1) - first)
 
 
-Lay = Callable[[int], Layout]  # makes the layout of some documents in slots of so many tokens
+Lay = Callable[[int], Layout]  # makes the layout of documents in slots of a number of tokens
 
 
 class ConcatenatePlan:
@@ -162,7 +162,7 @@ class ConcatenatePlan:
 
     @classmethod
     def of_store(cls, store: TokenStore, row_length: int) -> ConcatenatePlan:
-        """Returns the plan of all documents of a store, whose tokens are joined as they lie; it holds no array."""
+        """Returns the plan of all documents of a store, joined in the order of the store; it holds no array."""
         plan = cls.__new__(cls)
         plan._set(row_length, int(store.manifest["tokens"]))
         plan._store = store
@@ -172,7 +172,7 @@ class ConcatenatePlan:
         self.row_length = row_length
         self.num_tokens = num_tokens
         self.num_rows = -(-num_tokens // row_length)
-        self._store: TokenStore | None = None  # whose documents are all in the plan, where they lie
+        self._store: TokenStore | None = None  # whose documents are all in the plan, in the order of the store
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         begin_n = rows_n * self.row_length

@@ -1,6 +1,6 @@
 """The rows that a config names: its dataset opened, split and cut into rows, and the settings that define them.
 
-Does not import Grain, so that plans, which ask for the length of an epoch, need not wait for it.
+Does not import Grain, so that plans, which need the length of an epoch, do not wait for it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     documents, rule = _split_documents(config, store, fraction, held_out)
     if held_out and rule == "none" and not own_path:
         return None
-    # The content counts, and not how it was stored (dataset_type, paths, fields).
+    # Only the content counts, not how it was stored (dataset_type, paths, fields).
     identity: Identity = {
         "content": store.manifest["content"],
         "tokenizer": tokenizer.identity,
@@ -99,7 +99,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
 
 
 def _row_identity(config: StreamConfig) -> Identity:
-    """Returns what fixes the rows of given documents; a conversation has its tokens from its template alone."""
+    """Returns the values that fix the rows of given documents; the template alone fixes a conversation's tokens."""
     if not config.use_sft:
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
     identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
@@ -129,13 +129,13 @@ def _open_plan(
 
 
 def _is_as_stored(config: StreamConfig, documents: Documents) -> bool:
-    """Returns whether rows are the tokens of a store as they lie, cut every L tokens: then nothing is computed."""
+    """Returns whether rows are the tokens of a store in its order, cut every L tokens: then nothing is computed."""
     is_whole = isinstance(documents, Records) and documents.are_all
     return is_whole and bool(config.packing) and _strategy(config) == "concatenate"
 
 
 def _is_read_in_blocks(config: StreamConfig, store: TokenStore) -> bool:
-    """Returns whether rows are looked up in blocks of a large table; best fit has to see all lengths at once."""
+    """Returns whether rows are looked up in blocks of a large table; best fit needs all lengths at once."""
     return not config.use_sft and _strategy(config) == "concatenate" and isinstance(store.table, RangedTable)
 
 
@@ -148,7 +148,7 @@ def _extents(config: StreamConfig, store: TokenStore, documents: Documents) -> t
 
 
 def order_identity(config: DataConfig) -> Identity:
-    """Returns what fixes the order of a training stream: whether its rows are shuffled, and by what."""
+    """Returns the values that fix the order of a training stream: whether its rows are shuffled, and by what key."""
     fixing = names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
     return {key: config[key] for key in fixing}
 
@@ -203,7 +203,7 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
 
 
 class _FoundRows(NamedTuple):
-    """What is known of a split's rows without reading data."""
+    """The facts about a split's rows that are known without reading data."""
 
     num_rows: int
     trained: TrainedTokens | None = None  # of conversations

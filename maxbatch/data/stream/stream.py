@@ -21,9 +21,9 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
-# Part of every identity. Raise it if the same settings come to mean other samples.
+# Part of every identity. Increment it when the same settings give other samples.
 _STREAM_VERSION = 1
-_FAR_AHEAD_S = 10.0  # of training, for which rows in an object store are read ahead
+_FAR_AHEAD_S = 10.0  # seconds of training for which rows in an object store are read ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ def _mixed(
 
 
 def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> Identity:
-    """Returns the identities of all sources, numbered; settings that they share stand once.
+    """Returns the identities of all sources, numbered; settings that they share appear once.
 
     Names do not count: data that are moved or renamed are still the same stream.
     """

@@ -1,4 +1,4 @@
-"""The keys of a config that a stream knows."""
+"""The keys of a config that a stream reads."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Amazon:
         pool = {"max_pool_connections": MAX_REQUESTS}
         conf.setdefault("config_kwargs", {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool})
         for key, variable in (("key", "AWS_ACCESS_KEY_ID"), ("secret", "AWS_SECRET_ACCESS_KEY")):
-            if key in conf:  # FSSPEC_S3_KEY: TensorStore knows the other name only
+            if key in conf:  # FSSPEC_S3_KEY: TensorStore reads only the other name
                 os.environ.setdefault(variable, str(conf[key]))
 
     def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
@@ -76,7 +76,7 @@ class Amazon:
         except Exception as error:
             if not any(status_of(one) == 501 for one in chain(error)):
                 raise
-            files.call_s3("delete_object", **where)  # not every S3 knows conditional deletes
+            files.call_s3("delete_object", **where)  # not every S3 supports conditional deletes
         return True
 
     def join(self, files: S3Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the house asks of an object store beyond fsspec's methods, and what the clients of stores have in common."""
+"""The operations of an object store beyond fsspec's methods, and code that the clients of stores share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Files = TypeVar("Files", bound=FileSystem, contravariant=True)
 class ObjectStore(Protocol[Files]):
     """One kind of object store. `files` is its fsspec file system, `bucket` and `name` are the parts of a URL.
 
-    Methods raise what the client raises. A version changes with every write of an object.
+    Methods raise the client's exceptions. A version changes with every write of an object.
     """
 
     package: str  # which reaches it
@@ -74,7 +74,7 @@ def split(url: str) -> tuple[str, str, str]:
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """Returns an exception and what caused it, the nearest first."""
+    """Returns an exception and its causes, the nearest first."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)
@@ -93,5 +93,5 @@ def status_of(error: BaseException) -> int | None:
 
 
 def has_lost(error: BaseException) -> bool:
-    """Returns whether a store says that the precondition does not hold, or that a rival is just writing."""
+    """Returns whether a store reports that the precondition does not hold, or that another client is writing."""
     return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))

@@ -1,4 +1,4 @@
-"""Programs that are compiled when training asks for them, and a thread that compiles ahead of it."""
+"""Programs that are compiled when training needs them, and a thread that compiles ahead of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Background:
         self._jobs: list[Future[Any]] = []
 
     def start(self, job: Callable[[], T]) -> Future[T]:
-        """Adds a job to those of the thread."""
+        """Adds a job to the thread's queue."""
         submitted = self._pool.submit(job)
         self._jobs.append(submitted)
         return submitted

@@ -33,7 +33,7 @@ def use_persistent_cache(stated: str, default: Path) -> None:
 
 @contextlib.contextmanager
 def without_persistent_cache() -> Iterator[None]:
-    """Compiles anew: an executable that came from the cache does not serialise whole on every backend."""
+    """Compiles without the cache: an executable from the cache does not serialise completely on every backend."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()

@@ -1,7 +1,7 @@
 """The time of a compiled TPU program, modelled from its schedule. No JAX.
 
-The TPU compiler's HLO is scheduled, and every fusion says the cycles that the compiler estimates for it. Summed over
-loops they are the computation of an update. Collectives are counted in bytes, by whether computation runs meanwhile.
+The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over
+loops they are the computation of an update. Collectives are counted in bytes, by whether computation overlaps them.
 It is a model: nothing is measured, and waiting for memory, for the host or for other chips is not in it.
 """
 
@@ -33,7 +33,7 @@ class Operation:
 
 @dataclasses.dataclass
 class Schedule:
-    """What the compiler's schedule of a program says, loops multiplied out."""
+    """The figures of the compiler's schedule of a program, a loop's body counted once per turn."""
 
     compute_cycles: float = 0
     kernel_cycles: float = 0  # of custom kernels, by their cost; no part of `compute_cycles`
@@ -42,7 +42,7 @@ class Schedule:
     operations: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # cycles by name and source
 
     def add(self, other: Schedule, times: int) -> None:
-        """Adds what a loop or a call runs so many times."""
+        """Adds the cost of a loop or a call, times its number of runs."""
         self.compute_cycles += times * other.compute_cycles
         self.kernel_cycles += times * other.kernel_cycles
         self.hidden_collective_bytes += times * other.hidden_collective_bytes
@@ -72,7 +72,7 @@ class Schedule:
 
 
 def schedule_of(module: Module, chip: Chip, trips: int = 1) -> Schedule:
-    """Returns what the schedule of a program says.
+    """Returns the figures of the schedule of a program.
 
     Args:
       module: of scheduled HLO text.
@@ -90,7 +90,7 @@ class _Reader:
         self._known: dict[str, Schedule] = {}
 
     def computation(self, name: str) -> Schedule:
-        """Returns what one run of a computation takes."""
+        """Returns the cost of one run of a computation."""
         if name not in self._known:
             self._known[name] = self._read(self._module.computations.get(name, []))
         return self._known[name]
@@ -110,7 +110,7 @@ class _Reader:
         return total
 
     def _alone(self, one: Instruction, shapes: Mapping[str, str]) -> Schedule:
-        """Returns what an instruction takes, without the collectives that it begins, carries or ends."""
+        """Returns the cost of an instruction, without the collectives that it begins, carries or ends."""
         found = Schedule()
         if one.opcode == "while":
             found.add(self.computation(one.attribute("body") or ""), _turns(one, self._module) or self._trips)
@@ -143,7 +143,7 @@ def _turns(loop: Instruction, module: Module) -> int | None:
 
 
 def _stride(loop: Instruction, module: Module, counter: Instruction | None) -> int:
-    """Returns what a turn adds to the counter: 1 unless the loop is unrolled and adds another constant."""
+    """Returns the increment of the counter per turn: 1 unless the loop is unrolled and adds another constant."""
     body = _by_name(module, loop.attribute("body"))
     results = [one for one in body.values() if one.opcode == "tuple"]
     index = int((counter and counter.attribute("index")) or -1)
@@ -185,14 +185,14 @@ def _title(one: Instruction) -> str:
 class Transfer:
     """A collective in the order of a computation's instructions."""
 
-    num_bytes: int  # of the whole array, of an all-reduce twice: what crosses the wire
+    num_bytes: int  # bytes sent: of the whole array, twice for an all-reduce
     meanwhile: Sequence[int]  # the instructions that run between its start and its end
 
 
 def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
     """Yields the collectives that a computation's own instructions run.
 
-    They stand as one instruction that waits, as a start and a done (a call, if SparseCores run it), or inside of
+    They appear as one instruction that waits, as a start and a done (a call, if SparseCores run it), or inside of
     fusions: a collective that is spread over several fusions has one channel and counts once. `async_collective_name`
     marks a collective whose start and done the compiler joined again since nothing runs between them
     (`ConvertAsyncCollectivesToSync` in XLA): it waits.
@@ -230,7 +230,7 @@ def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
 
 
 def _carries_computation(one: Instruction) -> bool:
-    """Returns whether an instruction runs a collective beside computation of another operation."""
+    """Returns whether an instruction runs a collective in parallel with the computation of another operation."""
     called = one.attribute("calls") or ""
     return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
 

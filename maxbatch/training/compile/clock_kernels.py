@@ -12,7 +12,7 @@ from maxbatch.training.compile.hlo import Instruction, arrays
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Products of the size of queries times keys that a splash kernel computes, by its phase.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-_FUSED_BACKWARD_PRODUCTS = 5  # of a `dkv` that makes the gradient of the queries as well
+_FUSED_BACKWARD_PRODUCTS = 5  # of a `dkv` that computes the gradient of the queries as well
 
 
 def is_kernel(one: Instruction) -> bool:

@@ -1,4 +1,4 @@
-"""The compiler, asked for one program: what it lacks, and a second try with smaller fusions."""
+"""One program compiled: the memory it lacks, and a second try with smaller fusions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LACKS_HBM = Shortage()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether a compiler's error says that a program needs more memory than there is."""
+    """Returns whether a compiler's error means that a program needs more memory than there is."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -56,7 +56,7 @@ def _num_bytes(text: str) -> int:
 
 
 def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program; where a fusion exceeds a core's memory, again without the flags that fuse, which it says.
+    """Compiles a program; if a fusion exceeds a core's memory, warns and compiles again without the flags that fuse.
 
     Raises:
       JaxRuntimeError: the compiler fails, also without these flags.

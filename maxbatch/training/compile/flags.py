@@ -58,12 +58,12 @@ _PCI_IDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "
 
 
 def flags_of(version: str) -> str:
-    """Returns the flags that a TPU version wants, as one text."""
+    """Returns the flags for a TPU version, as one text."""
     return _text(_FLAGS[version])
 
 
 def with_flags(config: ConfigDict, version: str | None = None) -> ConfigDict:
-    """Sets the flags of a TPU run for this process, and returns the config with the flags that hold.
+    """Sets the flags of a TPU run for this process, and returns the config with the flags in force.
 
     Flags in the user's own `LIBTPU_INIT_ARGS` win, each over the same flag of `libtpu_flags`. It must be called before
     JAX starts its backends. Without a TPU nothing is set and the config is returned as it is.

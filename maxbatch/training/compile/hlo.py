@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # others say their bits at their end
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # the names of others end with their bits
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _END = re.compile(r"\}(, execution_thread=\"\w+\")?")
@@ -47,7 +47,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What JAX calls the operation; an empty text if it does not say."""
+        """JAX's name of the operation; an empty text if there is none."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
@@ -109,7 +109,7 @@ def read_hlo(text: str) -> Module:
     """Returns the module of scheduled HLO text.
 
     A computation ends at a `}`, perhaps with the thread that runs it, before an empty line, because a kernel's own text
-    may hold lines of `}`. An instruction goes on over lines that begin none, for the same reason.
+    may hold lines of `}`. For the same reason, lines that begin no instruction continue the one before.
     """
     entry, name, table = "", None, None
     pieces: dict[str, list[list[str]]] = {}

@@ -81,7 +81,7 @@ class StepLadder:
     def shape_for(self, stage: Stage, opens_stage: bool) -> BatchShape:
         """Returns the shape for the next batch; called once for every update in turn.
 
-        It is that of a step that is to run for the first time, unless the update opens the stage (or the run), else the
+        It is that of a step due to run for the first time, unless the update opens the stage (or the run); else the
         coarsest shape that can run the stage.
         """
         if not opens_stage:

@@ -1,4 +1,4 @@
-"""The memory of a program on one device, and whether it fits, as the compiler says."""
+"""The memory of a program on one device, and whether it fits, according to the compiler."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Memory:
 
     argument_bytes: int  # state and batch
     output_bytes: int  # results
-    alias_bytes: int  # of the results, what lies in the memory of arguments
+    alias_bytes: int  # results that reuse the memory of arguments
     temp_bytes: int  # arrays that live only while the program runs
     code_bytes: int
-    # The most that is in use at once, without the code. Only the TPU compiler says it; it lets the parts overlap, so
+    # The most that is in use at once, without the code. Only the TPU compiler reports it; it lets the parts overlap, so
     # their sum is larger.
     peak_bytes: int | None = None
 
@@ -42,8 +42,8 @@ class Verdict:
     """The compiler's verdict on a program."""
 
     fits: bool  # true if the available bytes are unknown
-    needed_bytes: int | None  # what it takes of a device, or would take; None if the compiler does not say
-    available_bytes: int | None  # what a device has; None if unknown
+    needed_bytes: int | None  # memory that it takes, or would, on a device; None if the compiler reports none
+    available_bytes: int | None  # memory of a device; None if unknown
     memory: Memory | None  # of a program that was compiled
     seconds: float  # that the compiler took
     lacks: Shortage = LACKS_HBM  # of a program that is refused for another memory than HBM
@@ -76,7 +76,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, j
         if not is_out_of_memory(error):
             reason = text.strip().splitlines()[0][:300]
             raise TrainingError(
-                f"{target.name}: the compiler fails on this program ({reason}); it is not for want of memory"
+                f"{target.name}: the compiler fails on this program ({reason}); the cause is not a lack of memory"
             ) from error
         lacks, seconds = shortage_in(text), time.perf_counter() - started
         if lacks.space != HBM:
@@ -84,12 +84,12 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, j
         return Verdict(False, lacks.needed, lacks.available or target.memory_bytes, None, seconds), None
     stats = compiled.memory_analysis()
     if stats is None:
-        raise TrainingError(f"{target.name}: its compiler does not say what memory a program needs")
+        raise TrainingError(f"{target.name}: its compiler does not report the memory of a program")
     kinds = ("argument", "output", "alias", "temp", "generated_code")
     peak = (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None
     arguments, output, alias, temp, code = (getattr(stats, f"{kind}_size_in_bytes") for kind in kinds)
     memory = Memory(arguments, output, alias, temp, code, peak)
-    # The TPU compiler compares by itself: what it compiles fits.
+    # The TPU compiler checks this itself: a program that it compiles fits.
     limit = target.memory_bytes
     fits = is_tpu or limit is None or memory.needed_bytes <= limit
     verdict = Verdict(fits, memory.needed_bytes, limit, memory, time.perf_counter() - started)
@@ -98,7 +98,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, j
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The bytes of one device by what they hold; gradients and activations are temporaries."""
+    """The bytes of one device by kind; gradients and activations are temporaries."""
 
     parameters: int
     optimizer: int

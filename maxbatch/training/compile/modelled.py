@@ -71,5 +71,5 @@ def model_time(
 
 
 def has_clock(target: Target) -> bool:
-    """Returns whether the target's compiler says cycles."""
+    """Returns whether the target's compiler estimates cycles."""
     return target.devices[0].platform == "tpu" and target.chip is not None and target.chip.clock_ghz is not None

@@ -115,7 +115,7 @@ def save_programs(
 
 
 def _identity(config_keys: Mapping[str, str], devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
-    """Returns what the programs of a run depend on, by part."""
+    """Returns the facts that the programs of a run depend on, by part."""
     return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": config_keys}
 
 
@@ -243,7 +243,7 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
 def _explicit(
     shardings: Sequence[object], avals: Sequence[jax.core.ShapedArray], mesh: Mesh
 ) -> list[jax.sharding.Sharding]:
-    """Returns the shardings with those of scalars, which may be left open, filled in."""
+    """Returns the shardings, with those of scalars filled in where they are left open."""
     are_open = [not isinstance(sharding, jax.sharding.Sharding) for sharding in shardings]
     if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
         raise ValueError("an array of the program has no explicit sharding")

@@ -1,4 +1,4 @@
-"""The devices to compile for: this machine's own, or those of a TPU topology that is not here.
+"""The devices to compile for: this machine's own, or those of a TPU topology elsewhere.
 
 The TPU compiler (libtpu) describes the devices of a topology; it needs no TPU.
 """
@@ -33,8 +33,8 @@ _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# Variables of a TPU machine, or of anything else, that libtpu takes for the form of its own slice. They would describe
-# another one than `--topology` asks for, and a value that libtpu cannot read ends the process.
+# Variables of a TPU machine, or of anything else, that libtpu reads as the shape of its own slice. They would describe
+# another slice than that of `--topology`, and a value that libtpu cannot read ends the process.
 _FORMS = ("ALT", "CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "WRAP")
 _OF_ANOTHER_SLICE = (
     *_FORMS,

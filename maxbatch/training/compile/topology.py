@@ -1,7 +1,7 @@
 """The TPU slices that Google sells, as libtpu describes them. No JAX.
 
 A slice is `VERSION:XxY[xZ]`, in chips. libtpu takes the links that wrap around, the chips of a host and how many JAX
-devices a chip shows as options, and its defaults are those of no slice that is sold. The rules here are those of
+devices a chip shows as options, and its defaults match no slice that is sold. The rules here are those of
 MaxText's table of slices (`accelerator_to_spec_map.py` in https://github.com/AI-Hypercomputer/maxtext) and of the pages
 of each version under https://docs.cloud.google.com/tpu/docs.
 """
@@ -27,7 +27,7 @@ class _Version:
     axes: int  # of its network
     wraps_from: int  # chips; an axis whose length is a multiple of this has links that wrap around
     wraps_whole: bool  # whether all axes must be such multiples for any to wrap: cubes of 4x4x4 joined by switches
-    chip_config: str  # what libtpu calls the form in which a chip shows
+    chip_config: str  # libtpu's name for how a chip appears as devices
     has_single_chip: bool = False  # whether a slice of one chip is sold
 
 

@@ -19,15 +19,15 @@ from maxbatch.training.record.recorder import Record
 
 _FLUSH_S = 120.0
 _UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload
-SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # beside the hyperparameters
+SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # besides the hyperparameters
 
 
 class Board:
     """Writes the numbers of each record on the thread that records.
 
     Events of updates after `step`, which will be redone, are purged. A disk that is full, or another failed write, ends
-    the events with a call of `warn`; training goes on, since `metrics.jsonl` holds what they show. What an object store
-    refuses or fails to do is raised.
+    the events with a call of `warn`; training continues, since `metrics.jsonl` holds the same. A failure of an object
+    store is raised.
     """
 
     def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
@@ -83,9 +83,9 @@ class Board:
             self._give_up(error.strerror or str(error))
 
     def _give_up(self, why: str) -> None:
-        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run goes on without them")
+        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run continues without them")
         writer, self._writer = self._writer, None
-        with contextlib.suppress(OSError):  # what its buffer holds has no room either
+        with contextlib.suppress(OSError):  # there is no room for its buffer either
             if writer:
                 writer.close()
 

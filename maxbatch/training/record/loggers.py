@@ -1,7 +1,7 @@
-"""The experiment trackers that `log_to` names beside TensorBoard: Weights & Biases and MLflow.
+"""The experiment trackers that `log_to` names besides TensorBoard: Weights & Biases and MLflow.
 
-Each tracked run is called by its folder and knows the config. A resumed run goes on as the same one; the tracker's id
-of it stands in `run_dir/trackers.json`. Trackers work on threads of their own, so that one that hangs holds up neither
+Each tracked run has the name of its folder, and the config. A resumed run continues as the same one; the tracker's id
+of it is in `run_dir/trackers.json`. Trackers work on threads of their own, so that one that hangs delays neither
 training nor the end of a run. One that fails is left out, with one warning.
 """
 
@@ -41,7 +41,7 @@ class TrackedRun(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The last parts of its folder, so that the trials of a sweep are told apart."""
+        """The last parts of its folder, which distinguish the trials of a sweep."""
         return "/".join(self.run_dir.rstrip("/").split("/")[-2:])
 
 
@@ -56,10 +56,10 @@ def check_loggers(log_to: str) -> None:
 
 
 def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
-    """Returns the trackers that `log_to` names, begun or gone on with.
+    """Returns the trackers that `log_to` names, started or resumed.
 
     Raises:
-      ConfigError: a tracker cannot be reached or does not let the user in.
+      ConfigError: a tracker cannot be reached or rejects the user.
     """
     file = folder.path / IDS_FILE
     ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run", dict) or {}
@@ -87,7 +87,7 @@ def _begun(name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: 
 
 
 def shown_error(error: BaseException) -> str:
-    """Returns what an error of a tracker says, in one line that is not long."""
+    """Returns the message of a tracker's error, shortened to one line."""
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
@@ -121,7 +121,7 @@ def settings_of(config: Mapping[str, Value]) -> dict[str, bool | int | float | s
 
 
 class _Worker:
-    """A thread that makes the calls of a tracker, in their order, until one fails; the process ends without it."""
+    """A thread that makes the calls of a tracker in order until one fails; the process does not wait for it."""
 
     def __init__(self, name: str) -> None:
         self.error: Exception | None = None  # of the call that failed
@@ -137,7 +137,7 @@ class _Worker:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until every call so far is made, so long at most; returns whether they are."""
+        """Waits until every call so far is made, up to a bound; returns whether they are."""
         done = threading.Event()
         return self.call(done.set, also_after_failure=True) and done.wait(seconds)
 
@@ -163,7 +163,7 @@ class Guarded(Output):
         self._hand_on(lambda: self._logger.append(record))
 
     def sync(self) -> None:
-        """Asks for what was kept back to be sent; `metrics.jsonl` holds every record, so nobody waits for it."""
+        """Requests that pending records are sent; `metrics.jsonl` holds every record, so this does not wait."""
         self._hand_on(self._logger.sync)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Guarded(Output):
 
     def _leave_out(self, why: str) -> None:
         if not self._is_left_out:
-            self._warn(f"{self._name} {why}; the run goes on without it")
+            self._warn(f"{self._name} {why}; the run continues without it")
         self._is_left_out = True
 
 
@@ -210,7 +210,7 @@ class Wandb(Output):
         self._run.log(dict(numbers_of(record)), step=record[Metric.STEP])
 
     def close(self) -> None:
-        """Waits until what was logged is sent, or written."""
+        """Waits until all records are sent, or written."""
         self._run.finish()
 
 
@@ -244,7 +244,7 @@ class MLflow(Output):
             self.sync()
 
     def sync(self) -> None:
-        """Sends what was kept."""
+        """Sends the pending records."""
         for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
             self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL])
         self._waiting, self._flushed = [], time.monotonic()

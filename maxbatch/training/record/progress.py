@@ -39,7 +39,7 @@ class RunProgress:
             greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
         if self._bar is not None:
-            self._bar.start()  # once: not before the first update, so that what is printed until then stays whole
+            self._bar.start()  # once, at the first update, so that text printed before stays intact
             self._bar.update(self._task, completed=step, description=line)
         if remarks or step % self._log_period == 0 or step in (1, self._total):
             console = self._bar.console if self._bar is not None else self._console
@@ -60,7 +60,7 @@ class RunProgress:
         return " | ".join(filter(None, parts))
 
     def sync(self) -> None:
-        """Does nothing: nothing is held back."""
+        """Does nothing: there is no buffer."""
 
     def close(self) -> None:
         """Ends the bar."""

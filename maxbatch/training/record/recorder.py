@@ -26,7 +26,7 @@ Record = dict[str, Any]
 
 
 class Output(Protocol):
-    """A place that the records of a run go to; a subclass states what it needs of the three.
+    """A destination of a run's records; a subclass overrides those of the three methods that it needs.
 
     The first host calls it, on the thread that trains.
     """
@@ -46,7 +46,7 @@ class Output(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordConfig(Section):
-    """The keys that say what an update trains on, measures and may skip."""
+    """The keys of what an update trains on, measures and may skip."""
 
     max_target_length: int
     optimizer: OptimizerConfig

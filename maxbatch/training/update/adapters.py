@@ -98,7 +98,7 @@ class Adapters:
         return [target for target in matrices if not self.names or target.path[-1] in self.names]
 
     def init(self, base: State, seed: jax.typing.ArrayLike) -> State:
-        """Returns the first adapters, with which the model is that of `base`, whose shapes alone count."""
+        """Returns the initial adapters, which leave the model equal to `base`; only the shapes of `base` are used."""
         found: dict[ParameterPath, nnx.Param[jax.Array]] = {}
         for target in self.targets(base):
             layers, inputs, outputs = _parts(target, target.shape)

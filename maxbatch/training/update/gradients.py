@@ -68,10 +68,8 @@ class NoiseParts(NamedTuple):
 class Sums(NamedTuple):
     """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
 
-    accumulator: (
-        optax.MultiStepsState
-    )  # `optax.MultiSteps`' state, whose `acc_grads` are the gradients of the summed losses
-    layers: State  # those of the layers, float32, if their backward pass adds them up; else empty
+    accumulator: optax.MultiStepsState  # its `acc_grads` are the gradients of the summed losses
+    layers: State  # sums of the layers, float32, if their backward pass adds them up; else empty
     losses_d: jax.Array
     weights_d: jax.Array
     others_d: dict[str, jax.Array]
@@ -83,7 +81,7 @@ class Weights(NamedTuple):
     """The parameters that gradients are taken at."""
 
     trained: State
-    frozen: State | None  # those of the model, if adapters are trained
+    frozen: State | None  # parameters of the model, if adapters are trained
 
 
 class Totals(NamedTuple):

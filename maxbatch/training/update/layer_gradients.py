@@ -30,7 +30,7 @@ class SummingLayers:
     """
 
     sums: Tree  # float32 arrays, like the stacked parameters of the layers
-    remat: Remat  # what the forward pass of a layer keeps for its backward pass
+    remat: Remat  # values that the forward pass of a layer keeps for its backward pass
     constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
 

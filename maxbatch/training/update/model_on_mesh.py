@@ -27,7 +27,7 @@ class ModelOnMesh:
       axes: the axes of the mesh.
       mesh: the mesh.
       batch_axes: the mesh axes that split rows.
-      make_model: makes a user's model, in the place of the config's.
+      make_model: makes a user's model, which replaces the config's.
 
     Attributes:
       row_shards: parts that rows are split into.

@@ -37,7 +37,7 @@ def make_optimizer(
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
     Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
-    first guess for muon and adafactor; lion wants a 3 to 10 times smaller one.
+    first guess for muon and adafactor; lion needs a 3 to 10 times smaller one.
 
     Args:
       config: the optimizer and its constants.

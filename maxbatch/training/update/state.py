@@ -1,6 +1,6 @@
-"""The state that an update reads and writes: parameters and optimizer state, sharded from birth.
+"""The state that an update reads and writes: parameters and optimizer state, created in shards.
 
-Accumulation leaves no trace here, and neither does the position in the data: that is two Python integers beside
+Accumulation adds nothing to it, and neither does the position in the data: that is two Python integers beside
 the state, since 32-bit counters overflow at 2.1 billion tokens.
 """
 
@@ -121,7 +121,7 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
             return moment
         return sharding if moment.shape == param.shape else whole
 
-    # Shapes are asked for again below; they must not compile the zeros that they begin with.
+    # Shapes are computed again below, which must not compile the zeros that they begin with.
     abstract_optimizer = optax.GradientTransformation(
         lambda params: jax.eval_shape(optimizer.init, params), optimizer.update
     )

@@ -34,7 +34,7 @@ class StepMetrics(NamedTuple):
     loss: jax.Array  # float32, weighted mean over the global batch
     weight: jax.Array  # float32, sum of loss weights
     grad_norm: jax.Array  # float32, global norm of the mean gradient before clipping
-    skipped: jax.Array  # bool, gradient or new state were not finite, and the state stayed as it was
+    skipped: jax.Array  # bool: gradient or new state were not finite, and the state is unchanged
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
     others: dict[str, jax.Array]  # float32, the objective's other sums
@@ -54,7 +54,7 @@ def make_train_step(
       mesh: the device mesh.
       abstract: shapes and shardings of the state.
       arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
-      objective: what is minimised.
+      objective: the loss to minimise.
 
     Returns:
       `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
@@ -94,7 +94,7 @@ def make_train_step(
 def update(
     config: OptimizerConfig, state: TrainState, totals: Totals, learning_rate: jax.Array, batch_ratio: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the state after the update, and its metrics; one that is not finite or has no weight changes nothing."""
+    """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped."""
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
 

@@ -1,4 +1,4 @@
-"""The keys of a config that an update knows."""
+"""The keys of a config that an update reads."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_branch_that_diverges_is_a_result_and_no_failure(tmp_path):
             runs.ended(second, ChildEnd(Status.FAILED, "the disk is full", 1, 0.0))
         with pytest.raises(ConfigError, match="no such key"):
             runs.ended(second, ChildEnd(Status.FAILED, "no such key", 2, 0.0))
-        with pytest.raises(TrainingError, match="killed by SIGKILL; the same command goes on"):
+        with pytest.raises(TrainingError, match="killed by SIGKILL; the same command continues"):
             runs.ended(second, ChildEnd(Status.FAILED, "killed by SIGKILL", -9, 0.0))
         assert branches.left() == branches.all[1:]
 

@@ -25,7 +25,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
         ("metric: loos", "metric=loos: must be one of eval_loss, loss; works: metric=loss"),
         ("parallel: 0", "parallel=0: must be at least 1; works: parallel=1"),
         ("parallel: [1]", "parallel takes one value"),
-        ("sampler: random", "trials must say how many"),
+        ("sampler: random", "trials must be a number"),
         ("trials: 3", "trials=3: must not be given for a grid"),
         ("storage: sqlite:///x.db", "storage=sqlite:///x.db: must not be given where sampler is grid"),
         ("base: {run_dir: x}", "run_dir: each trial has its own"),

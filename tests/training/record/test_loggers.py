@@ -77,7 +77,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
 ) -> None:
     as_module(FakeWandb(fails_at=2), monkeypatch)
     train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
-    assert capsys.readouterr().err.count("wandb failed (no network); the run goes on without it") == 1
+    assert capsys.readouterr().err.count("wandb failed (no network); the run continues without it") == 1
     assert len(read_metrics(tmp_path)) == 3
 
 
@@ -91,7 +91,7 @@ def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
     monkeypatch.setattr(loggers, "_END_S", 0.1)
     train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
     answers.set()
-    assert capsys.readouterr().err.count("wandb did not end within 0.1 s; the run goes on without it") == 1
+    assert capsys.readouterr().err.count("wandb did not end within 0.1 s; the run continues without it") == 1
     assert len(read_metrics(tmp_path)) == 3
 
 

@@ -74,7 +74,7 @@ class ArrayRecords:
                     yield self._text(record, f"{piece.file.path} record {number}")
 
     def _opened(self, path: str) -> Any:
-        os.stat(path)  # The reader takes a missing file for an empty one.
+        os.stat(path)  # The reader treats a missing file as an empty one.
         # As bytes: a name need not be UTF-8.
         return self._reader(os.fsencode(path), options="readahead_buffer_size:0,max_parallelism:0")
 

@@ -55,7 +55,7 @@ class JsonLines:
                     text, problem = self._text(line)
                     yield self._bad_line(piece, number, problem) if problem else text
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            # Nobody can tell how many records are lost: the rest of the file counts as one.
+            # The number of lost records is unknown: the rest of the file counts as one.
             yield self._bad_line(piece, number + 1, f"cut short or damaged ({error})")
 
     def _bad_line(self, piece: Piece, number: int, problem: str) -> bytes:
@@ -94,7 +94,7 @@ class JsonLines:
 
 
 def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int | None) -> Iterator[bytes]:
-    """Yields the lines that begin in a part of a file, None: to its end; of one that is too long its beginning."""
+    """Yields the lines that begin in a part of a file (None: to its end); a line that is too long is cut."""
     position = max(begin - 1, 0)
     if position:
         stream.seek(position)
