@@ -5,29 +5,31 @@ Shapes: M micro-batch, L length, D model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import parameters
 from maxbatch.config.sections import ModelConfig
+from maxbatch.model.parameters import add_parameters
+
+Norm = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+    """x / rms(x) * scale, in float32, over as many last axes as the scale has (Zhang and Sennrich 2019).
 
-    Args:
-      shape: of the scale: the last axes of x, over all of which it is normalised; by default (D,).
-      logical_axes: the names of these axes.
+    Reference: https://arxiv.org/abs/1910.07467
     """
 
-    def __init__(
-        self, config: ModelConfig, shape: tuple[int, ...] | None = None, logical_axes: tuple[str, ...] = ("norm",)
-    ):
-        self.adds_one = BLOCKS[config.decoder_block].norm_adds_one
-        first = jnp.zeros if self.adds_one else jnp.ones
-        shape = shape or (config.base_emb_dim,)
-        self.scale = nnx.Param(first(shape, config.weight_dtype), logical_axes=logical_axes)
+    scale: nnx.Param
+
+    def __init__(self, config: ModelConfig, name: str):
+        add_parameters(self, config, name)
+        self.adds_one = FAMILIES[config.decoder_block].norm_adds_one
         self.epsilon = config.normalization_layer_epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
@@ -43,10 +45,11 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean(x)) / std(x) * scale + bias, in float32 (Ba et al. 2016, https://arxiv.org/abs/1607.06450)."""
 
-    def __init__(self, config: ModelConfig):
-        d = config.base_emb_dim
-        self.scale = nnx.Param(jnp.ones(d, config.weight_dtype), logical_axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros(d, config.weight_dtype), logical_axes=("norm",))
+    scale: nnx.Param
+    bias: nnx.Param
+
+    def __init__(self, config: ModelConfig, name: str):
+        add_parameters(self, config, name)
         self.epsilon = config.normalization_layer_epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
@@ -58,9 +61,17 @@ class LayerNorm(nnx.Module):
         return (x * inverse_std * scale + bias).astype(x_MxLxD.dtype)
 
 
-def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Returns a norm of the residual stream, in the form of the config's `decoder_block`."""
-    return LayerNorm(config) if BLOCKS[config.decoder_block].norm == "layer" else RMSNorm(config)
+def norm_of(config: ModelConfig, name: str) -> Norm:
+    """Returns the norm of that name, `unchanged` if the model has no such norm; one with a bias is a LayerNorm."""
+    parts = {row.path[-1] for row in parameters(config) if row.module == name}
+    if not parts:
+        return unchanged
+    return LayerNorm(config, name) if "bias" in parts else RMSNorm(config, name)
+
+
+def unchanged(x: jax.Array) -> jax.Array:
+    """Returns x, which no norm normalises."""
+    return x
 
 
 def _wide(weight: jax.Array, x: jax.Array) -> jax.Array:

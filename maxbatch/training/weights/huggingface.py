@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.model.huggingface import LAYOUTS, Layout, ParameterPath, parameter_path
+from maxbatch.model.huggingface import Layout, ParameterPath, layouts_of, parameter_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.safetensors import StoredTensor
 
@@ -51,7 +51,7 @@ def parameter_places(decoder_block: str, params: nnx.State) -> dict[ParameterPat
       ConfigError: the family has no such parameter.
     """
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-    layouts = LAYOUTS[decoder_block]
+    layouts = layouts_of(decoder_block)
 
     def place(path: ParameterPath) -> Place:
         if path not in layouts:

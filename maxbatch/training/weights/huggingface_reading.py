@@ -11,9 +11,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
-from maxbatch.model.huggingface import NOT_PARAMETERS, PREFIX, TIED_OUTPUT, parameter_path
+from maxbatch.model.huggingface import NOT_PARAMETERS, TIED_OUTPUT, parameter_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
@@ -38,8 +39,9 @@ def parameter_reader(
     """
     folder = as_path(path)
     stored = stored_tensors(folder)
-    if config.decoder_block == "gpt2" and not any(name.startswith(PREFIX) for name in stored):
-        stored = {PREFIX + name: tensor for name, tensor in stored.items()}
+    prefix = FAMILIES[config.decoder_block].prefix
+    if not any(name.startswith(prefix) for name in stored):
+        stored = {prefix + name: tensor for name, tensor in stored.items()}
     places = parameter_places(config.decoder_block, abstract_params)
     _check_tensors(folder, stored, tensor_shapes(places), bool(config.logits_via_embedding))
 
