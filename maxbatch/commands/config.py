@@ -63,9 +63,8 @@ def run(args: argparse.Namespace) -> int:
     elif asked:
         _print_key(_console(), facts[asked[0]])
     else:
-        _print_all(
-            _console(), sections, model_size(ModelConfig.of({name: facts["value"] for name, facts in facts.items()}))
-        )
+        model = ModelConfig.of({name: facts["value"] for name, facts in facts.items()})
+        _print_all(_console(), sections, model_size(model))
     return 0
 
 

@@ -21,24 +21,14 @@ def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
     return tuple(pattern[layer % len(pattern)].strip() == LOCAL for layer in range(num_layers))
 
 
-def _modules(whole: Mapping[str, str], layer: str, inside: Mapping[str, str]) -> dict[str, str]:
-    """Returns the modules of a family by ours: those of the whole model, and those inside of a layer."""
-    return {**whole, **{f"layers.{ours}": f"{layer}.{theirs}" for ours, theirs in inside.items()}}
-
-
-_LLAMA_LAYER = {
+_MODULES = {
+    "embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head",
     "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
     "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
-    "attention.out": "self_attn.o_proj", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
 }  # fmt: skip
-
-
-def _as_llama(others: Mapping[str, str] = {}) -> dict[str, str]:
-    """Returns the modules of a family that names them as llama does, but for `others` of a layer."""
-    whole = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"}
-    return _modules(whole, "model.layers.{layer}", {**_LLAMA_LAYER, **others})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +59,9 @@ class Family:
     has_max_window_layers: bool = False  # whether windows may begin at a layer, and be off (use_sliding_window)
     # n: every n-th layer is global and the others local; 1: all are local; 0: what layer_types says
     local_every: int = 0
-    # Its tensors: the names of its modules by ours, {layer} for the number of a layer. Of one name, they are joined.
-    modules: Mapping[str, str] = dataclasses.field(default_factory=_as_llama)
+    # Its tensors. Modules of ours that have one name there lie in one tensor, in the order of the table.
+    modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)  # its names of ours
+    layer: str = "model.layers.{layer}"  # the name that precedes those of a layer's modules
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     prefix: str = ""  # of its tensors' names, which older files lack
 
@@ -105,10 +96,10 @@ _GEMMA2 = Family(
     norm_adds_one=True, norms_after=True, scales_embedding=True,
     defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), has_soft_caps=True, local_every=2,
-    modules=_as_llama({
-        "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
         "mlp_post_norm": "post_feedforward_layernorm",
-    }),
+    },
 )  # fmt: skip
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
@@ -118,17 +109,17 @@ _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
     norms_before=False, norms_after=True, qk_norm_over="heads",
     defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False,
-    modules=_as_llama(
-        {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
-    ),
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
+    },
 )  # fmt: skip
 _PHI3 = Family(
     decoder_block="phi3", model_type="phi3", architecture="Phi3ForCausalLM",
     defaults={"rms_norm_eps": 1e-5}, has_head_dim=False, local_every=1,
-    modules=_as_llama(
-        dict.fromkeys(("attention.query", "attention.key", "attention.value"), "self_attn.qkv_proj")
-        | dict.fromkeys(("mlp.gate", "mlp.up"), "mlp.gate_up_proj")
-    ),
+    modules={
+        **_MODULES, "attention.query": "self_attn.qkv_proj", "attention.key": "self_attn.qkv_proj",
+        "attention.value": "self_attn.qkv_proj", "mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj",
+    },
 )  # fmt: skip
 _GPT2 = Family(
     decoder_block="gpt2", model_type="gpt2", architecture="GPT2LMHeadModel",
@@ -140,19 +131,13 @@ _GPT2 = Family(
         "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
     },
     is_gated=False, has_attention_bias=True, has_rope=False, has_head_dim=False,
-    modules=_modules(
-        {
-            "embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f",
-            "output": "lm_head",
-        },
-        "transformer.h.{layer}",
-        {
-            "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.query": "attn.c_attn",
-            "attention.key": "attn.c_attn", "attention.value": "attn.c_attn", "attention.out": "attn.c_proj",
-            "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-        },
-    ),
-    inputs_first=True, prefix="transformer.",
+    modules={
+        "embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f",
+        "output": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.query": "attn.c_attn",
+        "attention.key": "attn.c_attn", "attention.value": "attn.c_attn", "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    },
+    layer="transformer.h.{layer}", inputs_first=True, prefix="transformer.",
 )  # fmt: skip
 
 # By `decoder_block`.

@@ -48,12 +48,8 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     if not family.has_rope:
         kept["max_position_embeddings"] = max(config.trainable_position_size, 1)
     written = {family.fields.get(field, field): value for field, value in (kept | stated).items()}
-    written |= {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "torch_dtype": dtype,
-        "use_cache": True,
-    }
+    written |= {"architectures": [family.architecture], "model_type": family.model_type}
+    written |= {"torch_dtype": dtype, "use_cache": True}
     _check(config, family.model_type, written)
     return dict(sorted(written.items()))
 

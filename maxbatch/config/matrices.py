@@ -17,10 +17,6 @@ Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
 
 
-def _always(_: ModelConfig) -> bool:
-    return True
-
-
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """A parameter of a decoder; its logical axes are those of its inputs, then those of its outputs."""
@@ -30,7 +26,7 @@ class Parameter:
     inputs: Axes = ()  # that a product sums over, or a lookup chooses from
     is_lookup: bool = False  # its rows are chosen, not multiplied; tied to the output it also multiplies, transposed
     kept: str = ""  # the name by which rematerialisation keeps its product
-    has: Callable[[ModelConfig], bool] = _always  # whether a model of the family has it
+    has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
 
     @property
     def path(self) -> ParameterPath:
@@ -70,14 +66,6 @@ class Parameter:
     def size(self, model: ModelConfig) -> int:
         """Returns the number of its values, in all layers."""
         return math.prod(self.shape(model)) * (model.base_num_decoder_layers if self.is_stacked else 1)
-
-    def num_inputs(self, model: ModelConfig) -> int:
-        """Returns the number of values that an output is a sum of; of a lookup as if it were transposed."""
-        return math.prod(_sizes(model)[axis] for axis in (self.outputs if self.is_lookup else self.inputs))
-
-    def num_outputs(self, model: ModelConfig) -> int:
-        """Returns the number of values that it gives for a token."""
-        return math.prod(_sizes(model)[axis] for axis in self.outputs)
 
 
 def _sizes(model: ModelConfig) -> dict[str, int]:

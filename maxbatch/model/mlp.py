@@ -19,18 +19,11 @@ from maxbatch.model.products import two_products
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
-Activation = Callable[[jax.Array], jax.Array]
-
-_ACTIVATIONS: dict[str, Activation] = {
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
 }
-
-
-def activation_of(config: ModelConfig) -> Activation:
-    """Returns the activation function of a config's MLPs."""
-    return _ACTIVATIONS[config.mlp_activations.partition(",")[0]]
 
 
 class MLP(nnx.Module):
@@ -45,7 +38,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, "layers.mlp", rngs=rngs)
-        self.activation = activation_of(config)
+        self.activation = _ACTIVATIONS[config.mlp_activations.partition(",")[0]]
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:

@@ -20,9 +20,10 @@ Norm = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32, over as many last axes as the scale has (Zhang and Sennrich 2019).
+    """x / rms(x) * scale, in float32, over as many last axes as the scale has; with a bias LayerNorm.
 
-    Reference: https://arxiv.org/abs/1910.07467
+    LayerNorm is (x - mean(x)) / std(x) * scale + bias. References: Zhang and Sennrich 2019
+    (https://arxiv.org/abs/1910.07467), Ba et al. 2016 (https://arxiv.org/abs/1607.06450).
     """
 
     scale: nnx.Param
@@ -36,37 +37,17 @@ class RMSNorm(nnx.Module):
         """Returns x, normalised, in its dtype."""
         x, scale = x_MxLxD.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         over = tuple(range(x.ndim - scale.ndim, x.ndim))
+        bias = self.bias[...].astype(jnp.float32) if hasattr(self, "bias") else None
+        if bias is not None:
+            x = x - jnp.mean(x, axis=over, keepdims=True)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=over, keepdims=True) + self.epsilon)
-        if self.adds_one:
-            scale = 1.0 + scale
-        return (x * inverse_rms * _wide(scale, x)).astype(x_MxLxD.dtype)
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) * scale + bias, in float32 (Ba et al. 2016, https://arxiv.org/abs/1607.06450)."""
-
-    scale: nnx.Param
-    bias: nnx.Param
-
-    def __init__(self, config: ModelConfig, name: str):
-        add_parameters(self, config, name)
-        self.epsilon = config.normalization_layer_epsilon
-
-    def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Returns x, normalised over D, in its dtype."""
-        x = x_MxLxD.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        inverse_std = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        scale, bias = (_wide(weight[...].astype(jnp.float32), x) for weight in (self.scale, self.bias))
-        return (x * inverse_std * scale + bias).astype(x_MxLxD.dtype)
+        normalised = x * inverse_rms * _wide(1.0 + scale if self.adds_one else scale, x)
+        return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
 def norm_of(config: ModelConfig, name: str) -> Norm:
-    """Returns the norm of that name, `unchanged` if the model has no such norm; one with a bias is a LayerNorm."""
-    parts = {row.path[-1] for row in parameters(config) if row.module == name}
-    if not parts:
-        return unchanged
-    return LayerNorm(config, name) if "bias" in parts else RMSNorm(config, name)
+    """Returns the norm of that name; `unchanged` if the model has no such norm."""
+    return RMSNorm(config, name) if any(row.module == name for row in parameters(config)) else unchanged
 
 
 def unchanged(x: jax.Array) -> jax.Array:

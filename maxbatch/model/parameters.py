@@ -1,19 +1,25 @@
-"""The creation of parameters: their logical axes, dtype and first values."""
+"""The parameters of a decoder: their paths, their logical axes, dtype and first values."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import Parameter, parameters
+from maxbatch.config.matrices import Parameter, ParameterPath, parameters
 from maxbatch.config.sections import ModelConfig
 
 # Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
+
+
+def parameter_path(path: Any) -> ParameterPath:
+    """Returns the names that lead to a parameter, from its path in a tree of `jax.tree_util`."""
+    return tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
 
 
 def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: nnx.Rngs | None = None) -> None:
@@ -45,6 +51,8 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
         return jnp.full(shape, float(is_one), jnp.float32)
     assert rngs is not None, "matrices are random"
     adds_to_stream = row.is_stacked and row.outputs == ("embed",)
-    summed = row.num_inputs(config) * (2 * config.base_num_decoder_layers if adds_to_stream else 1)
+    summed = math.prod(shape[axis] for axis in row.groups[row.is_lookup]) * (
+        2 * config.base_num_decoder_layers if adds_to_stream else 1
+    )
     unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     return unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -136,7 +137,7 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
     model = ModelConfig.of(config)
-    sizes = {row.kept: row.num_outputs(model) for row in MATRICES.values()}
+    sizes = {row.kept: math.prod(row.shape(model)[len(row.inputs) :]) for row in MATRICES.values()}
     products = sum(sizes.values()) + model.base_mlp_dim
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))

@@ -22,7 +22,7 @@ from flax import nnx
 from maxbatch.config.matrices import MATRICES, ParameterPath
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.model.huggingface import parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.system.errors import ConfigError
 
 ALL = "all"

@@ -15,8 +15,9 @@ from flax import nnx
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.matrices import ParameterPath
 from maxbatch.config.sections import AdapterConfig, DataConfig
-from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import cannot_write
