@@ -41,7 +41,9 @@ class RMSNorm(nnx.Module):
         if bias is not None:
             x = x - jnp.mean(x, axis=over, keepdims=True)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=over, keepdims=True) + self.epsilon)
-        normalised = x * inverse_rms * _wide(1.0 + scale if self.adds_one else scale, x)
+        if self.adds_one:
+            scale = 1.0 + scale
+        normalised = x * inverse_rms * _wide(scale, x)
         return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
