@@ -15,8 +15,8 @@ from rich.table import Table
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key
 from maxbatch.config.loading import Setting, find_config, keys, resolve
-from maxbatch.config.model_size import num_parameters
-from maxbatch.config.sections import SECTIONS, names_of
+from maxbatch.config.matrices import model_size
+from maxbatch.config.sections import SECTIONS, ModelConfig, names_of
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     elif asked:
         _print_key(_console(), facts[asked[0]])
     else:
-        _print_all(_console(), sections, num_parameters({name: facts["value"] for name, facts in facts.items()}))
+        model = ModelConfig.of({name: facts["value"] for name, facts in facts.items()})
+        _print_all(_console(), sections, model_size(model))
     return 0
 
 

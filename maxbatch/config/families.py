@@ -1,70 +1,147 @@
-"""The families of Hugging Face's models, as data: their names there, and the defaults of their `config.json`.
+"""The families of models, one record each: the form of a layer, the `config.json`, and the names of the tensors.
 
-Defaults are those of the transformers library, where a file that lacks a field means its class's default.
+Fields and names are those of the transformers library (https://github.com/huggingface/transformers, `models/`). What a
+family shares with LLaMA (Touvron et al. 2023) is the default; `maxbatch.config.matrices` has its parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 Json = dict[str, Any]
 
+LOCAL, GLOBAL = "local_sliding", "global"
 
-@dataclasses.dataclass(frozen=True)
+
+def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer attends to a window only; the pattern repeats over the layers."""
+    pattern = attention_type.split(",")
+    return tuple(pattern[layer % len(pattern)].strip() == LOCAL for layer in range(num_layers))
+
+
+_MODULES = {
+    "embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head",
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+    "attention.query_norm": "self_attn.q_norm", "attention.key_norm": "self_attn.k_norm",
+    "attention.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A `model_type`, and how its fields map to config keys."""
+    """A family: its names, the facts of its layers that no key states, and how its fields state what our keys state."""
 
     decoder_block: str
+    model_type: str
     architecture: str  # the class of its causal language model
+    # The form of a layer.
+    norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
+    norm_adds_one: bool = False  # a norm multiplies by 1 + scale
+    norms_before: bool = True  # the input of attention and of the MLP is normalised
+    norms_after: bool = False  # their output is normalised before it joins the stream
+    qk_norm_over: Literal["head", "heads"] = "head"  # what `use_qk_norm` normalises: each head, or all heads together
+    scales_embedding: bool = False  # the embedding is multiplied by the root of its width
+    has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
+    # Its config.json. Defaults are those of the transformers library, where a file lacks a field.
     defaults: Json = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
+    bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
     is_gated: bool = True  # whether its MLP has a linear projection beside the activated one
     has_qk_norm: bool = False
     has_attention_bias: bool = False  # of queries, keys and values
-    bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
-    local_every: int = (
-        0  # n: every n-th layer is global and the others local; 1: all are local; 0: what layer_types says
-    )
-    head_dim_field: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
-    fields: dict[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
     has_rope: bool = True
     has_soft_caps: bool = False
+    has_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
+    has_max_window_layers: bool = False  # whether windows may begin at a layer, and be off (use_sliding_window)
+    # n: every n-th layer is global and the others local; 1: all are local; 0: what layer_types says
+    local_every: int = 0
+    # Its tensors. Modules of ours that have one name there lie in one tensor, in the order of the table.
+    modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)  # its names of ours
+    layer: str = "model.layers.{layer}"  # the name that precedes those of a layer's modules
+    inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
+    prefix: str = ""  # of its tensors' names, which older files lack
+
+    @property
+    def attention_type(self) -> str:
+        """The pattern of its local and global layers, as the key states it."""
+        return LOCAL if self.local_every == 1 else ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
 
 
-_GEMMA: Json = {
+_LLAMA = Family(
+    decoder_block="llama2", model_type="llama", architecture="LlamaForCausalLM",
+    bias_fields=("attention_bias", "mlp_bias"),
+)  # fmt: skip
+_MISTRAL = Family(
+    decoder_block="mistral", model_type="mistral", architecture="MistralForCausalLM",
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096}, local_every=1,
+)  # fmt: skip
+_QWEN2 = Family(
+    decoder_block="qwen2", model_type="qwen2", architecture="Qwen2ForCausalLM",
+    has_attention_bias=True, has_head_dim=False, has_max_window_layers=True,
+)  # fmt: skip
+_QWEN3 = Family(
+    decoder_block="qwen3", model_type="qwen3", architecture="Qwen3ForCausalLM",
+    defaults={"head_dim": 128}, has_qk_norm=True, bias_fields=("attention_bias",), has_max_window_layers=True,
+)  # fmt: skip
+_GEMMA_DEFAULTS: Json = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
-_BIAS = ("attention_bias",)
-_GPT2_FIELDS = {
-    "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-    "intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon",
-    "hidden_act": "activation_function",
-}  # fmt: skip
+_GEMMA2 = Family(
+    decoder_block="gemma2", model_type="gemma2", architecture="Gemma2ForCausalLM",
+    norm_adds_one=True, norms_after=True, scales_embedding=True,
+    defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), has_soft_caps=True, local_every=2,
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+)  # fmt: skip
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
+    defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}, has_qk_norm=True, local_every=6,
+)  # fmt: skip
+_OLMO2 = Family(
+    decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
+    norms_before=False, norms_after=True, qk_norm_over="heads",
+    defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False,
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
+    },
+)  # fmt: skip
+_PHI3 = Family(
+    decoder_block="phi3", model_type="phi3", architecture="Phi3ForCausalLM",
+    defaults={"rms_norm_eps": 1e-5}, has_head_dim=False, local_every=1,
+    modules={
+        **_MODULES, "attention.query": "self_attn.qkv_proj", "attention.key": "self_attn.qkv_proj",
+        "attention.value": "self_attn.qkv_proj", "mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj",
+    },
+)  # fmt: skip
+_GPT2 = Family(
+    decoder_block="gpt2", model_type="gpt2", architecture="GPT2LMHeadModel",
+    norm="layer", has_biases=True,
+    defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
+    fields={
+        "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+        "intermediate_size": "n_inner", "max_position_embeddings": "n_positions",
+        "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function",
+    },
+    is_gated=False, has_attention_bias=True, has_rope=False, has_head_dim=False,
+    modules={
+        "embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f",
+        "output": "lm_head", "attention_norm": "ln_1", "mlp_norm": "ln_2", "attention.query": "attn.c_attn",
+        "attention.key": "attn.c_attn", "attention.value": "attn.c_attn", "attention.out": "attn.c_proj",
+        "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
+    },
+    layer="transformer.h.{layer}", inputs_first=True, prefix="transformer.",
+)  # fmt: skip
 
+# By `decoder_block`.
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama2", "LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
-    "mistral": Family(
-        "mistral", "MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}, local_every=1
-    ),
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", has_attention_bias=True, head_dim_field=False),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, has_qk_norm=True, bias_fields=_BIAS),
-    "gemma2": Family(
-        "gemma2", "Gemma2ForCausalLM", {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        local_every=2, fields={"hidden_act": "hidden_activation"}, has_soft_caps=True, bias_fields=_BIAS,
-    ),
-    "gemma3_text": Family(
-        "gemma3", "Gemma3ForCausalLM", {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
-        has_qk_norm=True, local_every=6, fields={"hidden_act": "hidden_activation"}, has_soft_caps=True,
-        bias_fields=_BIAS,
-    ),
-    "olmo2": Family(
-        "olmo2", "Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, has_qk_norm=True, head_dim_field=False, bias_fields=_BIAS
-    ),
-    "phi3": Family("phi3", "Phi3ForCausalLM", {"rms_norm_eps": 1e-5}, local_every=1, head_dim_field=False),
-    "gpt2": Family(
-        "gpt2", "GPT2LMHeadModel",
-        {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "gelu_new"},
-        is_gated=False, has_attention_bias=True, head_dim_field=False, fields=_GPT2_FIELDS, has_rope=False,
-    ),
-}  # fmt: skip
+    family.decoder_block: family
+    for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _OLMO2, _PHI3, _GPT2)
+}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from maxbatch.config.blocks import GLOBAL, LOCAL
-from maxbatch.config.families import FAMILIES, Family, Json
+from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
 from maxbatch.config.huggingface_fields import check_fields
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import read_json
@@ -116,13 +115,13 @@ def _family(stated: Json, where: str) -> Family:
         raise ConfigError(
             f"{where}: {shown(experts[0])}={shown(str(stated[experts[0]]))}: models with experts are not supported yet"
         )
-    if name not in FAMILIES:
-        works = ", ".join(FAMILIES)
+    family = next((family for family in FAMILIES.values() if family.model_type == name), None)
+    if family is None:
+        works = ", ".join(family.model_type for family in FAMILIES.values())
         raise ConfigError(f"{where}: model_type={shown(name)} is not supported; works: one of {works}")
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
-    family = FAMILIES[name]
     if biases := [field for field in _BIASES if stated.get(field) and field not in family.bias_fields]:
         raise ConfigError(f"{where}: {biases[0]}={shown(str(stated[biases[0]]))} is not supported for {name}")
     return family
@@ -146,7 +145,7 @@ class _Fields:
             "base_emb_dim": width,
             "base_num_query_heads": heads,
             "base_num_kv_heads": stated.get("num_key_value_heads") or heads,
-            "head_dim": (stated.get("head_dim") if family.head_dim_field else None) or width // heads,
+            "head_dim": (stated.get("head_dim") if family.has_head_dim else None) or width // heads,
             "base_mlp_dim": self._mlp_dim(width),
             "base_num_decoder_layers": layers,
             "vocab_size": stated["vocab_size"],

@@ -6,8 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.blocks import is_local_layer
-from maxbatch.config.families import FAMILIES, Family, Json
+from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
 from maxbatch.config.huggingface import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.config.loading import keys
 from maxbatch.system.errors import ConfigError
@@ -29,12 +28,12 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     Raises:
       ConfigError: a `config.json` of the family of its `decoder_block` cannot express a key.
     """
-    name, family = next(item for item in FAMILIES.items() if item[1].decoder_block == config.decoder_block)
+    family = FAMILIES[config.decoder_block]
     stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
     stated["hidden_act"] = _activation(config, family)
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}
     stated |= {field: biases[field] for field in family.bias_fields}
-    if family.head_dim_field:
+    if family.has_head_dim:
         stated["head_dim"] = config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
         stated["query_pre_attn_scalar"] = _plain(config.query_pre_attn_scalar or config.head_dim)
@@ -49,8 +48,9 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     if not family.has_rope:
         kept["max_position_embeddings"] = max(config.trainable_position_size, 1)
     written = {family.fields.get(field, field): value for field, value in (kept | stated).items()}
-    written |= {"architectures": [family.architecture], "model_type": name, "torch_dtype": dtype, "use_cache": True}
-    _check(config, name, written)
+    written |= {"architectures": [family.architecture], "model_type": family.model_type}
+    written |= {"torch_dtype": dtype, "use_cache": True}
+    _check(config, family.model_type, written)
     return dict(sorted(written.items()))
 
 
@@ -84,7 +84,7 @@ def _windows(config: ConfigDict, family: Family) -> Json:
         return {
             "sliding_window": window, "layer_types": types, "sliding_window_pattern": _pattern(types, family),
         }  # fmt: skip
-    if family.decoder_block in ("qwen2", "qwen3"):
+    if family.has_max_window_layers:
         first = local.index(True) if any(local) else len(local)
         return {
             "use_sliding_window": any(local), "sliding_window": window, "max_window_layers": first,

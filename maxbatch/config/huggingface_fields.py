@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.config.values import shown
@@ -30,7 +31,7 @@ _TEXT = ("model_type", "hidden_act")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
-def check_fields(stated: dict[str, Any], own_names: dict[str, str], where: str) -> None:
+def check_fields(stated: dict[str, Any], own_names: Mapping[str, str], where: str) -> None:
     """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field that is missing.
 
     Args:

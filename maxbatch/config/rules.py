@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from maxbatch.config.blocks import GLOBAL, LOCAL
+from maxbatch.config.families import GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.sections import customised_tensors, names_of

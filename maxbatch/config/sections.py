@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import (
     OURS,
     Choice,
@@ -405,9 +405,7 @@ class ModelConfig(Section):
     )
     logits_via_embedding: bool = key("true: the output projection is the embedding, transposed", fixes=_MODEL)
     decoder_block: Choice = key(
-        "form of a layer: llama2 | mistral | qwen2 | qwen3 | gemma2 | gemma3 | olmo2 | phi3 | gpt2 (docs/models.md)",
-        fixes=_MODEL,
-        choices=tuple(BLOCKS),
+        "form of a layer: that of llama2, or of another family (docs/models.md)", fixes=_MODEL, choices=tuple(FAMILIES)
     )
     mlp_activations: Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"] = key(
         "silu,linear | gelu,linear | gelu_exact,linear (gated) | gelu | gelu_exact (not gated); gelu is by tanh",

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.matrices import MATRICES
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.norms import RMSNorm
-from maxbatch.model.parameters import bias, matrix
+from maxbatch.model.norms import Norm, norm_of, unchanged
+from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import PLAIN, Scores, soft_capped
@@ -23,6 +23,8 @@ from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
+
+_NAME = "layers.attention"
 
 
 def choose_implementation(config: DecoderConfig, platform: str, context: int) -> Kernel:
@@ -116,27 +118,14 @@ class Attention(nnx.Module):
     Queries and keys may be normalised before they are rotated (Henry et al. 2020, https://arxiv.org/abs/2010.04245).
     """
 
+    query: nnx.Param
+    key: nnx.Param
+    value: nnx.Param
+    out: nnx.Param
+
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        d, h = config.base_emb_dim, config.head_dim
-        heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
-        block = BLOCKS[config.decoder_block]
-        self.query = matrix(config, rngs, (d, heads, h), ("embed", "heads", "head_dim"), fan_in=d)
-        self.key = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        self.value = matrix(config, rngs, (d, kv_heads, h), ("embed", "kv_heads", "head_dim"), fan_in=d)
-        out_axes = ("heads", "head_dim", "embed")
-        self.out = matrix(config, rngs, (heads, h, d), out_axes, fan_in=heads * h, residual=True)
-        if config.attention_bias:
-            self.query_bias = bias(config, (heads, h), ("heads", "head_dim"))
-            self.key_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
-            self.value_bias = bias(config, (kv_heads, h), ("kv_heads", "head_dim"))
-        if config.attention_out_bias or block.has_biases:
-            self.out_bias = bias(config, (d,), ("norm",))
-        if config.use_qk_norm:
-            all_heads = block.qk_norm_over == "heads"
-            self.query_norm, self.key_norm = (
-                RMSNorm(config, (n, h), (name, "head_dim")) if all_heads else RMSNorm(config, (h,), ("head_dim",))
-                for n, name in ((heads, "heads"), (kv_heads, "kv_heads"))
-            )
+        add_parameters(self, config, _NAME, rngs=rngs)
+        self.query_norm, self.key_norm = (norm_of(config, f"{_NAME}.{part}_norm") for part in ("query", "key"))
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         self.scores = Scores(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain = constrain
@@ -156,7 +145,7 @@ class Attention(nnx.Module):
             factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
         q, k, v = self._queries_keys_values(x_MxLxD, rope, factor)
         joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
-        return kept(features_last(joined_MxLxD, self.constrain), "out_proj")
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
 
     def with_cache(
         self,
@@ -183,25 +172,23 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns rotated queries, times `factor`, rotated keys, and values."""
 
-        def heads(name: str, axis: str) -> jax.Array:
-            weight = getattr(self, name)
-            out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, weight[...].astype(x_MxLxD.dtype))
+        def heads(name: str, norm: Norm = unchanged) -> jax.Array:
+            out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, getattr(self, name)[...].astype(x_MxLxD.dtype))
             if hasattr(self, f"{name}_bias"):
                 out += getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)[None, None]
-            out = self.constrain(out, ("batch", "length", axis, "head_dim"))
-            if not hasattr(self, f"{name}_norm"):
-                return out
+            out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
             # The gradient of a norm needs its input: without it the product would be computed again.
-            return getattr(self, f"{name}_norm")(kept(out, f"{name}_proj"))
+            return out if norm is unchanged else norm(kept(out, MATRICES[name].kept))
 
-        def rotated(x_MxLxHxh: jax.Array, name: str, factor: float = 1.0) -> jax.Array:
+        def rotated(name: str, norm: Norm, factor: float = 1.0) -> jax.Array:
+            x_MxLxHxh = heads(name, norm)
             if rope is not None:
                 x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
-            return x_MxLxHxh if hasattr(self, f"{name}_norm") else kept(x_MxLxHxh, f"{name}_proj")
+            return kept(x_MxLxHxh, MATRICES[name].kept) if norm is unchanged else x_MxLxHxh
 
-        q_MxLxHxh = rotated(heads("query", "heads"), "query", factor)
-        k_MxLxKxh = rotated(heads("key", "kv_heads"), "key")
-        return q_MxLxHxh, k_MxLxKxh, kept(heads("value", "kv_heads"), "value_proj")
+        q_MxLxHxh = rotated("query", self.query_norm, factor)
+        k_MxLxKxh = rotated("key", self.key_norm)
+        return q_MxLxHxh, k_MxLxKxh, kept(heads("value"), MATRICES["value"].kept)
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
         joined_MxLxD = jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))

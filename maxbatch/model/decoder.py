@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxbatch.config.blocks import BLOCKS, is_local_layer
+from maxbatch.config.families import FAMILIES, is_local_layer
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.mlp import GatedMLP, PlainMLP, is_gated
-from maxbatch.model.norms import stream_norm
-from maxbatch.model.parameters import matrix
+from maxbatch.model.mlp import MLP
+from maxbatch.model.norms import norm_of
+from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last
 from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
@@ -53,26 +53,19 @@ class DecoderLayer(nnx.Module):
     """One residual block: attention, then the MLP, normalised before or after, or both, as `decoder_block` says."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        block = BLOCKS[config.decoder_block]
-        if block.norms_before:
-            self.attention_norm = stream_norm(config)
+        self.attention_norm = norm_of(config, "layers.attention_norm")
         self.attention = Attention(config, rngs=rngs, constrain=constrain)
-        if block.norms_after:
-            self.attention_post_norm = stream_norm(config)
-        if block.norms_before:
-            self.mlp_norm = stream_norm(config)
-        mlp = GatedMLP if is_gated(config) else PlainMLP
-        self.mlp = mlp(config, rngs=rngs, constrain=constrain)
-        if block.norms_after:
-            self.mlp_post_norm = stream_norm(config)
-        self.norms_before, self.norms_after = block.norms_before, block.norms_after
+        self.attention_post_norm = norm_of(config, "layers.attention_post_norm")
+        self.mlp_norm = norm_of(config, "layers.mlp_norm")
+        self.mlp = MLP(config, rngs=rngs, constrain=constrain)
+        self.mlp_post_norm = norm_of(config, "layers.mlp_post_norm")
         self.constrain = constrain
 
     def __call__(
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool
     ) -> jax.Array:
         """Returns the residual stream after this layer, [M, L, D], in x's dtype."""
-        attended_MxLxD = self.attention(self._attention_input(x_MxLxD), segments_MxL, rope, is_local)
+        attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), segments_MxL, rope, is_local)
         return features_last(self._add(x_MxLxD, attended_MxLxD), self.constrain)
 
     def with_cache(
@@ -86,30 +79,22 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Returns the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
         attended_BxTxD, cache = self.attention.with_cache(
-            self._attention_input(x_BxTxD), positions_BxT, rope, cache, layer, is_local
+            self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
         )
         return self._add(x_BxTxD, attended_BxTxD), cache
 
-    def _attention_input(self, x_MxLxD: jax.Array) -> jax.Array:
-        return self.attention_norm(x_MxLxD) if self.norms_before else x_MxLxD
-
     def _add(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
         stream = ("batch", "length", "embed")
-        if self.norms_after:
-            attended_MxLxD = self.attention_post_norm(attended_MxLxD)
-        x = self.constrain(x_MxLxD + attended_MxLxD, stream)
-        changed_MxLxD = self.mlp(self.mlp_norm(x) if self.norms_before else x)
-        if self.norms_after:
-            changed_MxLxD = self.mlp_post_norm(changed_MxLxD)
-        return self.constrain(x + changed_MxLxD, stream)
+        x = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), stream)
+        return self.constrain(x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), stream)
 
 
 class Decoder(nnx.Module):
     """A causal language model up to its last projection, which the loss fuses with the cross-entropy.
 
-    Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, of
-    {"vocab", "position", "embed", "heads", "kv_heads", "head_dim", "mlp", "norm"}. Those of the layers are stacked on a
-    leading axis "layers", whether the layers then run in a loop or unrolled (`scan_layers`).
+    Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, from the table
+    in `maxbatch.config.matrices`. Those of the layers are stacked on a leading axis "layers", whether the layers then
+    run in a loop or unrolled (`scan_layers`).
 
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
@@ -127,13 +112,9 @@ class Decoder(nnx.Module):
         constrain: Constrain = unconstrained,
         layer_runner: LayerRunner | None = None,
     ):
-        d, v = config.base_emb_dim, config.vocab_size
         # The logits of a tied model start at a variance of about 1, so its loss starts at most half a nat above ln V.
         # Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats after 100 updates of the default model).
-        self.embedding = matrix(config, rngs, (v, d), ("vocab", "embed"), fan_in=d)
-        if config.trainable_position_size > 0:
-            shape, names = (config.trainable_position_size, d), ("position", "embed")
-            self.positions = matrix(config, rngs, shape, names, fan_in=d)
+        add_parameters(self, config, "embedding", "positions", rngs=rngs)
 
         @nnx.split_rngs(splits=config.base_num_decoder_layers)
         @nnx.vmap
@@ -145,12 +126,13 @@ class Decoder(nnx.Module):
         for _, parameter in nnx.iter_graph(self.layers):
             if isinstance(parameter, nnx.Param):
                 parameter.set_metadata(logical_axes=("layers", *parameter.get_metadata("logical_axes")))
-        self.final_norm = stream_norm(config)
-        if not config.logits_via_embedding:
-            self.output = matrix(config, rngs, (d, v), ("embed", "vocab"), fan_in=d)
+        self.final_norm = norm_of(config, "final_norm")
+        add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
         self.dtype = jnp.dtype(config.dtype)
-        self.embedding_scale = math.sqrt(d) if BLOCKS[config.decoder_block].scales_embedding else None
+        self.embedding_scale = (
+            math.sqrt(config.base_emb_dim) if FAMILIES[config.decoder_block].scales_embedding else None
+        )
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
         self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)

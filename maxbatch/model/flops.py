@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from maxbatch.config.blocks import is_local_layer
+from maxbatch.config.families import is_local_layer
+from maxbatch.config.matrices import parameters
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.mlp import is_gated
 
 
 def model_flops_per_token(config: DecoderConfig) -> int:
@@ -16,12 +16,12 @@ def model_flops_per_token(config: DecoderConfig) -> int:
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
     """
-    d, h, length = config.base_emb_dim, config.head_dim, config.max_target_length
-    heads, kv_heads, num_layers = config.base_num_query_heads, config.base_num_kv_heads, config.base_num_decoder_layers
-    mlp_matrices = 3 if is_gated(config) else 2
-    per_layer = 2 * d * h * (heads + kv_heads) + mlp_matrices * d * config.base_mlp_dim
-    matrices = num_layers * per_layer + d * config.vocab_size
-    windows = (min(config.sliding_window_size, length) if local else length
-               for local in is_local_layer(config.attention_type, num_layers))  # fmt: skip
-    twice_seen = sum(2 * window - window * window // length for window in windows)
-    return 6 * (matrices + twice_seen * heads * h)
+    # An embedding that is the output projection too multiplies once, as that.
+    multiplying = (
+        row for row in parameters(config) if row.is_map or (row.name == "embedding" and config.logits_via_embedding)
+    )
+    length, windows = config.max_target_length, is_local_layer(config.attention_type, config.base_num_decoder_layers)
+    seen = (min(config.sliding_window_size, length) if local else length for local in windows)
+    twice_seen = sum(2 * window - window * window // length for window in seen)
+    matrices = sum(row.size(config) for row in multiplying)
+    return 6 * (matrices + twice_seen * config.base_num_query_heads * config.head_dim)

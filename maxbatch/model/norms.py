@@ -5,62 +5,56 @@ Shapes: M micro-batch, L length, D model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.blocks import BLOCKS
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import parameters
 from maxbatch.config.sections import ModelConfig
+from maxbatch.model.parameters import add_parameters
+
+Norm = Callable[[jax.Array], jax.Array]
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+    """x / rms(x) * scale, in float32, over as many last axes as the scale has; with a bias LayerNorm.
 
-    Args:
-      shape: of the scale: the last axes of x, over all of which it is normalised; by default (D,).
-      logical_axes: the names of these axes.
+    LayerNorm is (x - mean(x)) / std(x) * scale + bias. References: Zhang and Sennrich 2019
+    (https://arxiv.org/abs/1910.07467), Ba et al. 2016 (https://arxiv.org/abs/1607.06450).
     """
 
-    def __init__(
-        self, config: ModelConfig, shape: tuple[int, ...] | None = None, logical_axes: tuple[str, ...] = ("norm",)
-    ):
-        self.adds_one = BLOCKS[config.decoder_block].norm_adds_one
-        first = jnp.zeros if self.adds_one else jnp.ones
-        shape = shape or (config.base_emb_dim,)
-        self.scale = nnx.Param(first(shape, config.weight_dtype), logical_axes=logical_axes)
+    scale: nnx.Param[jax.Array]
+
+    def __init__(self, config: ModelConfig, name: str):
+        add_parameters(self, config, name)
+        self.adds_one = FAMILIES[config.decoder_block].norm_adds_one
         self.epsilon = config.normalization_layer_epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns x, normalised, in its dtype."""
         x, scale = x_MxLxD.astype(jnp.float32), self.scale[...].astype(jnp.float32)
         over = tuple(range(x.ndim - scale.ndim, x.ndim))
+        bias = self.bias[...].astype(jnp.float32) if hasattr(self, "bias") else None
+        if bias is not None:
+            x = x - jnp.mean(x, axis=over, keepdims=True)
         inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=over, keepdims=True) + self.epsilon)
         if self.adds_one:
             scale = 1.0 + scale
-        return (x * inverse_rms * _wide(scale, x)).astype(x_MxLxD.dtype)
+        normalised = x * inverse_rms * _wide(scale, x)
+        return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
-class LayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) * scale + bias, in float32 (Ba et al. 2016, https://arxiv.org/abs/1607.06450)."""
-
-    def __init__(self, config: ModelConfig):
-        d = config.base_emb_dim
-        self.scale = nnx.Param(jnp.ones(d, config.weight_dtype), logical_axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros(d, config.weight_dtype), logical_axes=("norm",))
-        self.epsilon = config.normalization_layer_epsilon
-
-    def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
-        """Returns x, normalised over D, in its dtype."""
-        x = x_MxLxD.astype(jnp.float32)
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-        inverse_std = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        scale, bias = (_wide(weight[...].astype(jnp.float32), x) for weight in (self.scale, self.bias))
-        return (x * inverse_std * scale + bias).astype(x_MxLxD.dtype)
+def norm_of(config: ModelConfig, name: str) -> Norm:
+    """Returns the norm of that name; `unchanged` if the model has no such norm."""
+    return RMSNorm(config, name) if any(row.module == name for row in parameters(config)) else unchanged
 
 
-def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Returns a norm of the residual stream, in the form of the config's `decoder_block`."""
-    return LayerNorm(config) if BLOCKS[config.decoder_block].norm == "layer" else RMSNorm(config)
+def unchanged(x: jax.Array) -> jax.Array:
+    """Returns x, which no norm normalises."""
+    return x
 
 
 def _wide(weight: jax.Array, x: jax.Array) -> jax.Array:

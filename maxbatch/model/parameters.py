@@ -1,41 +1,58 @@
-"""The creation of parameters: their logical axes, dtype and first values."""
+"""The parameters of a decoder: their paths, their logical axes, dtype and first values."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import Parameter, ParameterPath, parameters
 from maxbatch.config.sections import ModelConfig
 
 # Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
-def matrix(
-    config: ModelConfig,
-    rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    logical_axes: tuple[str, ...],
-    *,
-    fan_in: int,
-    residual: bool = False,
-) -> nnx.Param:
-    """Returns a weight in `weight_dtype`, drawn in float32 for every dtype, so that one seed gives one model.
+def parameter_path(path: Any) -> ParameterPath:
+    """Returns the names that lead to a parameter, from its path in a tree of `jax.tree_util`."""
+    return tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
 
-    The values are normal, truncated at two standard deviations of 1 / sqrt(fan_in): the product keeps the variance of
-    its input (LeCun et al. 1998, Efficient BackProp, section 4.6). A weight that adds to the residual stream is also
-    divided by the root of their number, two per layer, so that the variance of the stream does not grow with depth
-    (Radford et al. 2019, GPT-2, section 2.3).
+
+def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: nnx.Rngs | None = None) -> None:
+    """Gives a module its parameters, in `weight_dtype`, as attributes of their names.
+
+    Args:
+      module: a part of the decoder.
+      config: its keys.
+      names: of parameters, or of the module; those that the model does not have are left out.
+      rngs: the stream `params` seeds the values of matrices.
     """
-    summed = fan_in * 2 * config.base_num_decoder_layers if residual else fan_in
+    for row in parameters(config):
+        if row.name in names or row.module in names:
+            value = _first_value(config, row, rngs).astype(config.weight_dtype)
+            setattr(module, row.path[-1], nnx.Param(value, logical_axes=row.axes))
+
+
+def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> jax.Array:
+    """Returns a parameter of one layer, made in float32 for every dtype, so that one seed gives one model.
+
+    Biases are 0, and norms multiply by 1. Matrices are normal with a standard deviation of 1 / sqrt(inputs), truncated
+    at two of them: the product keeps the variance of its input (LeCun et al. 1998, Efficient BackProp, section 4.6). A
+    matrix that adds to the residual stream is also divided by the root of their number, two per layer, so that the
+    variance of the stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+    """
+    shape = row.shape(config)
+    if not row.inputs:
+        is_one = row.path[-1] == "scale" and not FAMILIES[config.decoder_block].norm_adds_one
+        return jnp.full(shape, float(is_one), jnp.float32)
+    assert rngs is not None, "matrices are random"
+    adds_to_stream = row.is_stacked and row.outputs == ("embed",)
+    summed = math.prod(shape[axis] for axis in row.groups[row.is_lookup]) * (
+        2 * config.base_num_decoder_layers if adds_to_stream else 1
+    )
     unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    value = (unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)).astype(config.weight_dtype)
-    return nnx.Param(value, logical_axes=logical_axes)
-
-
-def bias(config: ModelConfig, shape: tuple[int, ...], logical_axes: tuple[str, ...]) -> nnx.Param:
-    """Returns a bias in `weight_dtype`, 0 at first."""
-    return nnx.Param(jnp.zeros(shape, config.weight_dtype), logical_axes=logical_axes)
+    return unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)

@@ -14,17 +14,17 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage
 CONTEXT = "context"  # the output of attention, and its kernel's sums of the softmax
-_QKV = ("query_proj", "key_proj", "value_proj")
-_PRODUCTS = (*_QKV, "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo")
+_PRODUCTS = tuple(row.kept for row in MATRICES.values())
 _KEPT = {
     "minimal_with_context": (*_PRODUCTS, CONTEXT),
     "minimal": _PRODUCTS,
-    "save_qkv_proj": _QKV,
-    "save_out_proj": ("out_proj",),
+    "save_qkv_proj": tuple(MATRICES[name].kept for name in ("query", "key", "value")),
+    "save_out_proj": (MATRICES["out"].kept,),
     "full": (),
 }
 

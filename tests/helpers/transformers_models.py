@@ -42,6 +42,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_short": ("Phi3", {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 48}}),
 }
 
+# One of each family, for the tests that take long.
+FAMILY_MODELS = ("llama3", "mistral", "qwen2_windows", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "gpt2")
+
 
 def make_model(name: str, **overrides: Any) -> Any:
     """Returns the model in float32, in evaluation mode; `overrides` are fields of its config."""

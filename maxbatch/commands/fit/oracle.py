@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import RematConfig, names_fixing
+from maxbatch.config.matrices import MATRICES
+from maxbatch.config.sections import ModelConfig, RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.parallel.remat import INPUT, Remat
+from maxbatch.parallel.remat import CONTEXT, INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_json
@@ -134,15 +136,12 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
 
     A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
-    width, mlp = config.base_emb_dim, config.base_mlp_dim
-    queries, keys = (n * config.head_dim for n in (config.base_num_query_heads, config.base_num_kv_heads))
-    products = queries + 2 * keys + 2 * width + 3 * mlp
-    sizes = {
-        "query_proj": queries, "key_proj": keys, "value_proj": keys, "context": queries, "out_proj": width,
-        "mlpwi_0": mlp, "mlpwi_1": mlp, "mlpwo": width, INPUT: 0,
-    }  # fmt: skip
+    model = ModelConfig.of(config)
+    sizes = {row.kept: math.prod(row.shape(model)[len(row.inputs) :]) for row in MATRICES.values()}
+    products = sum(sizes.values()) + model.base_mlp_dim
+    sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))
-    kept = 0 if INPUT in remat.on_host else width
+    kept = 0 if INPUT in remat.on_host else model.base_emb_dim
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
     per_token = value * (kept * config.base_num_decoder_layers + 4 * products)

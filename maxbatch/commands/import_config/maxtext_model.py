@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
-# The layers of a block with a window only; attention_type does not state them there.
-_PATTERNS = {"gemma2": "local_sliding,global", "gemma3": ",".join(["local_sliding"] * 5 + ["global"])}
+# Blocks whose windows are a pattern of the layers that attention_type does not state there.
+_PATTERNS = {name: FAMILIES[name].attention_type for name in ("gemma2", "gemma3")}
 _POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 _YARN_ONLY = ("rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 # Llama 3.1's RoPE, with numbers from MaxText's code.
@@ -43,10 +44,10 @@ def translate_form(t: Translation, is_preset: bool) -> None:
 
 def _gemma(t: Translation, block: str, is_preset: bool) -> None:
     t.map("decoder_block", decoder_block=block, attention_type=_PATTERNS[block])
-    if block == "gemma3":
+    if FAMILIES[block].has_qk_norm:
         t.settings["use_qk_norm"] = "true"
         if "use_qk_norm" in t:
-            t.ignore("use_qk_norm", "gemma3's block has it")
+            t.ignore("use_qk_norm", f"{block}'s block has it")
     elif not is_preset or "base_num_decoder_layers" in t:
         _double_layers(t)
     if "attention_type" in t:

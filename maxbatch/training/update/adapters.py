@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.matrices import MATRICES, ParameterPath
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.update.optimizers import MATRICES
 
 ALL = "all"
 Axis = TypeVar("Axis", int, str)
@@ -139,9 +139,9 @@ def _matrices(base: State) -> Iterator[Target]:
         names = parameter_path(path)
         axes = variable.get_metadata().get("logical_axes", ())
         if names[0] == "layers" and names[-1] in MATRICES:
-            inputs, outputs = MATRICES[names[-1]]
-            if len(axes) == 1 + len(inputs) + len(outputs):
-                yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(inputs))
+            row = MATRICES[names[-1]]
+            if len(axes) == 1 + len(row.axes):
+                yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(row.inputs))
 
 
 def _parts(target: Target, axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], ...]:

@@ -13,21 +13,10 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.system.errors import ConfigError
-
-# Input and output axes of the matrices of a layer, by the parameter's name, which Muon orthogonalises and LoRA adapts.
-# Embedding and output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
-MATRICES = {
-    "query": ((0,), (1, 2)),
-    "key": ((0,), (1, 2)),
-    "value": ((0,), (1, 2)),
-    "out": ((0, 1), (2,)),
-    "gate": ((0,), (1,)),
-    "up": ((0,), (1,)),
-    "down": ((0,), (1,)),
-}
 
 
 def make_optimizer(
@@ -174,8 +163,8 @@ def _muon_matrices(parameters: Tree) -> Tree:
     def dimension_numbers(path: KeyPath, value: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         for name in _names(path):
             # A user's parameter of that name may have another rank.
-            if name in MATRICES and sum(map(len, MATRICES[name])) + _in_stack(path) == value.ndim:
-                inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in MATRICES[name])
+            if name in MATRICES and len(MATRICES[name].axes) + _in_stack(path) == value.ndim:
+                inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in MATRICES[name].groups)
                 return optax.contrib.MuonDimensionNumbers(inputs, outputs)
         return None
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.data.stream.fingerprint import mixed
-from maxbatch.model.huggingface import parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.position import CheckpointRecord, StoredParameter
 
 CHECKSUMS = "checksums"  # name of the compiled program

@@ -15,7 +15,7 @@ from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
-from maxbatch.model.huggingface import parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import BUILDING, writing_folder
 from maxbatch.system.errors import ConfigError, cannot_write

@@ -1,16 +1,70 @@
-"""The place of parameters in the tensors of a Hugging Face folder."""
+"""The tensors of Hugging Face's models: the place of each parameter in them, and the order of its axes there."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+import re
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.model.huggingface import LAYOUTS, Layout, ParameterPath, parameter_path
+from maxbatch.config.families import FAMILIES, Family
+from maxbatch.config.matrices import TABLES, Parameter, ParameterPath
+from maxbatch.model.parameters import parameter_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.safetensors import StoredTensor
+
+# What files hold besides parameters: tables and masks that follow from the config.
+NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+Axes = tuple[tuple[int, ...], ...]
+
+
+class Layout(NamedTuple):
+    """One parameter's place in a tensor; {layer} in the name stands for the number of a stacked parameter's layer."""
+
+    name: str
+    axes: Axes  # for each axis of the tensor the parameter's axes that it joins, the outer first
+    joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
+    joined_axis: int = 0  # the tensor's axis along which they follow each other
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer)."""
+        return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
+
+    def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
+        """Returns a part of the tensor as the parameter, whose shape it is given; of NumPy's a view."""
+        order = [axis for group in self.axes for axis in group]
+        return part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+
+    def from_parameter(self, parameter: np.ndarray) -> np.ndarray:
+        """Returns the parameter as its part of the tensor."""
+        order = [axis for group in self.axes for axis in group]
+        return parameter.transpose(order).reshape(self.shape(parameter.shape))
+
+
+def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
+    """Returns the layouts of all parameters that the tensors of a family may hold."""
+    family = FAMILIES[decoder_block]
+    names = {row: name for row in TABLES[decoder_block] if (name := _tensor(family, row))}
+    found: dict[ParameterPath, Layout] = {}
+    for row, name in names.items():
+        inputs, outputs = row.groups
+        is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
+        axes = (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
+        together = tuple(other.path for other in names if names[other] == name)
+        found[row.path] = Layout(name, axes, together, axes.index(outputs)) if together[1:] else Layout(name, axes)
+    return found
+
+
+def _tensor(family: Family, row: Parameter) -> str | None:
+    """Returns the name of the tensor that holds a parameter; None if the family has none."""
+    module = family.modules.get(re.sub(r"^layers\.|[._](scale|bias)$", "", row.name))
+    before, after = f"{family.layer}." if row.is_stacked else "", "bias" if row.name.endswith("bias") else "weight"
+    return module and f"{before}{module}.{after}"
 
 
 class Place(NamedTuple):
@@ -51,7 +105,7 @@ def parameter_places(decoder_block: str, params: nnx.State) -> dict[ParameterPat
       ConfigError: the family has no such parameter.
     """
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-    layouts = LAYOUTS[decoder_block]
+    layouts = layouts_of(decoder_block)
 
     def place(path: ParameterPath) -> Place:
         if path not in layouts:

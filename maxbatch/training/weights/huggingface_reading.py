@@ -11,14 +11,15 @@ import jax
 import numpy as np
 from flax import nnx
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
-from maxbatch.model.huggingface import NOT_PARAMETERS, PREFIX, TIED_OUTPUT, parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.weights.huggingface import Place, parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
@@ -38,10 +39,12 @@ def parameter_reader(
     """
     folder = as_path(path)
     stored = stored_tensors(folder)
-    if config.decoder_block == "gpt2" and not any(name.startswith(PREFIX) for name in stored):
-        stored = {PREFIX + name: tensor for name, tensor in stored.items()}
+    family = FAMILIES[config.decoder_block]
+    if not any(name.startswith(family.prefix) for name in stored):
+        stored = {family.prefix + name: tensor for name, tensor in stored.items()}
     places = parameter_places(config.decoder_block, abstract_params)
-    _check_tensors(folder, stored, tensor_shapes(places), bool(config.logits_via_embedding))
+    tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
+    _check_tensors(folder, stored, tensor_shapes(places), tied_output)
 
     def read(abstract_params: nnx.State) -> nnx.State:
         leaves = jax.tree.leaves_with_path(abstract_params)
@@ -96,11 +99,11 @@ def _row_of_layer(cut: Cut, part: np.ndarray, layer: int, place: Place) -> np.nd
 
 
 def _check_tensors(
-    folder: AnyPath, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], is_tied: bool
+    folder: AnyPath, stored: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], tied_output: str
 ) -> None:
     if missing := [name for name in expected if name not in stored]:
         raise ConfigError(f"{shown_path(folder)}: lacks {_some(missing)}, which a model of these keys has")
-    known = {name for name in stored if name.endswith(NOT_PARAMETERS) or (is_tied and name == TIED_OUTPUT)}
+    known = {name for name in stored if name.endswith(NOT_PARAMETERS) or name == tied_output}
     if unexpected := sorted(stored.keys() - expected.keys() - known):
         raise ConfigError(f"{shown_path(folder)}: holds {_some(unexpected)}, which a model of these keys does not have")
     for name, shape in expected.items():

@@ -13,10 +13,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.config.families import Json
+from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.matrices import ParameterPath
 from maxbatch.config.sections import AdapterConfig, DataConfig
-from maxbatch.model.huggingface import ParameterPath, parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import cannot_write
@@ -133,7 +134,7 @@ def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: lis
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": decoder_block == "gpt2",
+        "fan_in_fan_out": FAMILIES[decoder_block].inputs_first,
         "target_modules": sorted(names.values()),
         "rank_pattern": {name: number * adapters.rank for name, number in joined.items()},
         "alpha_pattern": {name: number * alpha for name, number in joined.items()},

@@ -14,7 +14,7 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.config.huggingface import end_tokens
-from maxbatch.model.huggingface import parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import stored_tensors
 from maxbatch.training.pretraining import train

@@ -16,7 +16,7 @@ from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.config.huggingface_export import config_json
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.model.huggingface import parameter_path
+from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.safetensors import StoredTensor, stored_tensors, write_tensors

@@ -1,0 +1,147 @@
+"""The parameters of a decoder: one table, whose rows hold all that is known of each.
+
+Shapes, counts, FLOPs, first values, partitions, the matrices of Muon and LoRA, what rematerialisation keeps and the
+tensors of Hugging Face's folders follow from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from maxbatch.config.families import FAMILIES, Family
+from maxbatch.config.sections import ModelConfig
+
+Axes = tuple[str, ...]
+ParameterPath = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a decoder; its logical axes are those of its inputs, then those of its outputs."""
+
+    name: str  # its path, joined by dots; in `layers` it has a leading axis of that name beside its own axes
+    outputs: Axes  # of a norm's scale or a bias, all of its axes
+    inputs: Axes = ()  # that a product sums over, or a lookup chooses from
+    is_lookup: bool = False  # its rows are chosen, not multiplied; tied to the output it also multiplies, transposed
+    kept: str = ""  # the name by which rematerialisation keeps its product
+    has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
+
+    @property
+    def path(self) -> ParameterPath:
+        """The names that lead to it."""
+        return tuple(self.name.split("."))
+
+    @property
+    def module(self) -> str:
+        """The name of the module that it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def axes(self) -> Axes:
+        """The logical axes, of one layer."""
+        return self.inputs + self.outputs
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each layer has one."""
+        return self.path[0] == "layers"
+
+    @property
+    def is_map(self) -> bool:
+        """Whether it multiplies: a matrix, and neither a lookup nor a vector."""
+        return bool(self.inputs) and not self.is_lookup
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of its axes of inputs, and of outputs."""
+        numbers = tuple(range(len(self.axes)))
+        return numbers[: len(self.inputs)], numbers[len(self.inputs) :]
+
+    def shape(self, model: ModelConfig) -> tuple[int, ...]:
+        """Returns its shape, in one layer."""
+        return tuple(_sizes(model)[axis] for axis in self.axes)
+
+    def size(self, model: ModelConfig) -> int:
+        """Returns the number of its values, in all layers."""
+        return math.prod(self.shape(model)) * (model.base_num_decoder_layers if self.is_stacked else 1)
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    """Returns the size of each logical axis."""
+    return {
+        "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
+        "norm": model.base_emb_dim, "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
+        "head_dim": model.head_dim, "mlp": model.base_mlp_dim,
+    }  # fmt: skip
+
+
+def is_gated(model: ModelConfig) -> bool:
+    """Returns whether the MLP multiplies an activated projection with a linear one."""
+    return model.mlp_activations.endswith(",linear")
+
+
+def _table(family: Family) -> tuple[Parameter, ...]:
+    """Returns the parameters that a family may have, in the order of their creation."""
+
+    def norm(name: str) -> tuple[Parameter, ...]:
+        parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
+        return tuple(Parameter(f"{name}.{part}", ("norm",)) for part in parts)
+
+    def normalised(heads: str) -> Axes:
+        return ("head_dim",) if family.qk_norm_over == "head" else (heads, "head_dim")
+
+    def has_out_bias(model: ModelConfig) -> bool:
+        return model.attention_out_bias or family.has_biases
+
+    def has_mlp_bias(model: ModelConfig) -> bool:
+        return model.mlp_projection_bias or family.has_biases
+
+    attention, mlp, heads = "layers.attention", "layers.mlp", ("heads", "head_dim")
+    kv_heads = ("kv_heads", "head_dim")
+    return (
+        Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
+        Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
+        *(norm("layers.attention_norm") if family.norms_before else ()),
+        Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
+        Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
+        Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
+        Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
+        Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
+        Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
+        Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
+        Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
+        Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
+        Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
+        *(norm("layers.attention_post_norm") if family.norms_after else ()),
+        *(norm("layers.mlp_norm") if family.norms_before else ()),
+        Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
+        Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
+        Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
+        Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
+        Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
+        Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
+        *(norm("layers.mlp_post_norm") if family.norms_after else ()),
+        *norm("final_norm"),
+        Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
+    )
+
+
+# All that a model may have, by `decoder_block`.
+TABLES: dict[str, tuple[Parameter, ...]] = {name: _table(family) for name, family in FAMILIES.items()}
+# The matrices of a layer, by the last part of their names, which Muon orthogonalises and LoRA adapts. Embedding and
+# output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
+MATRICES: dict[str, Parameter] = {
+    row.path[-1]: row for table in TABLES.values() for row in table if row.is_stacked and row.is_map
+}
+
+
+def parameters(model: ModelConfig) -> list[Parameter]:
+    """Returns the parameters of a decoder, in the order of their creation."""
+    return [row for row in TABLES[model.decoder_block] if row.has(model)]
+
+
+def model_size(model: ModelConfig) -> int:
+    """Returns the number of values in a decoder's parameters, without adapters."""
+    return sum(row.size(model) for row in parameters(model))

@@ -1,0 +1,40 @@
+"""The parameters of a decoder are those of the table, with its shapes and axes, in every family."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from flax import nnx
+
+from maxbatch import load_config
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import parameters
+from maxbatch.config.sections import ModelConfig
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.parameters import parameter_path
+from maxbatch.training.update.state import abstract_model
+
+FORMS = {
+    "plain": (),
+    "biases": ("attention_bias=true", "attention_out_bias=true", "mlp_projection_bias=true"),
+    "positions": ("use_qk_norm=true", "mlp_activations=gelu", "trainable_position_size=512"),
+    "untied": ("logits_via_embedding=false", "base_num_decoder_layers=1"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, form: str) -> None:
+    config = load_config(overrides=[f"decoder_block={family}", *FORMS[form]])
+    _, params = abstract_model(DecoderConfig.of(config))
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    found = {
+        parameter_path(path): (one.get_value().shape, tuple(one.get_metadata("logical_axes"))) for path, one in leaves
+    }
+    model = ModelConfig.of(config)
+    expected = {}
+    for row in parameters(model):
+        stack = [("layers", model.base_num_decoder_layers)] if row.is_stacked else []
+        axes = [*stack, *zip(row.axes, row.shape(model), strict=True)]
+        expected[row.path] = tuple(size for _, size in axes), tuple(name for name, _ in axes)
+    assert found == expected
