@@ -15,7 +15,7 @@ from flax import nnx
 
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import is_huggingface_folder
-from maxbatch.config.sections import AdapterConfig, DataConfig
+from maxbatch.config.sections import DataConfig
 from maxbatch.model.huggingface import ParameterPath, parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
@@ -70,10 +70,8 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
       ConfigError: there is no such run, it has no adapters, or the output is not empty.
     """
     target = new_folder(output)
-    config, base, params = load_adapters(run)
+    config, base, adapters, params = load_adapters(run)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    adapters = Adapters.from_config(AdapterConfig.of(config))
-    assert adapters is not None, "the run has adapters"
     modules = _modules(config.decoder_block, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {
