@@ -25,7 +25,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
+from maxbatch.system.errors import ConfigError, TrainingError, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
 from maxbatch.system.storage import AnyPath, clone_tree, kept_here, remove_tree
@@ -41,11 +41,9 @@ def locked(folder: AnyPath) -> Iterator[BinaryIO]:
 
 
 def _lock_on(folder: AnyPath) -> BinaryIO:
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock = take_lock(kept_here(folder) / ".lock", _LOCK_S)
-    except OSError as error:
-        raise cannot_write(folder, error) from None
     if lock is None:
         raise ConfigError(f"{folder}: another command measures in it; wait for it")
     return lock

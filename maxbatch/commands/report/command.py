@@ -16,7 +16,7 @@ from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.json_file import checked, read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
-from maxbatch.system.errors import cannot_read
+from maxbatch.system.errors import reading
 from maxbatch.system.folding import printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
@@ -102,10 +102,8 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
 
 
 def _is_sweep(path: AnyPath) -> bool:
-    try:
+    with reading(path):
         return SweepFolder(path).is_sweep
-    except OSError as error:
-        raise cannot_read(path, error) from None
 
 
 def _add_sweep(page: Page, path: AnyPath, name: str, is_one_of_many: bool) -> list[ReportedRun]:

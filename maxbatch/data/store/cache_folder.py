@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxbatch.config.values import shown
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
+from maxbatch.system.errors import writing
 from maxbatch.system.storage import user_cache
 
 
@@ -27,7 +28,7 @@ def cache_file(data_cache_dir: str, name: str, facts: Any) -> Path:
     return cache_folder(data_cache_dir, name) / digest
 
 
-def cannot_write_cache(data_cache_dir: str, path: Path, error: OSError) -> ConfigError | TrainingError:
-    """Returns the error for tokenised data, or figures computed from them, that could not be written."""
+def writing_cache(data_cache_dir: str, path: Path) -> AbstractContextManager[None]:
+    """Raises the line that the user reads if tokenised data, or figures computed from them, cannot be written."""
     where = f"data_cache_dir={shown(repr(data_cache_dir))}: {path}"
-    return cannot_write(where, error, "data_cache_dir=/a/writable/folder puts it elsewhere")
+    return writing(where, "data_cache_dir=/a/writable/folder puts it elsewhere")

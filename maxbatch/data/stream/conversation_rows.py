@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.data.store.cache_folder import cache_file, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_file, writing_cache
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -86,12 +86,10 @@ def count_trained_tokens(config: StreamConfig, key: Mapping[str, Any], rows: Row
         square_sum += int((trained_n**2).sum())
     counted = TrainedTokens(rows.num_rows, total, square_sum)
     path = _path(config, key)
-    try:
+    with writing_cache(config.data_cache_dir, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with writing_atomically(path) as file:
             file.write(json.dumps(counted._asdict() | {"crc32": _checksum(path, counted)}).encode())
-    except OSError as error:
-        raise cannot_write_cache(config.data_cache_dir, path, error) from error
     return counted
 
 

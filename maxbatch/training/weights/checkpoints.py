@@ -25,7 +25,7 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, LeaseLost, cannot_write
+from maxbatch.system.errors import ConfigError, LeaseLost, writing
 from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.patience import patience
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
@@ -326,7 +326,8 @@ class Checkpoints:
         except Exception as error:
             if failure := os_error(error, self._folder):
                 self._give_up()
-                raise cannot_write(self._folder, failure) from error
+                with writing(self._folder):
+                    raise failure from error
             try:
                 ask(str(self._folder / "a checkpoint"))
             except LeaseLost:  # what failed may be the work of the process that holds the folder now

@@ -19,7 +19,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.huggingface import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import BUILDING, writing_folder
-from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
@@ -58,16 +58,11 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     fields = config_json(config, written_as, imported_from or _token_ids(DataConfig.of(config)))
     places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
-    try:
-        with writing_folder(target, last=CONFIG_FILE) as folder:
-            num_files, num_bytes = _write_tensors(
-                folder, places, _tensors(places, abstract, read, written_as), written_as
-            )
-            copy_tokenizer(DataConfig.of(config), folder)
-            write_json(folder / GENERATION_FILE, generation)
-            write_json(folder / CONFIG_FILE, fields)
-    except OSError as error:
-        raise cannot_write(output, error) from error
+    with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
+        num_files, num_bytes = _write_tensors(folder, places, _tensors(places, abstract, read, written_as), written_as)
+        copy_tokenizer(DataConfig.of(config), folder)
+        write_json(folder / GENERATION_FILE, generation)
+        write_json(folder / CONFIG_FILE, fields)
     files = "1 file" if num_files == 1 else f"{num_files} files"
     return f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
 

@@ -37,7 +37,7 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 from maxbatch.parallel.hosts import gather
 from maxbatch.runs.position import COMMITTED_FILE
 from maxbatch.system import fences
-from maxbatch.system.errors import StoreRefused, cannot_read
+from maxbatch.system.errors import StoreRefused, reading
 from maxbatch.system.object_stores import gone_is_done, kvstore, persist, refusal
 from maxbatch.system.patience import Patience
 from maxbatch.system.storage import AnyPath, as_path, clone_tree, is_remote, remove_tree
@@ -136,7 +136,8 @@ def read_arrays(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None, s
         raise
     except Exception as error:  # a damaged file can make the reader raise anything
         if failure := os_error(error, checkpoint):
-            raise cannot_read(checkpoint, failure) from error
+            with reading(checkpoint):
+                raise failure from error
         damage = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     damage = next(filter(None, gather(damage)), None)
     return (None, damage) if damage else (found, None)

@@ -19,7 +19,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.model.huggingface import ParameterPath, parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
-from maxbatch.system.errors import cannot_write
+from maxbatch.system.errors import writing
 from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.update.adapters import Adapters, Target
 from maxbatch.training.weights.export import DTYPE_NAMES, copy_tokenizer, new_folder
@@ -78,7 +78,7 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
         name: tensor.astype(DTYPES[stored_as])
         for name, tensor in _tensors(modules, config.base_num_decoder_layers, arrays)
     }
-    try:
+    with writing(output):
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, last=CONFIG_FILE) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
@@ -86,8 +86,6 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
             write_json(
                 folder / CONFIG_FILE, _config_json(config.decoder_block, config.load_parameters_path, adapters, modules)
             )
-    except OSError as error:
-        raise cannot_write(output, error) from error
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 
