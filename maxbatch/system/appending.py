@@ -14,7 +14,7 @@ from typing import Protocol
 from maxbatch.system import fences
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError, writing
-from maxbatch.system.object_stores import persist
+from maxbatch.system.object_stores import persist, version_of
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.stores import store_of
@@ -139,7 +139,7 @@ def _join(path: RemotePath, size: int, data: bytes) -> None:
     """
 
     def add() -> None:
-        version, found = fences.version_of(path.url), path.stat().st_size
+        version, found = version_of(path.url), path.stat().st_size
         if found == size + len(data):
             return
         fences.ask(path.url)

@@ -46,8 +46,7 @@ from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, RecordConfig, Recorder
-from maxbatch.training.record.throughput import ThroughputMeter
+from maxbatch.training.record.recorder import Output, RecordConfig, Recorder, ThroughputMeter
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
