@@ -27,8 +27,9 @@ from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Position
 from maxbatch.training.weights.checksums import array_checksums, word_sum
-from maxbatch.training.weights.parameters import load_parameters, open_parameters, open_source
+from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import read_metrics, tiny_config
 
 ONE = jax.devices()[:1]

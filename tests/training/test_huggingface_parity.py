@@ -25,10 +25,10 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
 from maxbatch.training.weights.export import export_model
 from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
-from maxbatch.training.weights.parameters import load_parameters
 from maxbatch.training.weights.peft import export_adapters
 from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import read_metrics
 from tests.helpers.transformers_models import MODELS, VOCABULARY, make_model, save_model
 

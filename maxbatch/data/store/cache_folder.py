@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from maxbatch.config.values import shown
+from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import writing
 from maxbatch.system.storage import user_cache
 
@@ -26,6 +29,26 @@ def cache_file(data_cache_dir: str, name: str, facts: Any) -> Path:
     """Returns the file of the cache's folder `name` that is named by the hash of `facts`, which are JSON values."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder(data_cache_dir, name) / digest
+
+
+def recall(path: Path) -> Any:
+    """Returns the JSON value that `keep` wrote, which is not null; None if the file is missing or damaged."""
+    try:
+        value, checksum = read_json(path, str(path))
+    except (OSError, ValueError, TypeError):
+        return None
+    return value if checksum == _checksum(path, value) else None
+
+
+def keep(path: Path, value: Any) -> None:
+    """Writes a JSON value to a file of the cache; raises OSError if it cannot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_atomically(path) as file:
+        file.write(json.dumps([value, _checksum(path, value)]).encode())
+
+
+def _checksum(path: Path, value: Any) -> int:
+    return zlib.crc32(json.dumps([path.name, value]).encode())
 
 
 def writing_cache(data_cache_dir: str, path: Path) -> AbstractContextManager[None]:

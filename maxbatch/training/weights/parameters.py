@@ -108,24 +108,6 @@ def placed(params: nnx.State, where: Mesh | jax.Device) -> nnx.State:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings)
 
 
-def load_parameters(
-    path: str | Path, overrides: Sequence[str] = (), mesh: Mesh | None = None
-) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
-    """Returns the config, the model graph and the parameters of a model.
-
-    Args:
-      path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, or a Hugging Face folder.
-      overrides: "key=value" texts over its config.
-      mesh: the mesh that holds the parameters; None: the first device.
-
-    Raises:
-      ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
-    """
-    source = open_source(path)
-    config = source.config(overrides)
-    return config, *restored(source, DecoderConfig.of(config), mesh)
-
-
 def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], nnx.State]:
     """Returns the model graph and the parameters of a source, on a mesh or (None) on the first device.
 

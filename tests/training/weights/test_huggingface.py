@@ -21,7 +21,7 @@ from maxbatch.system.storage import as_path, copy_tree
 from maxbatch.training.pretraining import train
 from maxbatch.training.weights import huggingface_reading
 from maxbatch.training.weights.export import export_model
-from maxbatch.training.weights.parameters import load_parameters, open_source
+from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import (
     HEAD,
     HEADS,
@@ -34,6 +34,7 @@ from tests.helpers.huggingface_folders import (
     tiny_llama_tensors,
     write_folder,
 )
+from tests.helpers.parameters import load_parameters
 from tests.helpers.stores import Store
 
 Tensors = dict[str, np.ndarray]
