@@ -72,11 +72,13 @@ def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] 
     """
     try:
         yield
-    except (ConfigError, TrainingError):
+    except TrainingError:
         raise
     except OSError as error:
         if blame is not None:
             raise blame(f"cannot read {path}: {reason(error)}") from error
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path}: cannot be read ({reason(error)}){remedy and f'; {remedy}'}") from error
 
 

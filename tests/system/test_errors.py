@@ -11,7 +11,7 @@ import pytest
 
 from maxbatch.config.yaml_file import compose
 from maxbatch.data.store.chat_template import read_settings
-from maxbatch.system.errors import ConfigError, StoreFailed, TrainingError, reading, report, writing
+from maxbatch.system.errors import ConfigError, StoreFailed, StoreRefused, TrainingError, reading, report, writing
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,15 @@ def test_a_file_that_cannot_be_read_is_one_line() -> None:
         with pytest.raises(ConfigError) as raised, reading("a", **arguments):  # type: ignore[arg-type]
             raise refused
         assert str(raised.value) == line
+
+
+def test_a_store_that_refuses_names_the_key_of_the_file() -> None:
+    refused = StoreRefused("s3://bucket/a: no permission in bucket bucket")
+    with pytest.raises(ConfigError) as raised, reading("a", blame=lambda problem: ConfigError(f"key=a: {problem}")):
+        raise refused
+    assert str(raised.value) == f"key=a: cannot read a: {refused}"
+    with pytest.raises(StoreRefused), reading("a"):
+        raise refused
 
 
 @pytest.mark.parametrize(
