@@ -85,7 +85,7 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: nnx.St
             f"{source}: holds adapters of another model than load_parameters_path={path} is now; put back the one that "
             "they were trained on"
         )
-    adapters = _adapters_of(run)
+    adapters = _adapters_of(AdapterConfig.of(run))
     somewhere = jax.tree.leaves(abstract_params)[0].sharding
     where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
     placed_adapters = placed(adapters.abstract(abstract_params), where)
@@ -130,12 +130,12 @@ def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, Adapters, nn
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
     config, _ = adapting
-    adapters, (_, base) = _adapters_of(config), abstract_model(DecoderConfig.of(config))
+    adapters, (_, base) = _adapters_of(AdapterConfig.of(config)), abstract_model(DecoderConfig.of(config))
     abstract = placed(adapters.abstract(base), jax.devices()[0])
     return config, base, adapters, source.open(ModelConfig.of(config), abstract)(abstract)
 
 
-def _adapters_of(run: ConfigDict) -> Adapters:
-    adapters = Adapters.from_config(AdapterConfig.of(run))
+def _adapters_of(config: AdapterConfig) -> Adapters:
+    adapters = Adapters.from_config(config)
     assert adapters is not None, "the run trained adapters"
     return adapters
