@@ -25,7 +25,7 @@ from benchmarks.measurement import Measurement
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
-from maxbatch.training.weights.parameters import load_parameters
+from tests.helpers.parameters import load_parameters
 
 BARS = {"before": 0.1, "after": 0.9, "seconds": 15 * 60.0, "nats": 0.01}
 PAGE = (

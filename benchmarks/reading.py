@@ -30,7 +30,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
-from maxbatch.training.weights.parameters import load_parameters
+from tests.helpers.parameters import load_parameters
 
 SPEED, MEMORY = 0.8, 1.3
 _BLOCK = 2**25  # random values, of which the files are made

@@ -16,7 +16,7 @@ from maxbatch.commands.targets import add_target_arguments, planned, show_time
 from maxbatch.plan.batch import expansion_factor
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import EXIT_DONE, TrainingError, cannot_write
+from maxbatch.system.errors import EXIT_DONE, TrainingError, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import Target, device_facts
@@ -126,10 +126,8 @@ def _made_folder(path: str | None) -> Path | None:
     if path is None:
         return None
     folder = Path(path).expanduser()
-    try:
+    with writing(f"--hlo {path}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(f"--hlo {path}", error) from error
     return folder
 
 

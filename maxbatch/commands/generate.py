@@ -38,18 +38,19 @@ def run(args: argparse.Namespace) -> int:
     """Prints the prompt and its continuation by the newest checkpoint of a run; returns the exit code."""
     from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import make_tokenizer
+    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import TextConfig, generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.weights.parameters import config_of_model, load_parameters
+    from maxbatch.training.weights.parameters import open_source, restored
 
-    config = config_of_model(args.run_dir)
+    source = open_source(args.run_dir)
+    config = source.config()
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-    # A prompt of an imported model begins as its tokenizer has it.
-    imported = is_huggingface_folder(args.run_dir)
-    begins = [f"add_bos={tokenizer.begins_with_bos()}".lower()] if imported else []
-    config, _, params = load_parameters(args.run_dir, begins)
+    if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer has it
+        config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower()])
+    _, params = restored(source, DecoderConfig.of(config))
     ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
     text = generate_text(params, tokenizer, args.prompt, TextConfig.of(config), rules)

@@ -18,7 +18,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.bars import bytes_bar
-from maxbatch.system.errors import ConfigError, StoreRefused, cannot_write
+from maxbatch.system.errors import ConfigError, StoreRefused, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 
@@ -71,12 +71,9 @@ def run(args: Namespace) -> int:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
         begin = time.perf_counter()
-        try:
-            with bytes_bar(source.size, "tokenising") as progress:
-                build = Build(source, tokenizer, config, args.workers, progress, args.shard_tokens)
-                store = build_store(folder, build)
-        except OSError as error:
-            raise cannot_write(f"--output {folder}", error) from error
+        with writing(f"--output {folder}"), bytes_bar(source.size, "tokenising") as progress:
+            build = Build(source, tokenizer, config, args.workers, progress, args.shard_tokens)
+            store = build_store(folder, build)
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))
     _print_next(config, args, tokenizer)

@@ -73,18 +73,20 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.scoring import Scorer
-    from maxbatch.training.weights.parameters import config_of_model, load_parameters
+    from maxbatch.training.weights.parameters import open_source, restored
 
     stated = {text.split("=", 1)[0].strip() for text in args.overrides}
     overrides = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + args.overrides
-    config = config_of_model(args.model, overrides)
+    source = open_source(args.model)
+    config = source.config(overrides)
     # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
     by_key = "add_bos" in stated or not (config.use_sft or is_huggingface_folder(args.model))
     records = _Encoder(config, by_key).records(lines, args.file)
     mesh = make_mesh(config)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
-    config, _, params = load_parameters(args.model, overrides, mesh)
-    found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), mesh, params)([record.tokens for record in records])
+    model = DecoderConfig.of(config)
+    _, params = restored(source, model, mesh)
+    found = Scorer(model, MeshConfig.of(config), mesh, params)([record.tokens for record in records])
     if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
         raise TrainingError(f"{args.model}: gives no token a finite log-probability; its parameters are not finite")
     scored = _figures(records, found)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -19,7 +21,6 @@ from maxbatch.parallel.cpu_devices import make_cpu_devices
 from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
-from maxbatch.system.ports import free_port
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
@@ -100,3 +101,21 @@ def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
     for host in hosts:
         host.kill()
         host.communicate()
+
+
+# Below the ports that systems give to connections, of which one could take it before the server does.
+_PORTS = range(20_000, 32_000)
+_CHANCE = random.SystemRandom()  # no two processes draw the same, whatever their seeds
+
+
+def free_port() -> int:
+    """Returns a port of the loopback that nothing listens on."""
+    for port in (*_CHANCE.sample(_PORTS, 100), 0):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("localhost", port))
+            except OSError:
+                continue
+            _, found = probe.getsockname()
+            return int(found)
+    raise OSError("no port is free")

@@ -9,7 +9,7 @@ from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
 from maxbatch.config.huggingface_fields import check_fields
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import read_json
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import as_path
 
 CONFIG_FILE = "config.json"
@@ -49,10 +49,8 @@ def is_huggingface_folder(path: str | os.PathLike[str]) -> bool:
 def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> Json:
     """Returns the `config.json` of a folder; raises ConfigError if it cannot be read or is no object."""
     file = as_path(path) / name
-    try:
+    with reading(file):
         found = read_json(file, shown_path(file))
-    except OSError as error:
-        raise cannot_read(file, error) from None
     if not isinstance(found, dict):
         raise ConfigError(f"{shown_path(file)}: must be a JSON object")
     return found

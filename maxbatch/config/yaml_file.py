@@ -12,7 +12,7 @@ import yaml
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import compose_yaml, read_text
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError, reason
 from maxbatch.system.storage import AnyPath
 
 MOST_BYTES = 2**20  # of a file that states a config
@@ -76,11 +76,10 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
         raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({said})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{shown_path(path)}: is no valid YAML ({getattr(error, 'reason', '')})") from None
-    except ConfigError:
+    except (ConfigError, TrainingError):
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        problem = _PROBLEMS.get(type(error), f"cannot be read ({reason})")
+        problem = _PROBLEMS.get(type(error), f"cannot be read ({reason(error)})")
         raise ConfigError(f"{where}: {problem}") from None
 
 

@@ -22,7 +22,7 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
-from maxbatch.training.weights.parameters import restore_parameters
+from maxbatch.training.weights.parameters import open_parameters, open_source
 
 FOLDER = "warm_start"
 
@@ -71,7 +71,8 @@ def first_parameters(context: RunContext, abstract: TrainState) -> State:
     """Returns the parameters before the first update of reinforcement learning."""
     config = context.config
     if config.warm_start_steps:
-        return restore_parameters(str(as_path(config.run_dir) / FOLDER), ModelConfig.of(config), abstract.params)
+        warm = open_source(str(as_path(config.run_dir) / FOLDER))
+        return open_parameters(warm, ModelConfig.of(config), abstract.params)(abstract.params)
     if read := context.open_parameters(abstract.model):
         return read(abstract.params)
     return init_state(UpdateConfig.of(config), abstract).params

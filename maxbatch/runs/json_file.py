@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from maxbatch.system import bounded
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, TrainingError, reason
 from maxbatch.system.storage import AnyPath
 
 T = TypeVar("T")
@@ -28,12 +28,12 @@ def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None
     except FileNotFoundError:
         return None
     except bounded.RefusedContent as error:
-        reason = str(error).removeprefix(f"{path}: ")
-        raise ConfigError(f"{path}: cannot be read ({reason}); {remedy}") from None
+        why = str(error).removeprefix(f"{path}: ")
+        raise ConfigError(f"{path}: cannot be read ({why}); {remedy}") from None
     except (ConfigError, TrainingError):
         raise
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {remedy}") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}); {remedy}") from None
     except KeyError as error:
         raise ConfigError(f"{path}: cannot be read (no field {error}); {remedy}") from None
 

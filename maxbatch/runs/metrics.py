@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, open_whole
 
 _NAME = "metrics.jsonl"
@@ -156,13 +157,9 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
 
 
 def _lines(path: AnyPath) -> list[bytes]:
-    try:
-        with open_whole(path) as file:
-            return list(_bounded_lines(file))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise cannot_read(path, error) from None
+    with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
+        return list(_bounded_lines(file))
+    return []
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
-from maxbatch.system.errors import cannot_read
+from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath, is_whole, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
@@ -96,13 +96,12 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """
     path = checkpoint / "position" / "metadata"
     try:
-        saved: Any = json.loads(_content(path))
+        with reading(path):
+            saved: Any = json.loads(_content(path))
         own = saved.pop(_OWN_CHECKSUM, None)
         if _checksum(saved) != own and not (own is None and saved.keys() == _OLD_FIELDS):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
-    except OSError as error:
-        raise cannot_read(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError("its JSON is not that of a checkpoint") from None
     step = record.position.step
@@ -119,12 +118,9 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 def committed_steps(run_dir: AnyPath) -> list[int]:
     """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number."""
     folder = run_dir / "checkpoints"
-    try:
+    names: list[str] = []
+    with reading(folder), contextlib.suppress(FileNotFoundError):
         names = subfolders(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise cannot_read(folder, error) from None
     steps = sorted(map(int, filter(_is_step, names)), reverse=True)
     return [step for step in steps if is_committed(folder / str(step))]
 

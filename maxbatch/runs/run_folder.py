@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, cannot_write
+from maxbatch.system.errors import ConfigError, DivergedError, writing
 from maxbatch.system.leases import LOCK_FILE, Hold, hold_folder
 from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 
@@ -37,15 +37,11 @@ class RunFolder:
 
     def _taken(self, run_dir: str) -> Hold:
         named = f"run_dir={run_dir}"
-        try:
+        with writing(named, "give another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_kinds(run_dir)
             probe(self.path)
             return hold_folder(self.path, f"is training in it; {_INSTEAD}", named)
-        except (ConfigError, TrainingError):
-            raise
-        except OSError as error:
-            raise cannot_write(named, error, "give another folder") from error
 
     def _check_kinds(self, run_dir: str) -> None:
         for name in (*_FILES, *_FOLDERS):

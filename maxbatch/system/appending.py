@@ -13,8 +13,8 @@ from typing import Protocol
 
 from maxbatch.system import fences
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
-from maxbatch.system.object_stores import persist
+from maxbatch.system.errors import ConfigError, TrainingError, writing
+from maxbatch.system.object_stores import persist, version_of
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.stores import store_of
@@ -54,26 +54,23 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
 class _File:
     def __init__(self, path: AnyPath) -> None:
         self._path = path
-        try:
+        with writing(path):
             self._file = open(str(path), "ab", buffering=0)  # noqa: SIM115  closed by close()
-        except OSError as error:
-            raise cannot_write(path, error) from None
 
     def append(self, line: bytes) -> None:
         end = self._file.tell()
-        try:
-            written = self._file.write(line)
-            while written < len(line):  # the disk is nearly full: the rest fits, or raises
-                written += self._file.write(line[written:])
-        except OSError as error:
-            self._file.truncate(end)
-            raise cannot_write(self._path, error) from None
+        with writing(self._path):
+            try:
+                written = self._file.write(line)
+                while written < len(line):  # the disk is nearly full: the rest fits, or raises
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(end)
+                raise
 
     def sync(self) -> None:
-        try:
+        with writing(self._path):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise cannot_write(self._path, error) from None
 
     def close(self) -> None:
         self._file.close()
@@ -142,7 +139,7 @@ def _join(path: RemotePath, size: int, data: bytes) -> None:
     """
 
     def add() -> None:
-        version, found = fences.version_of(path.url), path.stat().st_size
+        version, found = version_of(path.url), path.stat().st_size
         if found == size + len(data):
             return
         fences.ask(path.url)

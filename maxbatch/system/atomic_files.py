@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from maxbatch.system.errors import cannot_write
+from maxbatch.system.errors import writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, remove_tree, storage_errors
@@ -69,11 +69,8 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
     if isinstance(path, RemotePath):
         path.write_bytes(data)
         return
-    try:
-        with writing_atomically(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise cannot_write(path, error) from None
+    with writing(path), writing_atomically(path) as file:
+        file.write(data)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 
 from maxbatch.system.folding import printable
 
@@ -57,22 +59,50 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def cannot_read(path: object, error: OSError) -> ConfigError | TrainingError:
-    """Returns the exception for a file that the system refuses to read, whatever its content."""
-    if isinstance(error, ConfigError | TrainingError):
-        return error
-    return ConfigError(f"{path}: cannot be read ({error.strerror})")
+@contextlib.contextmanager
+def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] | None = None) -> Iterator[None]:
+    """Raises the line that the user reads if the system refuses to read a file; that is no fault of its content.
+
+    A store's error is such a line already.
+
+    Args:
+      path: of the file, as messages name it.
+      remedy: ends the message.
+      blame: makes the error of "cannot read PATH: REASON", for a file that a key names.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except OSError as error:
+        if blame is not None:
+            raise blame(f"cannot read {path}: {reason(error)}") from error
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}){remedy and f'; {remedy}'}") from error
 
 
-def cannot_write(path: object, error: OSError, remedy: str = "give another place") -> ConfigError | TrainingError:
-    """Returns the exception for a file that could not be written. A full or failing disk is no fault of the input."""
-    if isinstance(error, ConfigError | TrainingError):
-        return error
-    if is_disk_full(error):
-        return TrainingError(f"{path}: {_DISK_FULL}")
-    if error.errno == errno.EIO:
-        return TrainingError(f"{path}: the disk fails ({error.strerror})")
-    return ConfigError(f"{path}: cannot be written ({error.strerror or error}); {remedy}")
+@contextlib.contextmanager
+def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
+    """Raises the line that the user reads if a file cannot be written; a full or failing disk is no fault of the input.
+
+    A store's error is such a line already.
+    """
+    try:
+        yield
+    except (ConfigError, TrainingError):
+        raise
+    except OSError as error:
+        if is_disk_full(error):
+            raise TrainingError(f"{path}: {_DISK_FULL}") from error
+        if error.errno == errno.EIO:
+            raise TrainingError(f"{path}: the disk fails ({error.strerror})") from error
+        raise ConfigError(f"{path}: cannot be written ({reason(error)}); {remedy}") from error
+
+
+def reason(error: Exception) -> str:
+    """Returns the system's words for an error, else the error's own, in one line."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
 
 
 def report(error: BaseException) -> int:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from maxbatch.system import preconditions
-from maxbatch.system.object_stores import file_system, persist
+from maxbatch.system.object_stores import file_system, persist, version_of, write_if
 from maxbatch.system.stores.store import split
 
 BUILDING = ".building-"  # begins the name of whatever is not finished yet
@@ -52,7 +51,7 @@ class Fence:
         with self._locks.setdefault(url, threading.Lock()):
             version = self._versions.get(url) or version_of(url)
             self.ask()
-            while (written := _write(url, data, version)) is None:
+            while (written := write_if(url, data, version)) is None:
                 # Either another process holds the lease, or the object was changed late by one that held it before;
                 # or the response to our own write was lost.
                 self._confirm()
@@ -70,12 +69,3 @@ def ask(url: str) -> None:
     """Raises LeaseLost if another process holds the lease of the folder that an object is in."""
     if fence := fence_of(url):
         fence.ask()
-
-
-def version_of(url: str) -> str | None:
-    """Returns the version of an object, None if there is none."""
-    return persist(url, lambda: preconditions.version(file_system(split(url)[0]), url))
-
-
-def _write(url: str, data: bytes, version: str | None) -> str | None:
-    return persist(url, lambda: preconditions.write(file_system(split(url)[0]), url, data, version))

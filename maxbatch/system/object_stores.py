@@ -1,4 +1,4 @@
-"""The clients of object stores: their settings, retries, and the meaning of errors.
+"""The clients of object stores: settings, repeated tries, the meaning of errors, requests that depend on a version.
 
 The packages of `maxbatch.system.stores` come through fsspec. Orbax reaches the same clients through fsspec by itself,
 so their settings are in fsspec's own configuration. TensorStore reads environment variables.
@@ -6,6 +6,7 @@ so their settings are in fsspec's own configuration. TensorStore reads environme
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -22,7 +23,7 @@ from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRef
 from maxbatch.system.folding import printable
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
-from maxbatch.system.stores.store import FileSystem, chain, split, status_of
+from maxbatch.system.stores.store import FileSystem, ObjectStore, chain, has_lost, split, status_of
 
 T = TypeVar("T")
 
@@ -219,3 +220,73 @@ def kvstore(url: str) -> dict[str, object]:
     scheme, _, rest = url.partition(":")
     bucket, _, name = rest.lstrip("/").partition("/")
     return STORES[scheme].kvstore(bucket, name, _TENSORSTORE_RETRIES)
+
+
+def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]:
+    """Returns the store of a URL; its fsspec file system, the bucket and the name in it."""
+    scheme, bucket, name = split(url)
+    return STORES[scheme], (file_system(scheme), bucket, name)
+
+
+def read_version(url: str) -> tuple[bytes, str]:
+    """Returns the content of an object and its version, which changes with every write."""
+    store, at = _at(url)
+    return persist(url, lambda: store.read(*at))
+
+
+def read_whole(url: str) -> bytes:
+    """Returns the content of an object, by one request, checked against what the store states of it."""
+    store, at = _at(url)
+
+    def read() -> bytes:
+        content, stated, found = store.read_checked(*at)
+        if stated != found:  # it may come whole the next time
+            raise ConnectionError(f"{len(content)} bytes came, which are not the whole object")
+        return content
+
+    return persist(url, read)
+
+
+def version_of(url: str) -> str | None:
+    """Returns the version of an object, None if there is none."""
+    store, at = _at(url)
+    with contextlib.suppress(FileNotFoundError):
+        return persist(url, lambda: store.version(*at))
+    return None
+
+
+def write_if(url: str, data: bytes, version: str | None) -> str | None:
+    """Writes an object that has a version, or that is not there (None).
+
+    Returns:
+      Its new version; None if another process was faster, and nothing was written.
+
+    Raises:
+      FileNotFoundError: there is no bucket.
+    """
+    store, at = _at(url)
+
+    def write() -> str | None:
+        try:
+            return store.write(*at, data, version)
+        except Exception as error:
+            if has_lost(error) or (isinstance(error, FileNotFoundError) and version is not None):
+                return None
+            raise
+
+    return persist(url, write)
+
+
+def remove_if(url: str, version: str) -> bool:
+    """Removes an object that has a version; returns whether it did."""
+    store, at = _at(url)
+
+    def remove() -> bool:
+        try:
+            return store.remove(*at, version)
+        except Exception as error:
+            if has_lost(error) or isinstance(error, FileNotFoundError):
+                return False
+            raise
+
+    return persist(url, remove)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
-from maxbatch.system import fences, preconditions
+from maxbatch.system import fences, object_stores
 from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist
 from maxbatch.system.stores.store import FileSystem, split
 
@@ -155,7 +155,7 @@ class RemotePath:
                     yield from RemotePath(url).glob(rest)
 
     def read_bytes(self) -> bytes:
-        return persist(self.url, lambda: preconditions.read_whole(self.file_system, self.url))
+        return object_stores.read_whole(self.url)
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
@@ -212,7 +212,7 @@ class RemotePath:
 
     def read_version(self) -> tuple[bytes, str]:
         """Returns the content and its version, which changes with every write."""
-        return persist(self.url, lambda: preconditions.read(self.file_system, self.url))
+        return object_stores.read_version(self.url)
 
     def write_if(self, data: bytes, version: str | None) -> str | None:
         """Writes the object if it still has a version, or if there is none (None).
@@ -221,11 +221,11 @@ class RemotePath:
           The new version; None if another process was faster, and nothing was written.
         """
         with _writing(self):
-            return persist(self.url, lambda: preconditions.write(self.file_system, self.url, data, version))
+            return object_stores.write_if(self.url, data, version)
 
     def unlink_if(self, version: str) -> bool:
         """Removes the object if it still has a version; returns whether it did."""
-        return persist(self.url, lambda: preconditions.remove(self.file_system, self.url, version))
+        return object_stores.remove_if(self.url, version)
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder exists once it has an object."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, read_range
 
@@ -110,10 +110,8 @@ def _files(folder: AnyPath) -> Iterable[AnyPath]:
 
 def _indexed(index: AnyPath) -> list[str]:
     """Returns the files that an index names, all of them in its folder."""
-    try:
+    with reading(index):
         found = read_json(index, str(index), most_bytes=_MOST_INDEX_BYTES)
-    except OSError as error:
-        raise cannot_read(index, error) from None
     files = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(f"{index}: is not an index of safetensors files")
@@ -125,23 +123,22 @@ def _indexed(index: AnyPath) -> list[str]:
 
 def _header(file: AnyPath) -> dict[str, StoredTensor]:
     """Returns the tensors of a file, held to the rules of the format's own library, and to unique keys."""
-    try:
-        size = file.stat().st_size
-        length = int.from_bytes(read_range(file, 0, 8), "little") if size >= 8 else 0
-        if size < 8 or length > size - 8:
-            raise ValueError("its header is cut off")
-        if length > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header is larger than {_MOST_HEADER_BYTES:,} bytes")
-        text = read_range(file, 8, 8 + length).decode("utf-8")
-        header = read_json(text, "its header", most_bytes=_MOST_HEADER_BYTES, unique=True)
-        if not isinstance(header, dict):
-            raise ValueError("its header is no JSON object")
-        _check_metadata(header.pop("__metadata__", None))
-        return _tensors(file, {name: _Entry.of(name, entry) for name, entry in header.items()}, 8 + length, size)
-    except OSError as error:
-        raise cannot_read(file, error) from None
-    except ValueError as error:
-        raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
+    with reading(file):
+        try:
+            size = file.stat().st_size
+            length = int.from_bytes(read_range(file, 0, 8), "little") if size >= 8 else 0
+            if size < 8 or length > size - 8:
+                raise ValueError("its header is cut off")
+            if length > _MOST_HEADER_BYTES:
+                raise ValueError(f"its header is larger than {_MOST_HEADER_BYTES:,} bytes")
+            text = read_range(file, 8, 8 + length).decode("utf-8")
+            header = read_json(text, "its header", most_bytes=_MOST_HEADER_BYTES, unique=True)
+            if not isinstance(header, dict):
+                raise ValueError("its header is no JSON object")
+            _check_metadata(header.pop("__metadata__", None))
+            return _tensors(file, {name: _Entry.of(name, entry) for name, entry in header.items()}, 8 + length, size)
+        except ValueError as error:
+            raise ConfigError(f"{file}: is not a whole safetensors file ({error})") from None
 
 
 def _check_metadata(found: object) -> None:

@@ -40,7 +40,7 @@ from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
-from maxbatch.training.weights.parameters import restore_full_state
+from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 
 CONFIGURED = Parts()  # all of it the config's
 
@@ -195,7 +195,7 @@ class Pretraining:
     def _first_state(self) -> TrainState:
         config = self._context.config
         if config.load_full_state_path:
-            return restore_full_state(config.load_full_state_path, self.abstract)
+            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract)
         if read := self._context.open_parameters(self.abstract.model):
             return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
         made: TrainState = self.executable(INIT, self._programs.init)()

@@ -46,13 +46,12 @@ from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, RecordConfig, Recorder
-from maxbatch.training.record.throughput import ThroughputMeter
+from maxbatch.training.record.recorder import Output, RecordConfig, Recorder, ThroughputMeter
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoints import Checkpoints
-from maxbatch.training.weights.parameters import Reader, open_parameters
+from maxbatch.training.weights.parameters import Reader, open_parameters, open_source
 
 
 class Outcome(NamedTuple):
@@ -94,7 +93,7 @@ class RunContext:
         """
         path = self.config.load_parameters_path
         if path and self._read_parameters is None:
-            self._read_parameters = open_parameters(path, ModelConfig.of(self.config), abstract_params)
+            self._read_parameters = open_parameters(open_source(path), ModelConfig.of(self.config), abstract_params)
         return self._read_parameters
 
 

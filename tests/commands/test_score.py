@@ -16,9 +16,9 @@ from flax import nnx
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.training.pretraining import train
-from maxbatch.training.weights.parameters import load_parameters
 from tests.helpers.chats import chat_config, some_talks, talk
 from tests.helpers.corpus import write_jsonl
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import TINY_MODEL
 
 TALKS = some_talks(8)

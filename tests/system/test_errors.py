@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from maxbatch.system.errors import ConfigError, TrainingError, report
+from maxbatch.config.yaml_file import compose
+from maxbatch.data.store.chat_template import read_settings
+from maxbatch.system.errors import ConfigError, StoreFailed, StoreRefused, TrainingError, reading, report, writing
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,54 @@ def test_what_ended_a_command_is_one_line(
 def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(ZeroDivisionError("a bug")) == 1
     assert capsys.readouterr().err.startswith("ZeroDivisionError: a bug")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "line"),
+    [
+        (errno.EACCES, ConfigError, "a: cannot be written (Permission denied); give another place"),
+        (errno.ENOSPC, TrainingError, "a: no space left on the disk; free some and run the same command again"),
+        (errno.EIO, TrainingError, "a: the disk fails (Input/output error)"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_one_line(number: int, kind: type[Exception], line: str) -> None:
+    with pytest.raises(kind) as raised, writing("a"):
+        raise OSError(number, os.strerror(number))
+    assert str(raised.value) == line
+
+
+def test_a_file_that_cannot_be_read_is_one_line() -> None:
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    for arguments, line in (
+        ({}, "a: cannot be read (Permission denied)"),
+        ({"remedy": "compile again"}, "a: cannot be read (Permission denied); compile again"),
+        ({"blame": lambda problem: ConfigError(f"key=a: {problem}")}, "key=a: cannot read a: Permission denied"),
+    ):
+        with pytest.raises(ConfigError) as raised, reading("a", **arguments):  # type: ignore[arg-type]
+            raise refused
+        assert str(raised.value) == line
+
+
+def test_a_store_that_refuses_names_the_key_of_the_file() -> None:
+    refused = StoreRefused("s3://bucket/a: no permission in bucket bucket")
+    with pytest.raises(ConfigError) as raised, reading("a", blame=lambda problem: ConfigError(f"key=a: {problem}")):
+        raise refused
+    assert str(raised.value) == f"key=a: cannot read a: {refused}"
+    with pytest.raises(StoreRefused), reading("a"):
+        raise refused
+
+
+@pytest.mark.parametrize(
+    "read", [compose, lambda file: read_settings(file, ConfigError)], ids=["config file", "tokenizer's settings"]
+)
+def test_a_store_that_does_not_answer_is_no_fault_of_the_file(
+    read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise StoreFailed("s3://bucket/a.json: the store does not answer")
+
+    file = tmp_path / "a.json"
+    file.write_text("{}")
+    monkeypatch.setattr("maxbatch.system.bounded.read_bytes", fail)
+    with pytest.raises(StoreFailed, match=r"^s3://bucket/a\.json: the store does not answer$"):
+        read(file)

@@ -24,11 +24,11 @@ from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
 from maxbatch.training.weights.export import export_model
-from maxbatch.training.weights.huggingface_reading import parameter_reader
-from maxbatch.training.weights.parameters import load_parameters
+from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 from maxbatch.training.weights.peft import export_adapters
 from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import read_metrics
 from tests.helpers.transformers_models import FAMILY_MODELS, MODELS, VOCABULARY, make_model, save_model
 
@@ -167,9 +167,8 @@ def test_gradients_are_those_of_torch(family: Reference) -> None:
     loss = jax.jit(jax.grad(lambda params: loss_sums(nnx.merge(graphdef, params), *rows(), weights)[0]))
     got = loss(params)
     shapes = abstract(params)
-    expected = parameter_reader(folder_of_gradients(family.model, family.folder), ModelConfig.of(config), shapes)(
-        shapes
-    )
+    folder = HuggingFaceFolder(folder_of_gradients(family.model, family.folder))
+    expected = folder.open(ModelConfig.of(config), shapes)(shapes)
     largest = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(expected))
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         difference, size = float(jnp.linalg.norm(ours - theirs)), float(jnp.linalg.norm(theirs))

@@ -21,7 +21,7 @@ from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import is_weightless
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import metric_value
-from maxbatch.system.errors import DivergedError, TrainingError, cannot_write
+from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.training.own import Parts, Rows, next_token_loss
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import is_due
@@ -163,7 +163,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
 
     def append(file: Any, line: bytes) -> None:
         if b'"step": 4,' in line:
-            raise cannot_write(tmp_path / "metrics.jsonl", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            with writing(tmp_path / "metrics.jsonl"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         file._file.write(line)
 
     with monkeypatch.context() as full:

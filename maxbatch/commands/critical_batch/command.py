@@ -11,11 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from maxbatch.commands.arguments import count, place, read_by, real
-from maxbatch.commands.critical_batch.branches import Branches, locked
+from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns, locked
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
 from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
-from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.config.loading import keys
 from maxbatch.config.values import Bounds, Scalar, exact
 from maxbatch.pages.critical_batch_section import add_critical_batch

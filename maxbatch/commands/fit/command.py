@@ -20,7 +20,7 @@ from maxbatch.config.loading import dump_config, keys, resolve
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import compose
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, cannot_write, report
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _check_writable(path: Path) -> None:
 
 def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None:
     """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
-    try:
+    with writing(f"--write {path}"):
         if not path.exists():
             write_atomically(path, dump_config(_with(config, **changes)))
             return
@@ -171,5 +171,3 @@ def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None
             if not replaced:
                 text = f"{text.rstrip()}\n{line}\n".lstrip()
         write_atomically(path.resolve(), text)
-    except OSError as error:
-        raise cannot_write(f"--write {path}", error) from error

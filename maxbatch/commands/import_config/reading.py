@@ -13,7 +13,7 @@ from maxbatch.commands.import_config.translation import Merged, Stated
 from maxbatch.config.values import shown, shown_path
 from maxbatch.config.yaml_file import MERGED, MOST_BYTES, compose, refuse_tag
 from maxbatch.system.bounded import read_text
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError, reading
 
 _MOST_WORDS = 2_000
 
@@ -29,10 +29,8 @@ def is_yaml(path: Path) -> bool:
 
 def text_of(path: Path) -> str:
     """Returns the text of a file; raises ConfigError for one that cannot be read or is larger than MOST_BYTES."""
-    try:
+    with reading(shown_path(path)):
         return read_text(path, shown_path(path), MOST_BYTES).removeprefix("\ufeff").replace("\r\n", "\n")
-    except OSError as error:
-        raise cannot_read(shown_path(path), error) from None
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:

@@ -17,7 +17,7 @@ from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
 
 SMOOTHED_LOSS = "smoothed loss"
@@ -62,12 +62,10 @@ class ReportedRun:
     @classmethod
     def read(cls, path: AnyPath, name: str) -> ReportedRun:
         """Reads a run folder; raises ConfigError for any other."""
-        try:
+        with reading(path):
             if not is_run(path):
                 raise ConfigError(f"{path}: {_no_run(path)}")
             has_config = (path / "config.yml").exists()
-        except OSError as error:
-            raise cannot_read(path, error) from None
         config = load_config(str(path / "config.yml")) if has_config else None
         metrics = scan_metrics(path)
         return cls(name, path, config, metrics.records, read_devices(path), metrics.holes)

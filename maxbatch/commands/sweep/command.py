@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import local_path
-from maxbatch.commands.sweep.progress import SweepProgress
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
@@ -21,11 +20,31 @@ from maxbatch.runs.outcome import OUTCOME_FILE, Status
 from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
 from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.leases import leased
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
+
+
+class SweepProgress(LinesAboveBar):
+    """The trials that ended, of those that the sweep has; a context manager."""
+
+    def __init__(self, console: Console, num_ended: int, num_trials: int) -> None:
+        super().__init__(console)
+        self._num_ended, self._num_trials = num_ended, num_trials
+        self._task = self._bar.add_task(self._counted, total=num_trials, completed=num_ended)
+
+    @property
+    def _counted(self) -> str:
+        return f"{self._num_ended} of {self._num_trials} trials ended"
+
+    def ended(self) -> str:
+        """Counts a trial that ended, and returns how many did."""
+        self._num_ended += 1
+        self._bar.update(self._task, completed=self._num_ended, description=self._counted)
+        return self._counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

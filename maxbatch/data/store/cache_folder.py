@@ -8,10 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from maxbatch.config.values import shown
-from maxbatch.system.errors import ConfigError, TrainingError, cannot_write
+from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.bounded import read_json
+from maxbatch.system.errors import writing
 from maxbatch.system.storage import user_cache
 
 
@@ -26,7 +30,27 @@ def cache_file(data_cache_dir: str, name: str, facts: object) -> Path:
     return cache_folder(data_cache_dir, name) / digest
 
 
-def cannot_write_cache(data_cache_dir: str, path: Path, error: OSError) -> ConfigError | TrainingError:
-    """Returns the error for tokenised data, or figures computed from them, that could not be written."""
+def recall(path: Path) -> object:
+    """Returns the JSON value that `keep` wrote, which is not null; None if the file is missing or damaged."""
+    try:
+        value, checksum = read_json(path, str(path))
+    except (OSError, ValueError, TypeError):
+        return None
+    return value if checksum == _checksum(path, value) else None
+
+
+def keep(path: Path, value: object) -> None:
+    """Writes a JSON value to a file of the cache; raises OSError if it cannot."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_atomically(path) as file:
+        file.write(json.dumps([value, _checksum(path, value)]).encode())
+
+
+def _checksum(path: Path, value: object) -> int:
+    return zlib.crc32(json.dumps([path.name, value]).encode())
+
+
+def writing_cache(data_cache_dir: str, path: Path) -> AbstractContextManager[None]:
+    """Raises the line that the user reads if tokenised data, or figures computed from them, cannot be written."""
     where = f"data_cache_dir={shown(repr(data_cache_dir))}: {path}"
-    return cannot_write(where, error, "data_cache_dir=/a/writable/folder puts it elsewhere")
+    return writing(where, "data_cache_dir=/a/writable/folder puts it elsewhere")

@@ -22,7 +22,7 @@ from functools import cached_property
 from maxbatch.config.values import shown, shown_path
 from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered, Renderer, check_syntax
 from maxbatch.system.bounded import RefusedContent, read_json, read_text
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 
@@ -98,10 +98,8 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     settings = read_settings(folder / "special_tokens_map.json", error)
     settings |= read_settings(folder / "tokenizer_config.json", error)
     file = folder / "chat_template.jinja"
-    try:
+    with reading(shown_path(file), blame=error):
         stated = read_text(file, shown_path(file), _MOST_SOURCE_BYTES) if file.is_file() else None
-    except OSError as problem:
-        raise error(f"cannot read {shown_path(file)}: {problem.strerror}") from problem
     sources = _sources(settings.get("chat_template") if stated is None else stated)
     if sources is None:
         raise error(
@@ -148,9 +146,8 @@ def read_settings(file: AnyPath, error: Callable[[str], ConfigError]) -> dict[st
     if not file.is_file():
         return {}
     try:
-        settings = read_json(file, shown_path(file))
-    except OSError as problem:
-        raise error(f"cannot read {shown_path(file)}: {problem.strerror}") from problem
+        with reading(shown_path(file), blame=error):
+            settings = read_json(file, shown_path(file))
     except RefusedContent as problem:
         raise error(str(problem)) from problem
     if not isinstance(settings, dict):

@@ -18,7 +18,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.source_files import LocalDisk, SourceFile
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
@@ -112,18 +112,14 @@ class DocumentSource:
         """
         for piece in self._pieces() if pieces is None else pieces:
             held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
-            try:
+            with reading(piece.file.path, blame=self.error):
                 for utf8 in self._format.documents(piece):
                     yield Document(utf8, held_out)
-            except OSError as error:
-                raise self._unreadable(piece.file, error) from error
 
     def _pieces(self) -> Iterator[Piece]:
         for file in self.files:
-            try:
+            with reading(file.path, blame=self.error):
                 yield from self._format.pieces(file)
-            except OSError as error:
-                raise self._unreadable(file, error) from error
 
     def refuse_changed(self) -> None:
         """Raises ConfigError if a file has changed since it was listed."""
@@ -143,11 +139,6 @@ class DocumentSource:
         if self.skip_bad_records:
             return b""
         raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
-
-    def _unreadable(self, file: SourceFile, error: OSError) -> ConfigError | TrainingError:
-        if isinstance(error, TrainingError):  # a store that does not respond
-            return error
-        return self.error(f"cannot read {file.path}: {error.strerror or error}")
 
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_folder, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_folder, writing_cache
 from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, open_folder, signature, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
@@ -49,11 +49,9 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     if (store := _cached_store(folder)) is not None:
         _warn_without_hashes(store)
         return store
-    try:
-        with bytes_bar(source.size, f"tokenising {key}") as progress:
-            return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
-    except OSError as error:
-        raise cannot_write_cache(config.data_cache_dir, cache_folder(config.data_cache_dir), error) from error
+    writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
+    with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
+        return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
 
 
 def _cached_store(folder: Path) -> TokenStore | None:

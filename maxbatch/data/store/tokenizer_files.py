@@ -16,7 +16,7 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
 from maxbatch.data.store.tokenizers import utf8_of
 from maxbatch.system.bounded import read_bytes
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ class _FileTokenizer(ABC, Generic[L]):
 
     def __init__(self, path: str):
         self.file = self._find(path)
-        try:
+        with reading(self.file, blame=self.error):
             content = self._content() + self._settings()
-        except OSError as error:
-            raise self.error(f"cannot read {self.file}: {error.strerror or error}") from error
         self.identity = f"{self.kind}:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
     def error(self, problem: str) -> ConfigError:

@@ -6,24 +6,20 @@ refused. The figures of the trained tokens need all rows to be read once; they a
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from maxbatch.data.store.cache_folder import cache_file, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.trained_tokens import TrainedTokens
-from maxbatch.system.atomic_files import writing_atomically
-from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError
 
-_VERSION = 2
+_VERSION = 3
 _ROWS_AT_ONCE = 1024
 
 
@@ -64,13 +60,8 @@ def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: 
 
 def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:
     """Returns the cached figures of rows that `key` fixes, or None."""
-    try:
-        path = _path(config, key)
-        found = read_json(path, "figures of rows")
-        figures = TrainedTokens(*(int(found[name]) for name in TrainedTokens._fields))
-        return figures if found["crc32"] == _checksum(path, figures) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    found = recall(_path(config, key))
+    return TrainedTokens(*found) if isinstance(found, list) else None
 
 
 def count_trained_tokens(config: StreamConfig, key: Mapping[str, object], rows: RowSource) -> TrainedTokens:
@@ -86,17 +77,9 @@ def count_trained_tokens(config: StreamConfig, key: Mapping[str, object], rows: 
         square_sum += int((trained_n**2).sum())
     counted = TrainedTokens(rows.num_rows, total, square_sum)
     path = _path(config, key)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with writing_atomically(path) as file:
-            file.write(json.dumps(counted._asdict() | {"crc32": _checksum(path, counted)}).encode())
-    except OSError as error:
-        raise cannot_write_cache(config.data_cache_dir, path, error) from error
+    with writing_cache(config.data_cache_dir, path):
+        keep(path, counted)
     return counted
-
-
-def _checksum(path: Path, figures: TrainedTokens) -> int:
-    return zlib.crc32(json.dumps([path.name, *figures]).encode())
 
 
 def _path(config: StreamConfig, key: Mapping[str, object]) -> Path:

@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import zlib
 from pathlib import Path
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import names_fixing
-from maxbatch.data.store.cache_folder import cache_file
+from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.stream.stream_config import StreamConfig
-from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
-_VERSION = 2  # of how documents become rows
+_VERSION = 3  # of how documents become rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
 
 def remembered_length(config: StreamConfig) -> int | None:
     """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
     with contextlib.suppress(ConfigError, OSError, ValueError):  # opening the dataset reports what is wrong with it
-        if _is_made_here(config):
-            path = _path(config)
-            number, checksum = path.read_text().split()
-            return int(number) if checksum == _checksum(path, number) else None
+        if _is_made_here(config) and type(number := recall(_path(config))) is int:
+            return number
     return None
 
 
@@ -37,13 +33,7 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
     """Keeps the samples of an epoch, unless the cache may only be read."""
     with contextlib.suppress(OSError):
         if _is_made_here(config):
-            path = _path(config)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, f"{num_samples} {_checksum(path, str(num_samples))}")
-
-
-def _checksum(path: Path, number: str) -> str:
-    return f"{zlib.crc32(f'{path.name} {number}'.encode()):08x}"
+            keep(_path(config), num_samples)
 
 
 def _is_made_here(config: StreamConfig) -> bool:

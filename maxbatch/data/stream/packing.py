@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.data.store.cache_folder import cache_file, cannot_write_cache
+from maxbatch.data.store.cache_folder import cache_file, writing_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.errors import ConfigError
@@ -212,12 +212,10 @@ def open_best_fit(
     if plan is not None:
         return plan
     path = _path(data_cache_dir, row_length, key)
-    try:
+    with writing_cache(data_cache_dir, path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
         _write(path, best_fit(documents(), row_length), row_length)
-    except OSError as error:
-        raise cannot_write_cache(data_cache_dir, path.parent, error) from error
     return BestFitPlan(path)
 
 

@@ -29,7 +29,7 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_json
-from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts
@@ -104,13 +104,14 @@ def save_programs(
         "shapes": shapes,
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
-    try:
-        with leased(folder, "writes programs into it; wait for it"), writing_folder(folder, last=MANIFEST) as building:
-            for name, content in files.items():
-                write_atomically(building / f"{name}.bin", content)
-            write_atomically(building / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-    except OSError as error:
-        raise cannot_write(f"--output {folder}", error) from error
+    with (
+        writing(f"--output {folder}"),
+        leased(folder, "writes programs into it; wait for it"),
+        writing_folder(folder, last=MANIFEST) as building,
+    ):
+        for name, content in files.items():
+            write_atomically(building / f"{name}.bin", content)
+        write_atomically(building / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     return sum(map(len, files.values()))
 
 
@@ -194,10 +195,8 @@ class SavedPrograms:
           ConfigError: its file is missing, damaged, or not an executable for these devices.
         """
         path = self._folder / f"{name}.bin"
-        try:
+        with reading(path, "compile again"):
             content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}); compile again") from error
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
         try:

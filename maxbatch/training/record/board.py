@@ -12,7 +12,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.system.errors import ConfigError, StoreFull, TrainingError
+from maxbatch.system.errors import ConfigError, StoreFull, TrainingError, reason
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
 from maxbatch.training.record.recorder import Record
@@ -80,7 +80,7 @@ class Board:
         except OSError as error:
             if isinstance(error, ConfigError | TrainingError) and not isinstance(error, StoreFull):
                 raise
-            self._give_up(error.strerror or str(error))
+            self._give_up(reason(error))
 
     def _give_up(self, why: str) -> None:
         self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run continues without them")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -16,11 +16,46 @@ from maxbatch.data.stream.fingerprint import to_hex
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
+from maxbatch.system.chips import chip_of
 from maxbatch.system.errors import DivergedError
 from maxbatch.training.compile.cache import CompileCounter
-from maxbatch.training.record.throughput import ThroughputMeter
 from maxbatch.training.task import Dispatched
 from maxbatch.training.update.step import StepMetrics
+
+
+class Throughput(NamedTuple):
+    """The speed of one update; its fields are those of the record."""
+
+    step_time_s: float
+    tokens_per_second: float  # tokens of real rows, over all devices
+    tflops_per_device: float  # model FLOPs, recomputation not counted
+    mfu: float | None  # share of the device's bf16 peak; None if that is unknown
+
+
+class ThroughputMeter:
+    """Turns a step's rows and seconds into rates.
+
+    Args:
+      length: L, tokens of a row.
+      flops_per_token: of training, forward and backward.
+      devices: the devices that train.
+      peak_tflops: of a device; None: that of a known chip.
+    """
+
+    def __init__(
+        self, length: int, flops_per_token: int, devices: Sequence[jax.Device], peak_tflops: float | None
+    ) -> None:
+        self._length, self._flops_per_token = length, flops_per_token
+        self._num_devices = len(devices)
+        chip = chip_of(devices[0].device_kind)
+        self._peak = peak_tflops or (chip.tflops if chip else None)
+
+    def __call__(self, num_rows: int, seconds: float) -> Throughput:
+        """Returns the speed of an update on `num_rows` real rows."""
+        tokens_per_second = num_rows * self._length / seconds
+        tflops = tokens_per_second * self._flops_per_token / self._num_devices / 1e12
+        return Throughput(seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None)
+
 
 Record = dict[str, Any]
 

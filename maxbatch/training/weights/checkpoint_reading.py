@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint for a command or for another run: the checkpoint that is named, whole, or an error.
+"""A checkpoint as a source of parameters: the checkpoint that is named, whole, or an error.
 
 Every array is checked against its checksum when it has been read; nothing is read twice.
 """
@@ -6,7 +6,8 @@ Every array is checked against its checksum when it has been read; nothing is re
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,21 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown
-from maxbatch.parallel.hosts import gather, warn
+from maxbatch.parallel.hosts import warn
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
-from maxbatch.system.errors import ConfigError, cannot_read
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 from maxbatch.training.update.state import TrainState
-from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
+from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
 
 _ITEMS = ("params", "opt_state", "position")
 
 
 class StoredCheckpoint:
-    """A checkpoint that is to be read.
+    """A checkpoint that is to be read (`maxbatch.training.weights.parameters.Source`).
 
     Args:
       path: a run folder (its newest checkpoint), or one of its `checkpoints/STEP`.
@@ -52,6 +53,9 @@ class StoredCheckpoint:
         except DamagedError as error:
             raise _damaged(self.folder, str(error)) from None
 
+    def __str__(self) -> str:
+        return str(self.folder)
+
     def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
         """Returns the config of its run, with "key=value" texts over it.
 
@@ -66,6 +70,22 @@ class StoredCheckpoint:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))
                 raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
         return load_config(file, overrides) if overrides else config
+
+    @property
+    def identity(self) -> str:
+        """A hash of its step, the checksum of its arrays and its model."""
+        stated = f"{self.record.position.step} {self.record.checksum} {self.record.identity['model']}"
+        return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
+
+    def adapting(self) -> tuple[ConfigDict, str] | None:
+        """Returns the config of its run and the identity of the model that it adapts if it holds adapters."""
+        model = self.record.identity["model"]
+        return (self.config(), model.get("base", "")) if model.get("lora_rank") else None
+
+    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Callable[[nnx.State], nnx.State]:
+        """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model."""
+        self.check_shapes(abstract_params)
+        return lambda part: self.parameters(part, partial=part is not abstract_params)
 
     def check_shapes(self, abstract_params: nnx.State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
@@ -139,17 +159,9 @@ class StoredCheckpoint:
         return state
 
     def _restore(self, item: str, abstract: Any, partial: bool = False) -> Any:
-        found, damage = None, None
+        args = restore_as(abstract, partial)
         with plain_path(self.folder) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
-            try:
-                found = checkpointer.restore(folder / item, args=restore_as(abstract, partial))
-            except (MemoryError, jax.errors.JaxRuntimeError):
-                raise
-            except Exception as error:  # a damaged file can make the reader raise anything
-                if failure := os_error(error, self.folder):
-                    raise cannot_read(self.folder, failure) from None
-                damage = reason(error)
-        damage = next(filter(None, gather(damage)), None)
+            found, damage = read_arrays(lambda: checkpointer.restore(folder / item, args=args), self.folder)
         if damage and OTHER_ARRAYS in damage:
             raise self._other_arrays(item, damage)
         if damage:

@@ -23,16 +23,15 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
-from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, LeaseLost, cannot_read, cannot_write
+from maxbatch.system.errors import ConfigError, LeaseLost, writing
 from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.patience import patience
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.update_config import UpdateConfig
-from maxbatch.training.weights.array_files import OTHER_ARRAYS, arrays_handler, os_error, plain_path, reason, restore_as
 from maxbatch.training.weights.checksums import (
     CHECKSUMS,
     array_checksums,
@@ -41,8 +40,17 @@ from maxbatch.training.weights.checksums import (
     lower_checksums,
     stored_parameters,
 )
-from maxbatch.training.weights.orbax_files import COMMIT_S, staged_below
-from maxbatch.training.weights.parameters import base_identity
+from maxbatch.training.weights.orbax_files import (
+    COMMIT_S,
+    OTHER_ARRAYS,
+    arrays_handler,
+    os_error,
+    plain_path,
+    read_arrays,
+    restore_as,
+    staged_below,
+)
+from maxbatch.training.weights.parameters import open_source
 
 _POLL_S, _LOOK_S = 0.05, 10.0
 
@@ -62,7 +70,7 @@ def model_identity(config: UpdateConfig, base: str) -> dict[str, Any]:
     identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
     if config.adapters.lora_rank:
         identity |= {key: config[key] for key in names_fixing(Fixes.ADAPTERS)}
-        identity["base"] = base_identity(base)
+        identity["base"] = open_source(base).identity
     return identity
 
 
@@ -219,21 +227,12 @@ class Checkpoints:
         self, record: CheckpointRecord, abstract: TrainState, make: MakeExecutable
     ) -> tuple[Any, str | None]:
         """Returns the state, or None and how it is damaged for one of the hosts."""
-        state: Any = None
-        damage, step = None, record.position.step
-        items = {name: restore_as(part) for name, part in _items(abstract)}
-        try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-            state = TrainState(restored["params"], restored["opt_state"])
-        except (MemoryError, jax.errors.JaxRuntimeError):
-            raise
-        except Exception as error:  # a damaged file can make the reader raise anything
-            if failure := os_error(error, self._folder):
-                raise cannot_read(self._folder / str(step), failure) from error
-            damage = reason(error)
-        damage = next(filter(None, gather(damage)), None)
-        if damage:
+        step = record.position.step
+        items = ocp.args.Composite(**{name: restore_as(part) for name, part in _items(abstract)})
+        restored, damage = read_arrays(lambda: self._manager.restore(step, args=items), self._folder / str(step))
+        if restored is None:
             return None, damage
+        state = TrainState(restored["params"], restored["opt_state"])
         if record.parameters is not None and self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = lambda state: jax.device_get(program(state))
@@ -327,7 +326,8 @@ class Checkpoints:
         except Exception as error:
             if failure := os_error(error, self._folder):
                 self._give_up()
-                raise cannot_write(self._folder, failure) from error
+                with writing(self._folder):
+                    raise failure from error
             try:
                 ask(str(self._folder / "a checkpoint"))
             except LeaseLost:  # what failed may be the work of the process that holds the folder now

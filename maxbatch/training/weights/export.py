@@ -12,17 +12,19 @@ from flax import nnx
 from maxbatch.config.families import Json
 from maxbatch.config.huggingface import CONFIG_FILE, GENERATION_FILE, is_huggingface_folder, read_config_json
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.sections import DataConfig, ModelConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import BUILDING, writing_folder
-from maxbatch.system.errors import ConfigError, cannot_write
+from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.huggingface import Place, parameter_places, tensor_shapes
-from maxbatch.training.weights.parameters import StoredModel, open_model
+from maxbatch.training.weights.parameters import Reader, open_parameters, open_source, placed
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
 _TOKENIZER_FILES = (
@@ -47,20 +49,20 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     imported = is_huggingface_folder(model)
     # Of the types that are read, float32 holds every value of the others.
     overrides = ["weight_dtype=float32"] if imported else []
-    opened = open_model(model, overrides)
-    config = opened.config
+    source = open_source(model)
+    config = source.config(overrides)
+    abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
+    read = open_parameters(source, ModelConfig.of(config), abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
-    source = _source(config.load_parameters_path)
-    fields = config_json(config, written_as, source or _token_ids(DataConfig.of(config)))
+    imported_from = _source(config.load_parameters_path)
+    fields = config_json(config, written_as, imported_from or _token_ids(DataConfig.of(config)))
+    places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
-    try:
-        with writing_folder(target, last=CONFIG_FILE) as folder:
-            num_files, num_bytes = _write_parameters(opened, folder, written_as)
-            copy_tokenizer(DataConfig.of(config), folder)
-            write_json(folder / GENERATION_FILE, generation)
-            write_json(folder / CONFIG_FILE, fields)
-    except OSError as error:
-        raise cannot_write(output, error) from error
+    with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
+        num_files, num_bytes = _write_tensors(folder, places, _tensors(places, abstract, read, written_as), written_as)
+        copy_tokenizer(DataConfig.of(config), folder)
+        write_json(folder / GENERATION_FILE, generation)
+        write_json(folder / CONFIG_FILE, fields)
     files = "1 file" if num_files == 1 else f"{num_files} files"
     return f"{fields['model_type']}, {num_bytes / 1e6:,.1f} MB of {written_as} in {files}, in {output}"
 
@@ -95,9 +97,18 @@ def _generation(path: str, fields: Json) -> Json:
     return {name: fields.get(name) for name in TOKEN_IDS}
 
 
-def _write_parameters(opened: StoredModel, target: AnyPath, dtype: str) -> tuple[int, int]:
-    """Writes the tensors in files of at most 5 GB, one parameter at a time; returns the files' number and bytes."""
-    places = parameter_places(opened.config.decoder_block, opened.abstract)
+def _this_host() -> jax.Device:
+    """Returns the device of this host's memory."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was told to know the accelerators only
+        return jax.local_devices()[0]
+
+
+def _write_tensors(
+    target: AnyPath, places: dict[tuple[str, ...], Place], tensors: Iterator[np.ndarray], dtype: str
+) -> tuple[int, int]:
+    """Writes the tensors in files of at most 5 GB; returns the files' number and bytes."""
     shapes, width = tensor_shapes(places), DTYPES[DTYPE_NAMES[dtype]].itemsize
     files: list[list[str]] = [[]]
     size = 0
@@ -108,7 +119,6 @@ def _write_parameters(opened: StoredModel, target: AnyPath, dtype: str) -> tuple
             size = 0
         files[-1].append(name)
         size += num_bytes
-    tensors = _tensors(places, opened, DTYPES[DTYPE_NAMES[dtype]])
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         one = len(files) == 1
@@ -134,11 +144,13 @@ def _names_in_order(places: dict[tuple[str, ...], Place]) -> Iterator[str]:
         yield from places[group[0]].names
 
 
-def _tensors(places: dict[tuple[str, ...], Place], opened: StoredModel, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _tensors(
+    places: dict[tuple[str, ...], Place], abstract: nnx.State, read: Reader, dtype: str
+) -> Iterator[np.ndarray]:
     """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
-    all_of_them = dict(nnx.to_flat_state(opened.abstract))
+    all_of_them = dict(nnx.to_flat_state(abstract))
     for group in _groups(places):
-        part = opened.read(nnx.from_flat_state({path: all_of_them[path] for path in group}))
+        part = read(nnx.from_flat_state({path: all_of_them[path] for path in group}))
         found = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
         here = [np.asarray(found[path]) for path in group]
         place = places[group[0]]
@@ -146,7 +158,7 @@ def _tensors(places: dict[tuple[str, ...], Place], opened: StoredModel, dtype: n
             of_layer = [array if place.num_layers is None else array[layer] for array in here]
             parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_layer, strict=True)]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
-            yield np.ascontiguousarray(joined.astype(dtype))
+            yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[dtype]]))
 
 
 def copy_tokenizer(config: DataConfig, target: AnyPath) -> None:

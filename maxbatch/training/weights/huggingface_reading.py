@@ -1,60 +1,91 @@
-"""Parameters from a Hugging Face folder, shard by shard onto their devices."""
+"""A Hugging Face folder as a source of parameters, which go shard by shard onto their devices."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.huggingface import CONFIG_FILE
+from maxbatch.config.loading import load_config
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.parameters import parameter_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
-from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.storage import AnyPath, as_path, read_range
 from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
+_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a folder
 
 
-def parameter_reader(
-    path: str | Path, config: ModelConfig, abstract_params: nnx.State
-) -> Callable[[nnx.State], nnx.State]:
-    """Returns a function that reads parameters of a Hugging Face folder: those of `abstract_params`, or some of them.
+class HuggingFaceFolder:
+    """A Hugging Face folder (`maxbatch.training.weights.parameters.Source`)."""
 
-    It is given their shapes, types and places. A host cuts the parts of its devices from memory maps of the files, one
-    tensor at a time, each once, and turns them into the parameter's order of axes. Of several hosts each reads a share
-    of the rows. The largest parameters come first, while there is most room.
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._folder = path, as_path(path)
 
-    Raises:
-      ConfigError: tensors are missing, unexpected, of another shape than the config says, or of another type.
-    """
-    folder = as_path(path)
-    stored = stored_tensors(folder)
-    family = FAMILIES[config.decoder_block]
-    if not any(name.startswith(family.prefix) for name in stored):
-        stored = {family.prefix + name: tensor for name, tensor in stored.items()}
-    places = parameter_places(config.decoder_block, abstract_params)
-    tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
-    _check_tensors(folder, stored, tensor_shapes(places), tied_output)
+    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+        """Returns the config that its `config.json` states, with "key=value" texts over it."""
+        return load_config(overrides=["model_name=auto", f"load_parameters_path={self._path}", *overrides])
 
-    def read(abstract_params: nnx.State) -> nnx.State:
-        leaves = jax.tree.leaves_with_path(abstract_params)
-        found: dict[int, jax.Array] = {}
-        for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
-            place, abstract = leaves[number]
-            found[number] = _read(stored, places[parameter_path(place)], abstract)
-        return jax.tree.unflatten(jax.tree.structure(abstract_params), [found[i] for i in range(len(leaves))])
+    @property
+    def identity(self) -> str:
+        """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB spread over each.
 
-    return read
+        Reading them whole would take as long as loading them.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        for file in sorted([self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str):
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}".encode())
+            last = max(0, size - _BLOCK_BYTES)
+            for block in range(_BLOCKS):
+                first = block * last // (_BLOCKS - 1)
+                digest.update(read_range(file, first, min(size, first + _BLOCK_BYTES)))
+        return digest.hexdigest()
+
+    def adapting(self) -> None:
+        """Returns None: it holds a whole model."""
+
+    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Callable[[nnx.State], nnx.State]:
+        """Returns a function that reads its parameters: those of `abstract_params`, or some of them.
+
+        A host cuts the parts of its devices from memory maps of the files, one tensor at a time, each once, and turns
+        them into the parameter's order of axes. Of several hosts each reads a share of the rows. The largest parameters
+        come first, while there is most room.
+
+        Raises:
+          ConfigError: tensors are missing, unexpected, of another shape than the config says, or of another type.
+        """
+        stored = stored_tensors(self._folder)
+        family = FAMILIES[config.decoder_block]
+        if not any(name.startswith(family.prefix) for name in stored):
+            stored = {family.prefix + name: tensor for name, tensor in stored.items()}
+        places = parameter_places(config.decoder_block, abstract_params)
+        tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
+        _check_tensors(self._folder, stored, tensor_shapes(places), tied_output)
+
+        def read(part: nnx.State) -> nnx.State:
+            leaves = jax.tree.leaves_with_path(part)
+            found: dict[int, jax.Array] = {}
+            for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+                place, abstract = leaves[number]
+                found[number] = _read(stored, places[parameter_path(place)], abstract)
+            return jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
+
+        return read
 
 
 Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter

@@ -1,6 +1,7 @@
-"""Orbax's small files in object stores: what fails for a passing reason is tried again within the house's own bound.
+"""Orbax, as checkpoints use it: arrays on disk and in object stores, and the causes of its errors.
 
-Orbax reaches them through etils.epath, whose clients give up within a minute; arrays go through TensorStore.
+Orbax reaches its small files in object stores through etils.epath, whose clients give up within a minute: here they are
+tried again within the house's own bound. Arrays go through TensorStore.
 
 TensorStore's threads ask nobody whether the run still holds its lease. So a checkpoint is written into a folder whose
 name only this start of the run has, and copied to its own place once it is whole. Whoever takes the lease over removes
@@ -10,26 +11,36 @@ such folders first: from then on there is nothing that a writer who was stopped 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import functools
 import io
 import logging
 import os
-from collections.abc import Callable, Coroutine
+import re
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import jax
+import orbax.checkpoint as ocp
 from etils import epath
 from etils.epath import backend, gpath
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.multihost import multihost
+from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from maxbatch.parallel.hosts import gather
 from maxbatch.runs.position import COMMITTED_FILE
 from maxbatch.system import fences
-from maxbatch.system.errors import StoreRefused
-from maxbatch.system.object_stores import gone_is_done, persist
+from maxbatch.system.errors import StoreRefused, reading
+from maxbatch.system.object_stores import gone_is_done, kvstore, persist, refusal
 from maxbatch.system.patience import Patience
-from maxbatch.system.storage import AnyPath, as_path, clone_tree, remove_tree
+from maxbatch.system.storage import AnyPath, as_path, clone_tree, is_remote, remove_tree
 from maxbatch.system.stores import STORES
 
 T = TypeVar("T")
@@ -38,18 +49,98 @@ AnyText = str | os.PathLike[str]
 # Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
 BARRIER_S = 2 * int(Patience.seconds)
 COMMIT_S = 2 * BARRIER_S  # for the whole of a save
+OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 _failed_loops: list[asyncio.AbstractEventLoop] = []
 
 
-def let_orbax_wait_for_stores() -> None:
-    """Makes epath's files in object stores, and the hosts of a run, wait for a store that does not answer.
+def arrays_handler() -> ocp.PyTreeCheckpointHandler:
+    """Returns a handler that writes each shard from one of its replicas.
 
-    Epath has no public way to name a backend; it looks them up in this table (etils 1.15). Nor has Orbax one to set how
-    long hosts wait for each other while a checkpoint begins (0.12.8).
+    Slicing a shard over all its replicas, which is Orbax's default, would compile during training.
     """
+    let_failed_arrays_end_quietly()
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (jax.Array, ocp.type_handlers.ArrayHandler(use_replica_parallel=False))
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
+    """Returns Orbax's request for arrays that are placed as `abstract` says; `partial`: there may be others."""
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
+
+
+@functools.cache
+def let_orbax_reach_stores() -> None:
+    """Teaches Orbax the place of every store, and to wait, with the hosts of a run, for one that does not answer.
+
+    Orbax knows their commit protocol but names only gs:// to TensorStore. It has no public way to name others; it asks
+    two functions for the place of every array. Nor can it be told how long hosts wait for each other while a checkpoint
+    begins (0.12.8). Epath has no public way to name a backend; it looks them up in a table (etils 1.15).
+    """
+    # By here its own normalisation has made one slash of two after any scheme but gs.
+    tensorstore_utils._use_gcs_driver = lambda folder: folder.partition(":/")[0] in STORES
+    gcs_utils.get_kvstore_for_gcs = kvstore
     for scheme in STORES:
         gpath._PREFIX_TO_BACKEND[scheme] = PatientFiles()
     multihost._DEFAULT_BARRIER_TIMEOUT = BARRIER_S
+
+
+@contextlib.contextmanager
+def plain_path(folder: AnyPath) -> Iterator[Path]:
+    """Yields a path to a folder that Orbax and TensorStore do not misread.
+
+    They take `[` for a pattern, `\\` for a separator and `gs:` for a scheme, wherever it stands in a path; such a
+    folder is reached through a link.
+    """
+    if is_remote(folder):
+        let_orbax_reach_stores()
+        yield epath.Path(str(folder))
+        return
+    if not re.search(r"[][*?\\:]", str(folder)):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="maxbatch-") as temporary:
+        link = Path(temporary, "link")
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
+
+
+def os_error(error: Exception, path: AnyPath) -> OSError | None:
+    """Returns the system's error behind a failed read or write; None if a file is missing or its content is bad.
+
+    TensorStore raises ValueError and names the system's error in its text.
+    """
+    if is_remote(path):
+        return refusal(error, str(path))
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if code:
+        error = OSError(int(code[1]), os.strerror(int(code[1])))
+    if isinstance(error, FileNotFoundError):  # Orbax raises it without a number
+        return None
+    return error if isinstance(error, OSError) and error.errno not in _DAMAGED else None
+
+
+def read_arrays(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None, str | None]:
+    """Reads arrays of a checkpoint; returns them, or None and how they are damaged for one of the hosts.
+
+    Raises:
+      ConfigError, TrainingError: the system or the store does not let them be read.
+    """
+    found, damage = None, None
+    try:
+        found = read()
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # a damaged file can make the reader raise anything
+        if failure := os_error(error, checkpoint):
+            with reading(checkpoint):
+                raise failure from error
+        damage = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    damage = next(filter(None, gather(damage)), None)
+    return (None, damage) if damage else (found, None)
 
 
 @functools.cache

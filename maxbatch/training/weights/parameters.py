@@ -1,218 +1,141 @@
-"""Parameters of a run, a checkpoint or a Hugging Face folder, to sample from or to start another run with."""
+"""Parameters on their way into a run or a command: open their source, read its config, place them, merge adapters.
+
+A source is a checkpoint, named itself or the newest of a run, or a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import is_huggingface_folder
-from maxbatch.config.loading import load_config
 from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
-from maxbatch.training.update.state import TrainState, abstract_model
+from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
-from maxbatch.training.weights.huggingface_reading import parameter_reader
+from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 
-Reader = Callable[[nnx.State], nnx.State]
-
-_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a model
+Reader = Callable[[nnx.State], nnx.State]  # from shapes, types and places of parameters to the parameters
 
 
-def config_of_model(path: str | Path, overrides: Sequence[str] = ()) -> ConfigDict:
-    """Returns the config of a run folder, one of its `checkpoints/STEP`, or a Hugging Face folder.
+class Source(Protocol):
+    """A model on disk or in an object store, or the adapters of one."""
 
-    Raises:
-      ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
-    """
-    if is_huggingface_folder(path):
-        return load_config(overrides=["model_name=auto", f"load_parameters_path={path}", *overrides])
-    return StoredCheckpoint(path).config(overrides)
+    @property
+    def identity(self) -> str:
+        """What identifies its parameters, in whichever folder they are."""
 
+    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+        """Returns the config of the model, with "key=value" texts over it.
 
-def load_parameters(
-    path: str | Path, overrides: Sequence[str] = (), mesh: Mesh | None = None
-) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
-    """Returns the config, the model graph and the parameters of a model.
+        Raises:
+          ConfigError: its model is not supported, or its files contradict each other.
+        """
 
-    Args:
-      path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, or a Hugging Face folder.
-      overrides: "key=value" texts over its config.
-      mesh: the mesh that holds the parameters; None: the first device.
+    def adapting(self) -> tuple[ConfigDict, str] | None:
+        """Returns the config of the run that trained it and the identity of the adapted model if it holds adapters."""
 
-    Raises:
-      ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
-    """
-    config = config_of_model(path, overrides)
-    graphdef, params = abstract_model(DecoderConfig.of(config))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    places = parameter_shardings(params, mesh) if mesh else jax.tree.map(lambda _: device, params)
-    params = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, places)
-    return config, graphdef, restore_parameters(path, ModelConfig.of(config), params)
+    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Reader:
+        """Returns a function that reads what it holds: all of `abstract_params`, or some of them.
+
+        Headers and records are read at once, values when the function is called.
+
+        Raises:
+          ConfigError: the headers and records do not fit the shapes.
+        """
 
 
-class StoredModel(NamedTuple):
-    """A model whose parameters are read when they are asked for."""
-
-    config: ConfigDict
-    abstract: nnx.State  # the shapes, types and places of all parameters
-    read: Reader  # returns the parameters of a part of `abstract`
-
-
-def open_model(path: str | Path, overrides: Sequence[str] = ()) -> StoredModel:
-    """Returns a model whose parameters are read into the memory of this host, as many at a time as are asked for.
-
-    Args:
-      path: a run folder, one of its checkpoints, or a Hugging Face folder.
-      overrides: "key=value" texts over its config.
+def open_source(path: str | Path) -> Source:
+    """Returns the source at a path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, or a Hugging
+    Face folder.
 
     Raises:
-      ConfigError: there is no such run, checkpoint or folder, or its model is not supported.
+      ConfigError: there is none.
     """
-    config = config_of_model(path, overrides)
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to know the accelerators only
-        device = jax.local_devices()[0]
-    here = jax.sharding.SingleDeviceSharding(device)
-    _, params = abstract_model(DecoderConfig.of(config))
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
-    return StoredModel(config, params, open_parameters(path, ModelConfig.of(config), params))
+    return HuggingFaceFolder(path) if is_huggingface_folder(path) else StoredCheckpoint(path)
 
 
-def restore_parameters(path: str | Path, config: ModelConfig, abstract_params: nnx.State) -> nnx.State:
-    """Returns the parameters of a run folder, a checkpoint or a Hugging Face folder, placed as `abstract_params` says.
+def open_parameters(source: Source, config: ModelConfig, abstract_params: nnx.State) -> Reader:
+    """Returns a function that reads parameters of a whole model: those of `abstract_params`, or some of them.
+
+    Adapters are merged into the model that they adapt. No values are read before the function is called.
 
     Raises:
-      ConfigError: there is no such checkpoint, or its model has another shape than the config's.
+      ConfigError: the source, or the model that it adapts, does not fit.
     """
-    return open_parameters(path, config, abstract_params)(abstract_params)
+    adapting = source.adapting()
+    if adapting is None:
+        return source.open(config, abstract_params)
+    run, identity = adapting
+    base = open_source(run.load_parameters_path)
+    if base.identity != identity:
+        path = shown(repr(run.load_parameters_path))
+        raise ConfigError(
+            f"{source}: holds adapters of another model than load_parameters_path={path} is now; put back the one that "
+            "they were trained on"
+        )
+    adapters = _adapters_of(AdapterConfig.of(run))
+    somewhere = jax.tree.leaves(abstract_params)[0].sharding
+    where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
+    placed_adapters = placed(adapters.abstract(abstract_params), where)
+    read_base, read_adapters = open_parameters(base, config, abstract_params), source.open(config, placed_adapters)
+    trained = cache(lambda: read_adapters(placed_adapters))  # a model is read in several parts
+
+    def read(part: nnx.State) -> nnx.State:
+        shardings = jax.tree.map(lambda x: x.sharding, part)
+        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read_base(part), trained())
+
+    return read
 
 
-def open_parameters(path: str | Path, config: ModelConfig, abstract_params: nnx.State) -> Reader:
-    """Returns a function that reads parameters of a model: those of `abstract_params`, or some of them.
+def placed(params: nnx.State, where: Mesh | jax.Device) -> nnx.State:
+    """Returns the shapes of parameters with their places: their shards of a mesh, or one device."""
+    if isinstance(where, Mesh):
+        shardings = parameter_shardings(params, where)
+    else:
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(where), params)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings)
 
-    No values are read before it is called; headers and records are.
+
+def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], nnx.State]:
+    """Returns the model graph and the parameters of a source, on a mesh or (None) on the first device.
 
     Raises:
-      ConfigError: there is no such model, or what its headers and records say does not fit.
+      ConfigError: the source does not fit the config, or is damaged.
     """
-    if is_huggingface_folder(path):
-        return parameter_reader(path, config, abstract_params)
-    checkpoint = StoredCheckpoint(path)
-    own = _adapted_config(checkpoint)
-    if own is not None:
-        base = own.load_parameters_path
-        return _merged_reader(checkpoint, AdapterConfig.of(own), base, config, abstract_params)
-    checkpoint.check_shapes(abstract_params)
-    return lambda part: checkpoint.parameters(part, partial=part is not abstract_params)
+    graphdef, abstract = abstract_model(config)
+    abstract = placed(abstract, mesh or jax.devices()[0])
+    return graphdef, open_parameters(source, config, abstract)(abstract)
 
 
-def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, nnx.State]:
+def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, Adapters, nnx.State]:
     """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
 
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.
     """
-    checkpoint = None if is_huggingface_folder(path) else StoredCheckpoint(path)
-    config = checkpoint and _adapted_config(checkpoint)
-    adapters = config and Adapters.from_config(AdapterConfig.of(config))
-    if not (checkpoint and config and adapters):
+    source = open_source(path)
+    adapting = source.adapting()
+    if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
-    _, base = abstract_model(DecoderConfig.of(config))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = adapters.abstract(base)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    return config, base, _checked_adapters(checkpoint, placed)
+    config, _ = adapting
+    adapters, (_, base) = _adapters_of(AdapterConfig.of(config)), abstract_model(DecoderConfig.of(config))
+    abstract = placed(adapters.abstract(base), jax.devices()[0])
+    return config, base, adapters, source.open(ModelConfig.of(config), abstract)(abstract)
 
 
-def _adapted_config(checkpoint: StoredCheckpoint) -> ConfigDict | None:
-    """Returns the config of a checkpoint's run if the checkpoint holds adapters, else None."""
-    return checkpoint.config() if checkpoint.record.identity["model"].get("lora_rank") else None
-
-
-def _checked_adapters(checkpoint: StoredCheckpoint, abstract: nnx.State) -> nnx.State:
-    checkpoint.check_shapes(abstract)
-    return checkpoint.parameters(abstract)
-
-
-def _merged_reader(
-    checkpoint: StoredCheckpoint, trained_as: AdapterConfig, base: str, config: ModelConfig, abstract_params: nnx.State
-) -> Reader:
-    """Returns a function that reads parameters of a model and merges the adapters of a checkpoint into them.
-
-    Args:
-      checkpoint: holds adapters.
-      trained_as: the keys of the adapters in its run.
-      base: `load_parameters_path` of its run: the model that they adapt.
-      config: the model, as the caller wants it.
-      abstract_params: its shapes and places.
-    """
-    stated = checkpoint.record.identity["model"].get("base")
-    if stated != base_identity(base):
-        raise ConfigError(
-            f"{checkpoint.folder}: holds adapters of another model than load_parameters_path={shown(repr(base))} is "
-            "now; put back the one that they were trained on"
-        )
-    adapters = Adapters.from_config(trained_as)
-    assert adapters is not None, "the checkpoint holds adapters"
-    abstract = adapters.abstract(abstract_params)
-    somewhere = jax.tree.leaves(abstract_params)[0].sharding
-    mesh = getattr(somewhere, "mesh", None)
-    shardings = parameter_shardings(abstract, mesh) if mesh else jax.tree.map(lambda _: somewhere, abstract)
-    placed = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), abstract, shardings)
-    trained = cache(partial(_checked_adapters, checkpoint, placed))  # a model is read in several parts
-    read = open_parameters(base, config, abstract_params)
-
-    def merged(part: nnx.State) -> nnx.State:
-        shardings = jax.tree.map(lambda x: x.sharding, part)
-        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read(part), trained())
-
-    return merged
-
-
-def base_identity(path: str | Path) -> str:
-    """Returns what identifies the parameters of a run, a checkpoint or a Hugging Face folder, wherever they lie.
-
-    Of a checkpoint that is its step and the checksum of its arrays; of a folder the sizes of its safetensors files and
-    blocks of 4 kB spread over each, and its `config.json`: reading them whole would take as long as loading them.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    if is_huggingface_folder(path):
-        folder = Path(path).expanduser()
-        for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
-            digest.update(_blocks(file))
-        return digest.hexdigest()
-    record = StoredCheckpoint(path).record
-    digest.update(f"{record.position.step} {record.checksum} {record.identity['model']}".encode())
-    return digest.hexdigest()
-
-
-def _blocks(file: Path) -> bytes:
-    """Returns blocks of a file, evenly spread from its first to its last byte."""
-    last = max(0, file.stat().st_size - _BLOCK_BYTES)
-    with open(file, "rb") as stream:
-        return b"".join(
-            stream.read(_BLOCK_BYTES) for block in range(_BLOCKS) if stream.seek(block * last // (_BLOCKS - 1)) >= 0
-        )
-
-
-def restore_full_state(path: str | Path, abstract: TrainState) -> TrainState:
-    """Returns the parameters and the optimizer's state of a run folder or checkpoint, placed as `abstract` says.
-
-    Raises:
-      ConfigError: there is no such checkpoint, it is damaged, or its model or its optimizer is another.
-    """
-    return StoredCheckpoint(path).full_state(abstract)
+def _adapters_of(config: AdapterConfig) -> Adapters:
+    adapters = Adapters.from_config(config)
+    assert adapters is not None, "the run trained adapters"
+    return adapters

@@ -16,11 +16,11 @@ from flax import nnx
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.matrices import ParameterPath
-from maxbatch.config.sections import AdapterConfig, DataConfig
+from maxbatch.config.sections import DataConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
-from maxbatch.system.errors import cannot_write
+from maxbatch.system.errors import writing
 from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.update.adapters import Adapters, Target
 from maxbatch.training.weights.export import DTYPE_NAMES, copy_tokenizer, new_folder
@@ -71,17 +71,15 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
       ConfigError: there is no such run, it has no adapters, or the output is not empty.
     """
     target = new_folder(output)
-    config, base, params = load_adapters(run)
+    config, base, adapters, params = load_adapters(run)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    adapters = Adapters.from_config(AdapterConfig.of(config))
-    assert adapters is not None, "the run has adapters"
     modules = _modules(config.decoder_block, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {
         name: tensor.astype(DTYPES[stored_as])
         for name, tensor in _tensors(modules, config.base_num_decoder_layers, arrays)
     }
-    try:
+    with writing(output):
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, last=CONFIG_FILE) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
@@ -89,8 +87,6 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
             write_json(
                 folder / CONFIG_FILE, _config_json(config.decoder_block, config.load_parameters_path, adapters, modules)
             )
-    except OSError as error:
-        raise cannot_write(output, error) from error
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 

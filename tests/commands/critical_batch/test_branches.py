@@ -8,11 +8,10 @@ import pytest
 from rich.console import Console
 
 from maxbatch import ConfigError
-from maxbatch.commands.critical_batch.branches import Branches, locked
+from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns, locked
 from maxbatch.commands.critical_batch.critical_size import smoothed
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import check_plan, make_plan
-from maxbatch.commands.critical_batch.runner import BranchProgress, BranchRuns
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.position import Position
 from maxbatch.runs.supervisor import ChildEnd

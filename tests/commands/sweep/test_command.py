@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from maxbatch.cli import main
-from maxbatch.commands.sweep.command import TrialRuns
-from maxbatch.commands.sweep.progress import SweepProgress
+from maxbatch.commands.sweep.command import SweepProgress, TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.metrics import read_metrics as recorded

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxbatch.data.stream.ahead import ReadAheadByTime
+from maxbatch.data.stream.reader import ReadAheadByTime
 from tests.helpers.processes import wait_for
 
 
@@ -41,7 +41,7 @@ def test_elements_come_in_order_and_all() -> None:
 
 def test_what_a_store_that_stops_for_a_while_has_delivered_lasts_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = itertools.count(0.0, 0.005)  # each element is returned and the next one asked for: 5 ms each
-    monkeypatch.setattr("maxbatch.data.stream.ahead.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr("maxbatch.data.stream.reader.time", SimpleNamespace(monotonic=lambda: next(seconds)))
     blocks = Slow(10**6)
     ahead = ReadAheadByTime(blocks, seconds=0.4, least=2, most=1000)
     for _ in range(85):

@@ -45,12 +45,16 @@ def test_the_length_of_changed_files_is_not_remembered() -> None:
     assert remembered() is None
 
 
-def test_a_cache_that_may_only_be_read_is_no_fault() -> None:
+@pytest.mark.parametrize("refused", ["folder", "file"])
+def test_a_cache_that_may_only_be_read_is_no_fault(refused: str) -> None:
     open_stream(config_of(*KEYS))
     for path in Path("cache").glob("epoch-lengths/*"):
         path.unlink()
-    Path("cache/epoch-lengths").rmdir()
-    Path("cache/epoch-lengths").write_text("in the way")
+        if refused == "file":
+            path.mkdir()
+    if refused == "folder":
+        Path("cache/epoch-lengths").rmdir()
+        Path("cache/epoch-lengths").write_text("in the way")
     assert open_stream(config_of(*KEYS)).samples_per_epoch and remembered() is None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maxbatch.training.record.throughput import ThroughputMeter
+from maxbatch.training.record.recorder import ThroughputMeter
 from tests.helpers.tiny import LENGTH
 
 FLOPS_PER_TOKEN = 1000

@@ -25,9 +25,9 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
-from maxbatch.training.weights.parameters import load_parameters
 from tests.helpers.configs import error_of
 from tests.helpers.damage import flip_a_parameter
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import read_metrics, tiny_config
 
 pytestmark = pytest.mark.slow

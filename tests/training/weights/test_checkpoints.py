@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.sections import ModelConfig
@@ -27,7 +28,7 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
-from maxbatch.training.weights.parameters import restore_parameters
+from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.tiny import read_metrics, tiny_config
 
@@ -201,6 +202,11 @@ def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Save
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
 
 
+def read_parameters(saved: Saved, shapes: nnx.State | None = None) -> nnx.State:
+    shapes = saved.abstract.params if shapes is None else shapes
+    return open_parameters(open_source(saved.folder), ModelConfig.of(saved.config), shapes)(shapes)
+
+
 @pytest.mark.parametrize("name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"])
 def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, name: str) -> None:
     saved.folder = tmp_path / name / "run"
@@ -213,7 +219,7 @@ def test_any_name_of_a_folder_saves_and_restores(saved: Saved, tmp_path: Path, n
     assert restored is not None and restored.position == Position(4, 40) and not saved.warnings
     assert_equal(restored.state, saved.state)
     assert [path.name for path in (saved.folder / "checkpoints").iterdir()] == ["4"]
-    restore_parameters(saved.folder, ModelConfig.of(saved.config), saved.abstract.params)
+    read_parameters(saved)
 
 
 @contextmanager
@@ -308,14 +314,14 @@ def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
 
 
 def test_parameters_alone_start_another_run(saved: Saved) -> None:
-    params = restore_parameters(saved.folder, ModelConfig.of(saved.config), saved.abstract.params)
+    params = read_parameters(saved)
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(saved.state.params), strict=True):
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
-        restore_parameters(saved.folder / "nothing", ModelConfig.of(saved.config), saved.abstract.params)
+        open_source(saved.folder / "nothing")
     wider = abstract_state(UpdateConfig.of(tiny_config("base_emb_dim=64")), make_mesh(saved.config, jax.devices()[:1]))
     with pytest.raises(ConfigError, match="do not fit"):
-        restore_parameters(saved.folder, ModelConfig.of(saved.config), wider.params)
+        read_parameters(saved, wider.params)
 
 
 def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from maxbatch.config.huggingface import end_tokens
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.safetensors import stored_tensors
+from maxbatch.system.storage import as_path, copy_tree
 from maxbatch.training.pretraining import train
 from maxbatch.training.weights import huggingface_reading
 from maxbatch.training.weights.export import export_model
-from maxbatch.training.weights.parameters import load_parameters
+from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import (
     HEAD,
     HEADS,
@@ -33,6 +34,8 @@ from tests.helpers.huggingface_folders import (
     tiny_llama_tensors,
     write_folder,
 )
+from tests.helpers.parameters import load_parameters
+from tests.helpers.stores import Store
 
 Tensors = dict[str, np.ndarray]
 
@@ -130,6 +133,13 @@ def test_a_run_opens_the_files_of_a_folder_once(tmp_path: Path, monkeypatch: pyt
     own = ["dataset_type=synthetic", "max_target_length=16", "enable_checkpointing=false", "generate_prompt="]
     train(load_config(overrides=[*overrides, *own]), jax.devices()[:1])
     assert opened == [folder]
+
+
+def test_a_folder_has_the_same_identity_in_an_object_store(store: Store, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    there = as_path(store.bucket()) / "model"
+    copy_tree(folder, there)
+    assert open_source(str(there)).identity == open_source(folder).identity
 
 
 def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

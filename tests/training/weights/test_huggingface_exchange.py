@@ -23,8 +23,8 @@ from maxbatch.system.safetensors import StoredTensor, stored_tensors, write_tens
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import _adder, _exchange, read_shared
-from maxbatch.training.weights.parameters import load_parameters
 from tests.helpers.command import maxbatch
+from tests.helpers.parameters import load_parameters
 from tests.helpers.stores import Store
 
 SIZES = (

@@ -10,7 +10,7 @@ from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch.system.patience import Patience
 from maxbatch.system.storage import as_path
-from maxbatch.training.weights.orbax_files import BARRIER_S, COMMIT_S, PatientFiles, let_orbax_wait_for_stores
+from maxbatch.training.weights.orbax_files import BARRIER_S, COMMIT_S, PatientFiles, let_orbax_reach_stores
 from tests.helpers.stores import Store
 
 REQUESTS: dict[str, tuple[Callable[[PatientFiles, str], object], object]] = {
@@ -37,7 +37,7 @@ def test_a_small_file_is_waited_for(store: Store, name: str) -> None:
 
 
 def test_hosts_wait_for_each_other_for_longer_than_one_of_them_for_the_store() -> None:
-    let_orbax_wait_for_stores()
+    let_orbax_reach_stores()
     assert multihost.coordination_timeout() == BARRIER_S > Patience.seconds
     wait = future.CommitFuture(_nothing())
     assert wait._t._timeout_secs == BARRIER_S, "of a host, for the folder that the first host makes"

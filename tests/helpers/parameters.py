@@ -1,0 +1,23 @@
+"""A model on disk as a test wants it: its config, its graph and its parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.training.weights.parameters import open_source, restored
+
+
+def load_parameters(
+    path: str | Path, overrides: Sequence[str] = (), mesh: Mesh | None = None
+) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
+    """Returns the config, the model graph and the parameters of a model, on a mesh or the first device."""
+    source = open_source(path)
+    config = source.config(overrides)
+    return config, *restored(source, DecoderConfig.of(config), mesh)
