@@ -8,9 +8,9 @@ from maxbatch.system.stores import store_of
 from maxbatch.system.stores.store import has_lost, split
 
 
-def read(files: Any, url: str) -> tuple[bytes, str]:
-    """Returns the content of an object and its version."""
-    return store_of(url).read(files, *split(url)[1:])
+def read(files: Any, url: str, most: int) -> tuple[bytes, str]:
+    """Returns the first `most` bytes of an object, and its version."""
+    return store_of(url).read(files, *split(url)[1:], most)
 
 
 def read_whole(files: Any, url: str) -> bytes:

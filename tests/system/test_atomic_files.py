@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,3 +91,37 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_a_device_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
+    null, pipe, link = tmp_path / "null", tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    (tmp_path / "folder").mkdir()
+    link.symlink_to(Path("folder", "file"))
+    null.symlink_to("/dev/null")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (null, pipe, link):
+        write_atomically(path, "text")
+    reader.join(10)
+    assert read == ["text"] and stat.S_ISFIFO(pipe.stat().st_mode)
+    assert null.is_symlink() and stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    assert link.is_symlink() and (tmp_path / "folder" / "file").read_text() == "text"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "link", "null", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_is_written_into_after_what_was_printed(tmp_path: Path, name: str) -> None:
+    if not Path(name).exists():
+        pytest.skip(f"no {name} here")
+    program = (
+        "import sys, pathlib; from maxbatch.system.atomic_files import write_atomically\n"
+        "print('before'); write_atomically(pathlib.Path(sys.argv[1]), 'page\\n'); print('after')"
+    )
+    output = tmp_path / "output"
+    output.write_text("of another command\n")
+    with output.open("ab") as file:
+        subprocess.run([sys.executable, "-c", program, name], stdout=file, check=True, timeout=60)
+    assert output.read_text() == "of another command\nbefore\npage\nafter\n"
+    assert list(tmp_path.iterdir()) == [output]

@@ -16,8 +16,8 @@ identity of the stream. A store that was made without hashes is read with a warn
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -37,6 +37,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
+from maxbatch.system.npy import read_npy
 from maxbatch.system.storage import AnyPath, file_sizes, is_remote
 
 if TYPE_CHECKING:
@@ -142,7 +143,10 @@ class TokenStore:
             if self.blocks:
                 self.blocks.check(OFFSETS, 0, data.data)  # names the block
             raise damaged_file(path, "it differs from its checksum")
-        return np.asarray(np.load(str(path), mmap_mode="r") if is_mapped else np.load(io.BytesIO(data.data)))
+        try:
+            return read_npy(data, str(path))
+        except RefusedContent as error:
+            raise damaged_file(path, str(error)) from None
 
     @cached_property
     def table(self) -> DocumentTable:
@@ -229,10 +233,11 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
     Raises:
       ConfigError: it is missing, damaged or of another version, or a file has another size than it states.
     """
+    path, sizes = folder / MANIFEST, dict[str, int]()
     try:
-        sizes = file_sizes(folder)
-        path = folder / MANIFEST
-        manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES) if MANIFEST in sizes else None
+        manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES)
+        with contextlib.suppress(FileNotFoundError):
+            sizes = file_sizes(folder)
     except RefusedContent:
         manifest = None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
@@ -242,8 +247,10 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
-        if name not in sizes:
-            raise damaged_file(folder / name, "it is missing")
+        try:  # a listing may lag behind writes
+            sizes[name] = sizes.get(name) or (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise damaged_file(folder / name, "it is missing") from None
         if sizes[name] != size:
             block = min(size, sizes[name]) // BLOCK_BYTES
             raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")

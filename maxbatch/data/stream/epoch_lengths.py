@@ -16,9 +16,11 @@ from maxbatch.data.store.cache_folder import cache_file
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import read_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
+_MOST_BYTES = 100  # of a number and a checksum
 _VERSION = 2  # of how documents become rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
@@ -28,7 +30,7 @@ def remembered_length(config: StreamConfig) -> int | None:
     with contextlib.suppress(ConfigError, OSError, ValueError):  # whoever opens the dataset says what is wrong with it
         if _is_made_here(config):
             path = _path(config)
-            number, checksum = path.read_text().split()
+            number, checksum = read_text(path, str(path), _MOST_BYTES).split()
             return int(number) if checksum == _checksum(path, number) else None
     return None
 

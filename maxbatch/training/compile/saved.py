@@ -28,7 +28,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
-from maxbatch.system.bounded import RefusedContent, read_json
+from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.errors import ConfigError, cannot_write
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
@@ -36,6 +36,7 @@ from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+_MOST_BYTES = 4 << 30  # of one program
 
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
@@ -191,7 +192,9 @@ class SavedPrograms:
         """
         path = self._folder / f"{name}.bin"
         try:
-            content = path.read_bytes()
+            content = read_bytes(path, str(path), _MOST_BYTES)
+        except RefusedContent as error:
+            raise ConfigError(f"{error}; compile again") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); compile again") from error
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
