@@ -148,9 +148,10 @@ def recent_steps(folder: AnyPath) -> list[int]:
 def note_steps(folder: AnyPath, steps: Sequence[int]) -> None:
     """Notes the newest checkpoints in an object store, newest first, since listings of some stores lag behind writes.
 
-    Older ones than those that are noted are found by listing alone.
+    Older ones than those that are noted are found by listing alone. A folder of a disk needs no notes.
     """
-    (folder / RECENT_FILE).write_text(" ".join(map(str, steps[:_MOST_RECENT])))
+    if is_remote(folder):
+        (folder / RECENT_FILE).write_text(" ".join(map(str, steps[:_MOST_RECENT])))
 
 
 def is_committed(checkpoint: AnyPath) -> bool:

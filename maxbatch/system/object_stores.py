@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
@@ -26,6 +26,7 @@ from maxbatch.system.stores.store import chain, split, status_of
 
 T = TypeVar("T")
 
+_LOOK_S = 0.25  # how soon a request that waits notices that somebody asks to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
 _TENSORSTORE_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
@@ -68,7 +69,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
     started, attempt = time.monotonic(), 0
     while True:
         try:
-            return _within(patience.last_seconds, request) if patience.gave_up else request()
+            return _answer(url, request, started, patience)
         except Exception as error:  # each client has exceptions of its own
             failure = meaning(error, url)
             if failure is error:
@@ -101,8 +102,12 @@ def gone_is_done(remove: Callable[[], None]) -> Callable[[], None]:
     return remove_again
 
 
-def _within(seconds: float, request: Callable[[], T]) -> T:
-    """Makes a request on a thread of its own, since clients try again for half a minute before they say anything."""
+def _answer(url: str, request: Callable[[], T], started: float, patience: Patience) -> T:
+    """Makes a request on a thread of its own, since a store may hang, and clients try again for minutes.
+
+    Raises:
+      StoreFailed: no answer came, and somebody has asked the command to stop.
+    """
     done: Future[T] = Future()
 
     def make() -> None:
@@ -111,8 +116,14 @@ def _within(seconds: float, request: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=make, name="maxbatch-last-request", daemon=True).start()
-    return done.result(timeout=seconds)
+    threading.Thread(target=make, name="maxbatch-request", daemon=True).start()
+    begun = time.monotonic()
+    while not wait([done], _LOOK_S).done:
+        is_last = patience.gave_up and time.monotonic() >= begun + patience.last_seconds
+        if is_last or patience.is_over(started):
+            patience.leave_behind()
+            raise StoreFailed(f"{url}: the store does not answer (it is silent for {time.monotonic() - begun:.0f} s)")
+    return done.result()
 
 
 def _given_up(failure: BaseException, started: float, patience: Patience) -> BaseException:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
@@ -179,6 +179,21 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
         return folder.file_sizes()
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def size_of(path: AnyPath, listed: Mapping[str, int]) -> int | None:
+    """Returns the bytes of a file, None if there is none.
+
+    Args:
+      path: the file.
+      listed: `file_sizes` of its folder, which may lag behind writes.
+    """
+    if path.name in listed:
+        return listed[path.name]
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def is_misplaced(path: AnyPath, is_folder: bool) -> bool:

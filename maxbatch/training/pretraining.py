@@ -248,7 +248,7 @@ class Pretraining:
         config, prompt = self._context.config, self._context.config.generate_prompt
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
-        if prompt and not is_own:
+        if prompt and not is_own and not self._context.stop.is_asked:
             rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
             tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
             try:

@@ -25,7 +25,7 @@ from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_nam
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.bounded import read_bytes, read_json
 from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
+from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, size_of, upload
 
 _ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
 _COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
@@ -172,13 +172,12 @@ class RemoteShards:
     def found(self, itemsize: int) -> list[Shard]:
         """Returns the shards that an earlier build of the same signature finished, from the first on."""
         found: list[Shard] = []
-        try:
+        sizes = dict[str, int]()
+        with contextlib.suppress(FileNotFoundError):
             sizes = file_sizes(self._folder)
-        except FileNotFoundError:
-            return found
-        while (name := _name(len(found))) in sizes:
+        while (size := size_of(self._folder / _name(len(found)), sizes)) is not None:
             shard = self._read(len(found))
-            if shard is None or shard.tokens * itemsize != sizes[name]:
+            if shard is None or shard.tokens * itemsize != size:
                 break
             found.append(shard)
         return found

@@ -38,7 +38,7 @@ from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, is_remote
+from maxbatch.system.storage import AnyPath, file_sizes, is_remote, size_of
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
@@ -247,13 +247,12 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
-        try:  # a listing may lag behind writes
-            sizes[name] = sizes.get(name) or (folder / name).stat().st_size
-        except FileNotFoundError:
-            raise damaged_file(folder / name, "it is missing") from None
-        if sizes[name] != size:
-            block = min(size, sizes[name]) // BLOCK_BYTES
-            raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")
+        found = size_of(folder / name, sizes)
+        if found is None:
+            raise damaged_file(folder / name, "it is missing")
+        if found != size:
+            block = min(size, found) // BLOCK_BYTES
+            raise damaged_file(folder / name, f"it has {found} bytes, not {size}; damaged from block {block} on")
     return dict(manifest)
 
 

@@ -16,8 +16,8 @@ from tests.helpers.stores import Store
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
 
 CONTENTS = (
-    b"", b"\xff\xfe", b"[" * 100_000, b"9" * 400, b"NaN", b"[[]]", b'{"a": 1e400}', b"{}\n{}\n", b"a: &a [*a]",
-    b'{"step": 1, "loss": "<script>"}\n{"step": 1}\n', b"x" * (3 << 20),
+    b"\xff\xfe", b"[" * 100_000, b"9" * 400, b"[[]]", b"{}\n{}\n", b'{"step": 1, "loss": "<script>"}\n{"step": 1}\n',
+    b"x" * (3 << 20),
 )  # fmt: skip
 FILES = ("config.yml", "metrics.jsonl", "devices.json", "critical-batch/critical_batch.json")
 
