@@ -13,12 +13,12 @@ from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.errors import cannot_read
-from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders
+from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders, wait_until_listed
 
 _OWN_CHECKSUM = "json_checksum"
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
 RECENT_FILE = "recent.txt"  # in `checkpoints` of an object store: steps, newest first
-_MOST_RECENT, _MOST_RECENT_BYTES = 5, 1000
+_MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
 COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
@@ -122,7 +122,14 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 
 
 def committed_steps(run_dir: AnyPath) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number."""
+    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number.
+
+    In an object store it waits until a listing shows the whole of those that were noted (`note_steps`).
+
+    Raises:
+      ConfigError: the folder cannot be read.
+      StoreFailed: the store does not list a checkpoint that it holds.
+    """
     folder = run_dir / "checkpoints"
     try:
         names = subfolders(folder)
@@ -130,8 +137,12 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
         names = []
     except OSError as error:
         raise cannot_read(folder, error) from None
-    steps = {*map(int, filter(_is_step, names)), *recent_steps(folder)}
-    return [step for step in sorted(steps, reverse=True) if is_committed(folder / str(step))]
+    noted = recent_steps(folder)
+    steps = {*map(int, filter(_is_step, names)), *noted}
+    found = [step for step in sorted(steps, reverse=True) if is_committed(folder / str(step))]
+    for step in set(noted).intersection(found):
+        wait_until_listed(folder / str(step), COMMITTED_FILE)
+    return found
 
 
 def recent_steps(folder: AnyPath) -> list[int]:

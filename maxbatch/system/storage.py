@@ -174,9 +174,16 @@ def subfolders(folder: AnyPath) -> list[str]:
 
 
 def file_sizes(folder: AnyPath) -> dict[str, int]:
-    """Returns the bytes of the files that are directly in a folder, by their names, by one listing."""
+    """Returns the bytes of the files that are directly in a folder, by their names, by one listing.
+
+    Raises:
+      FileNotFoundError: there is no folder on a disk; an object store has none that are empty.
+    """
     if isinstance(folder, RemotePath):
-        return folder.file_sizes()
+        try:
+            return folder.file_sizes()
+        except FileNotFoundError:
+            return {}
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
@@ -291,6 +298,12 @@ def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
     names = [found.relative_to(source) for found in _listed(source, last)]
     for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
         _each(group, lambda name: (source / name).copy(target / name))
+
+
+def wait_until_listed(folder: AnyPath, last: str) -> None:
+    """Waits until a store lists the object of a folder that was written last; raises as `_listed` does."""
+    if isinstance(folder, RemotePath):
+        _listed(folder, last)
 
 
 def _listed(folder: RemotePath, last: str) -> list[RemotePath]:

@@ -172,9 +172,7 @@ class RemoteShards:
     def found(self, itemsize: int) -> list[Shard]:
         """Returns the shards that an earlier build of the same signature finished, from the first on."""
         found: list[Shard] = []
-        sizes = dict[str, int]()
-        with contextlib.suppress(FileNotFoundError):
-            sizes = file_sizes(self._folder)
+        sizes = file_sizes(self._folder)
         while (size := size_of(self._folder / _name(len(found)), sizes)) is not None:
             shard = self._read(len(found))
             if shard is None or shard.tokens * itemsize != size:

@@ -16,7 +16,6 @@ identity of the stream. A store that was made without hashes is read with a warn
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import zlib
@@ -236,8 +235,7 @@ def _read_manifest(folder: AnyPath) -> dict[str, Any]:
     path, sizes = folder / MANIFEST, dict[str, int]()
     try:
         manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES)
-        with contextlib.suppress(FileNotFoundError):
-            sizes = file_sizes(folder)
+        sizes = file_sizes(folder)
     except RefusedContent:
         manifest = None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer

@@ -276,8 +276,6 @@ class Checkpoints:
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""
-        if 0 < step == self._started:
-            return True  # also where a listing lags behind
         return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
 
     def close(self) -> None:
