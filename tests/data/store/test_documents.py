@@ -179,7 +179,7 @@ def test_the_standard_librarys_held_out_files_are_all_there() -> None:
 def test_a_number_of_shards_that_only_a_name_states_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "a-00000000001-of-99999999999.jsonl").write_text('{"text": "x"}\n')
     found = list_files("dataset_path", str(tmp_path), *FOLDER_FILES["jsonl"])
-    assert len(found.files) == 1 and found.missing_shards == ()
+    assert len(found.files) == 1 and found.missing == ()
 
 
 def test_a_line_of_too_many_values_is_a_bad_record(tmp_path: Path) -> None:
