@@ -89,7 +89,7 @@ class RangedTable:
     def _checked_header(self) -> bytes:
         content = self._read_range(0, _HEADER_BYTES)
         try:
-            header = npy_header(content, self._path.name)
+            header = npy_header(content, "its header")
         except RefusedContent as error:
             raise self._damaged(str(error)) from None
         if header.size != self._num_documents + 1 or header.dtype != np.int64:
