@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.atomic_files import _descriptor, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 
 
@@ -111,7 +111,13 @@ def test_a_device_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "link", "null", "pipe"]
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_names_of_standard_streams_are_descriptors() -> None:
+    # Not tried: what took /dev/stdout for a file would replace it for the whole machine.
+    names = ["/dev/stdout", "/dev/../dev/stderr", "/dev/fd/63", "/dev/null", "/dev/fd", "stdout"]
+    assert [_descriptor(Path(name)) for name in names] == [1, 2, 63, None, None, None]
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/1", "/proc/self/fd/1"])
 def test_standard_output_is_written_into_after_what_was_printed(tmp_path: Path, name: str) -> None:
     if not Path(name).exists():
         pytest.skip(f"no {name} here")
