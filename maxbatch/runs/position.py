@@ -7,15 +7,19 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
+from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.errors import reading
-from maxbatch.system.storage import AnyPath, is_whole, subfolders
+from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders, wait_until_listed
 
 _OWN_CHECKSUM = "json_checksum"
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
+RECENT_FILE = "recent.txt"  # in `checkpoints` of an object store: steps, newest first
+_MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
 COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
@@ -96,13 +100,12 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """
     path = checkpoint / "position" / "metadata"
     try:
-        with reading(path):
-            saved: Any = json.loads(_content(path))
+        saved = _saved(path)
         own = saved.pop(_OWN_CHECKSUM, None)
         if _checksum(saved) != own and not (own is None and saved.keys() == _OLD_FIELDS):
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError("its JSON is not that of a checkpoint") from None
     step = record.position.step
     is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
@@ -116,13 +119,44 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 
 
 def committed_steps(run_dir: AnyPath) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number."""
+    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number.
+
+    In an object store it waits until a listing shows the whole of those that were noted (`note_steps`).
+
+    Raises:
+      ConfigError: the folder cannot be read.
+      StoreFailed: the store does not list a checkpoint that it holds.
+    """
     folder = run_dir / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError):
         names = subfolders(folder)
-    steps = sorted(map(int, filter(_is_step, names)), reverse=True)
-    return [step for step in steps if is_committed(folder / str(step))]
+    noted = recent_steps(folder)
+    steps = {*map(int, filter(_is_step, names)), *noted}
+    found = [step for step in sorted(steps, reverse=True) if is_committed(folder / str(step))]
+    for step in set(noted).intersection(found):
+        wait_until_listed(folder / str(step), COMMITTED_FILE)
+    return found
+
+
+def recent_steps(folder: AnyPath) -> list[int]:
+    """Returns the steps that `note_steps` has noted in a folder of checkpoints, which a listing may lack."""
+    if not is_remote(folder):
+        return []
+    try:
+        words = read_bytes(folder / RECENT_FILE, str(folder / RECENT_FILE), _MOST_RECENT_BYTES).decode().split()
+    except (FileNotFoundError, RefusedContent, UnicodeDecodeError):
+        return []
+    return [int(word) for word in words if len(word) < 20 and _is_step(word)]
+
+
+def note_steps(folder: AnyPath, steps: Sequence[int]) -> None:
+    """Notes the newest checkpoints in an object store, newest first, since listings of some stores lag behind writes.
+
+    Older ones than those that are noted are found by listing alone. A folder of a disk needs no notes.
+    """
+    if is_remote(folder):
+        (folder / RECENT_FILE).write_text(" ".join(map(str, steps[:_MOST_RECENT])))
 
 
 def is_committed(checkpoint: AnyPath) -> bool:
@@ -130,14 +164,15 @@ def is_committed(checkpoint: AnyPath) -> bool:
     return is_whole(checkpoint, COMMITTED_FILE)
 
 
+def _saved(path: AnyPath) -> Any:
+    """Returns the value of a JSON file, None if it is missing."""
+    with reading(path), contextlib.suppress(FileNotFoundError):
+        return read_json(path, str(path), finite=False) if path.is_file() else None
+    return None
+
+
 def _is_step(name: str) -> bool:
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
-
-
-def _content(path: AnyPath) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return path.read_bytes().decode() if path.is_file() else "null"
-    return "null"
 
 
 def _whole(value: object) -> int:

@@ -25,7 +25,7 @@ from maxbatch.runs.metrics import is_weightless, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.locks import take_lock
-from maxbatch.system.storage import AnyPath, kept_here
+from maxbatch.system.storage import AnyPath, is_remote, kept_here
 
 SWEEP_METRICS: dict[str, str] = {
     Metric.EVAL_LOSS: "eval_loss, the last one of the trial",
@@ -126,7 +126,12 @@ class SweepFolder:
                 checked(found["config"], {str: str}, "config")
             return Trial(found["number"], path.parent, found["overrides"], found["config"])
 
-        trials = filter(None, map(read, self.path.glob("trials/*/trial.json")))
+        trials = [trial for path in self.path.glob("trials/*/trial.json") if (trial := read(path))]
+        if is_remote(self.path):  # whose listing may lag behind writes: the numbers follow one another
+            number = max((trial.number for trial in trials), default=-1) + 1
+            while newer := read(self.trial_folder(number) / "trial.json"):
+                trials.append(newer)
+                number += 1
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:

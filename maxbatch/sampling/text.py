@@ -15,6 +15,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.system.errors import TrainingError
 
 _MAX_NEW_TOKENS = 128
 
@@ -45,6 +46,9 @@ def generate_text(
       prompt: text to start from; an empty one starts a document.
       rules: how tokens are drawn; by default at temperature 0.8. Without `max_new_tokens` at most 128 are added.
       mesh: the mesh of the parameters; None: the compiler follows their shardings.
+
+    Raises:
+      TrainingError: no token of a window has a finite log-probability.
     """
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
@@ -69,7 +73,10 @@ def generate_text(
         lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
         rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
         found = jax.device_get(sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest))
-        response = found.tokens_BxL[0, len(seen) : found.lengths_B[0]].tolist()
+        response_slots = slice(len(seen), found.lengths_B[0])
+        response = found.tokens_BxL[0, response_slots].tolist()
+        if not np.isfinite(found.logprobs_BxL[0, response_slots]).any():
+            raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
         if response[-1] in (tokenizer.eos_id, *rules.end_ids):
             return tokenizer.decode(ids + response[:-1])
         ids += response

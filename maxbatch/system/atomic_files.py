@@ -1,11 +1,14 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all; devices, pipes and descriptors, which are written into."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
+import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +20,16 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, remove_tree, storage_errors
 
 _STALE_S = 24 * 3600
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")
+_STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 @contextlib.contextmanager
 def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
     """Opens a file that takes the place of `path` once the block ends; after an exception nothing is left of it.
+
+    A link stays, and the file that it names is replaced. Nothing takes the place of a device, a pipe or a descriptor
+    of this process (`/dev/stdout`): the block writes into it.
 
     Raises:
       OSError: the file cannot be written.
@@ -30,6 +38,11 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
         with _uploading(path) as file:
             yield file
         return
+    if _takes_bytes(path):
+        with _writing_into(path) as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.parent / f"{BUILDING}{secrets.token_hex(8)}"
     try:
         with open(temporary, "xb") as file:
@@ -41,6 +54,32 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _descriptor(path: Path) -> int | None:
+    """Returns the number of the open descriptor of this process that a path names, None for other paths."""
+    name = os.path.abspath(path)
+    found = _DESCRIPTOR.fullmatch(name)
+    return int(found[1]) if found else _STREAMS.get(name)
+
+
+def _takes_bytes(path: Path) -> bool:
+    """Returns whether a path names a descriptor of this process, or something else than a file or a folder."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return False
+    return _descriptor(path) is not None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _writing_into(path: Path) -> BinaryIO:
+    """Opens a device, a pipe or a descriptor for writing; a descriptor goes on where its writers have come to."""
+    number = _descriptor(path)
+    if number is None:
+        return open(path, "wb")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return os.fdopen(os.dup(number), "wb")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -22,8 +23,10 @@ MOST_BYTES = 16 << 20  # of a JSON file, unless a reader states its own bound
 MOST_DEPTH = 100  # of lists and mappings in one another
 # An empty list takes three bytes of JSON and some seventy of memory.
 _MOST_JSON_VALUES = 5_000_000
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # PyYAML composes about 20,000 nodes a second.
 MOST_YAML_NODES = 50_000
+MOST_YAML_CHARACTERS = 1 << 20  # a second of its scanner
 _MOST_DIGITS = 300  # a number of more overflows a float
 
 
@@ -99,8 +102,8 @@ def read_json(
     """
     content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
     _check_size(len(content), what, most_bytes)
-    if sum(map(_counter(content), "[{,")) > _MOST_JSON_VALUES:
-        raise RefusedContent(f"{what}: holds more than {_MOST_JSON_VALUES:,} values, the most that are read")
+    if _values(content) > _MOST_JSON_VALUES:
+        raise RefusedContent(f"{what}: {TOO_MANY_VALUES}")
     try:
         value = json.loads(
             content,
@@ -118,6 +121,21 @@ def read_json(
     if _counter(content)("\\u") and not _is_text(value):
         raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is no character")
     return value
+
+
+TOO_MANY_VALUES = f"holds more than {_MOST_JSON_VALUES:,} values, the most that are read"
+
+
+def has_too_many_values(line: bytes) -> bool:
+    """Returns whether a line of JSON holds more values than `read_json` reads; commas in its texts are no values."""
+    if len(line) <= MOST_BYTES or _values(line) <= _MOST_JSON_VALUES:
+        return False
+    return _values(_STRING.sub(b"", line)) > _MOST_JSON_VALUES
+
+
+def _values(content: bytes | str) -> int:
+    """Returns the values of JSON, or more: what looks like the beginning of one within a text counts too."""
+    return sum(map(_counter(content), "[{,"))
 
 
 def _counter(content: bytes | str) -> Callable[[str], int]:
@@ -178,13 +196,19 @@ def _inner(value: object) -> Iterable[object]:
 
 
 def compose_yaml(
-    text: str, what: str, *, most_depth: int = MOST_DEPTH, most_nodes: int = MOST_YAML_NODES
+    text: str,
+    what: str,
+    *,
+    most_characters: int = MOST_YAML_CHARACTERS,
+    most_depth: int = MOST_DEPTH,
+    most_nodes: int = MOST_YAML_NODES,
 ) -> yaml.Node | None:
     """Returns a YAML text as a tree of nodes, None for an empty one. Aliases share nodes, and no tree is endless.
 
     Args:
-      text: the YAML, of a size that the caller has bounded.
+      text: the YAML.
       what: names it in messages.
+      most_characters: bound on its length.
       most_depth: bound on lists and mappings in one another.
       most_nodes: bound on values and keys once every alias is replaced by its anchor's content.
 
@@ -192,6 +216,7 @@ def compose_yaml(
       RefusedContent: it is beyond a bound, or an alias refers to a node around it.
       yaml.YAMLError: it is no YAML.
     """
+    _check_size(len(text), what, most_characters)
     loader = _Composer(text, what, most_depth, most_nodes)
     try:
         root = loader.get_single_node()

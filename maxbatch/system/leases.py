@@ -33,6 +33,7 @@ RENEW_S = 20.0
 _LOOK_S = 1.0
 _BLIND_S = 5.0  # a read that takes longer proves nothing about the holder: the store was unavailable
 _END_WAIT_S = 5.0
+_MOST_BYTES = 1 << 16  # of a lease; ours have some 300
 _OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
 
 Clocks = tuple[float, ...]
@@ -248,7 +249,7 @@ def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
 
 def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
     try:
-        content, version = path.read_version()
+        content, version = path.read_version(_MOST_BYTES)
     except FileNotFoundError:
         return None
     return _holder(content), version
@@ -305,13 +306,10 @@ def _is_dead(holder: dict[str, object]) -> bool:
 
 
 def _in_words(holder: dict[str, object]) -> str:
-    """Names a holder; the age of its lease is by the holder's clock, which may not be this machine's."""
-    pid, host, renewed = holder.get("pid"), holder.get("host"), holder.get("renewed")
+    """Names a holder, and the age of its lease if that is known by this machine's clock."""
+    pid, host = holder.get("pid"), holder.get("host")
+    renewed = holder.get("renewed") if holder.get("machine") == _machine() != "" else None
     name = "".join(c for c in host[:80] if c.isprintable()) if isinstance(host, str) else "an unknown host"
     age = max(0.0, time.time() - renewed) if isinstance(renewed, float) else None
-    since = "" if age is None or age > _OLDEST_S else f" (renewed {age:.0f} s ago{_by_which_clock(holder)})"
+    since = "" if age is None or age > _OLDEST_S else f" (renewed {age:.0f} s ago)"
     return f"process {pid if isinstance(pid, int) else '?'} on {name}{since}"
-
-
-def _by_which_clock(holder: dict[str, object]) -> str:
-    return "" if holder.get("machine") == _machine() != "" else " by its clock"

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
@@ -27,6 +27,7 @@ from maxbatch.system.stores.store import FileSystem, ObjectStore, chain, has_los
 
 T = TypeVar("T")
 
+_LOOK_S = 0.25  # how soon a request that waits notices that somebody asks to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 # Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
 _TENSORSTORE_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
@@ -69,7 +70,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
     started, attempt = time.monotonic(), 0
     while True:
         try:
-            return _within(patience.last_seconds, request) if patience.gave_up else request()
+            return _answer(url, request, started, patience)
         except Exception as error:  # each client has exceptions of its own
             failure = meaning(error, url)
             if failure is error:
@@ -102,8 +103,12 @@ def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
     return remove_again
 
 
-def _within(seconds: float, request: Callable[[], T]) -> T:
-    """Makes a request on a thread of its own, since clients retry for half a minute before they raise."""
+def _answer(url: str, request: Callable[[], T], started: float, patience: Patience) -> T:
+    """Makes a request on a thread of its own, since a store may hang, and clients retry for minutes.
+
+    Raises:
+      StoreFailed: no answer came, and somebody has asked the command to stop.
+    """
     done: Future[T] = Future()
 
     def make() -> None:
@@ -112,8 +117,14 @@ def _within(seconds: float, request: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=make, name="maxbatch-last-request", daemon=True).start()
-    return done.result(timeout=seconds)
+    threading.Thread(target=make, name="maxbatch-request", daemon=True).start()
+    begun = time.monotonic()
+    while not wait([done], _LOOK_S).done:
+        is_last = patience.gave_up and time.monotonic() >= begun + patience.last_seconds
+        if is_last or patience.is_over(started):
+            patience.leave_behind()
+            raise StoreFailed(f"{url}: the store does not answer (it is silent for {time.monotonic() - begun:.0f} s)")
+    return done.result()
 
 
 def _given_up(failure: BaseException, started: float, patience: Patience) -> BaseException:
@@ -228,10 +239,10 @@ def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]
     return STORES[scheme], (file_system(scheme), bucket, name)
 
 
-def read_version(url: str) -> tuple[bytes, str]:
-    """Returns the content of an object and its version, which changes with every write."""
+def read_version(url: str, most: int) -> tuple[bytes, str]:
+    """Returns the first `most` bytes of an object, and its version, which changes with every write."""
     store, at = _at(url)
-    return persist(url, lambda: store.read(*at))
+    return persist(url, lambda: store.read(*at, most))
 
 
 def read_whole(url: str) -> bytes:

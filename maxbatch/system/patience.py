@@ -61,6 +61,10 @@ class Patience:
             return end
         return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
 
+    def is_over(self, started: float) -> bool:
+        """Returns whether somebody asked to stop, and a request that started then is to be given up."""
+        return self._hurried_at is not None and time.monotonic() >= self.ends(started)
+
     def give_up(self) -> None:
         """Records that a request was given up; after a request to stop, later ones get less time."""
         self.gave_up = self._hurried_at is not None

@@ -210,9 +210,9 @@ class RemotePath:
             if not missing_ok:
                 raise
 
-    def read_version(self) -> tuple[bytes, str]:
-        """Returns the content and its version, which changes with every write."""
-        return object_stores.read_version(self.url)
+    def read_version(self, most: int) -> tuple[bytes, str]:
+        """Returns the first `most` bytes of the content, and its version, which changes with every write."""
+        return object_stores.read_version(self.url, most)
 
     def write_if(self, data: bytes, version: str | None) -> str | None:
         """Writes the object if it still has a version, or if there is none (None).

@@ -28,7 +28,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
@@ -248,10 +248,13 @@ class Pretraining:
         config, prompt = self._context.config, self._context.config.generate_prompt
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
-        if prompt and not is_own:
+        if prompt and not is_own and not self._context.stop.is_asked:
             rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
             tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-            text = generate_text(self._merged(state), tokenizer, prompt, TextConfig.of(config), rules, self.mesh)
+            try:
+                text = generate_text(self._merged(state), tokenizer, prompt, TextConfig.of(config), rules, self.mesh)
+            except TrainingError as error:  # a sample is no part of what the run is for
+                text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
             yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")

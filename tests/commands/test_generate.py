@@ -25,6 +25,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import SamplingRules, _respond
 from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.system.errors import TrainingError
 from tests.helpers.huggingface_folders import write_folder
 from tests.helpers.policies import trained_to_say
 from tests.helpers.tiny import LENGTH, TINY_MODEL
@@ -216,3 +217,10 @@ def test_a_flag_that_breaks_its_rule_is_refused_in_one_line(
 ) -> None:
     assert main(["generate", "runs/x", flag]) == 2
     assert capsys.readouterr().err == f"maxbatch: error: {said}\n"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_whose_weights_are_not_finite_gives_no_text(value: float) -> None:
+    damaged = jax.tree.map(lambda x: x.at[...].set(value), RANDOM)
+    with pytest.raises(TrainingError, match="gives no token a finite log-probability"):
+        text(damaged)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -151,11 +151,11 @@ def test_json_that_is_no_file_is_damage(tmp_path: Path, make: Callable[[Path], N
 def test_a_file_that_the_system_refuses_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> NoReturn:
         raise error
 
     write(tmp_path, old())
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(ConfigError, match=rf"metadata: cannot be read \({error.strerror}\)"):
         read_record(tmp_path / "checkpoints" / "4")
 

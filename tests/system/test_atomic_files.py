@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.atomic_files import _descriptor, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 
 
@@ -88,3 +91,43 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_a_device_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
+    null, pipe, link = tmp_path / "null", tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    (tmp_path / "folder").mkdir()
+    link.symlink_to(Path("folder", "file"))
+    null.symlink_to("/dev/null")
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (null, pipe, link):
+        write_atomically(path, "text")
+    reader.join(10)
+    assert read == ["text"] and stat.S_ISFIFO(pipe.stat().st_mode)
+    assert null.is_symlink() and stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    assert link.is_symlink() and (tmp_path / "folder" / "file").read_text() == "text"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "link", "null", "pipe"]
+
+
+def test_names_of_standard_streams_are_descriptors() -> None:
+    # Not tried: what took /dev/stdout for a file would replace it for the whole machine.
+    names = ["/dev/stdout", "/dev/../dev/stderr", "/dev/fd/63", "/dev/null", "/dev/fd", "stdout"]
+    assert [_descriptor(Path(name)) for name in names] == [1, 2, 63, None, None, None]
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/1", "/proc/self/fd/1"])
+def test_standard_output_is_written_into_after_what_was_printed(tmp_path: Path, name: str) -> None:
+    if not Path(name).exists():
+        pytest.skip(f"no {name} here")
+    program = (
+        "import sys, pathlib; from maxbatch.system.atomic_files import write_atomically\n"
+        "print('before'); write_atomically(pathlib.Path(sys.argv[1]), 'page\\n'); print('after')"
+    )
+    output = tmp_path / "output"
+    output.write_text("of another command\n")
+    with output.open("ab") as file:
+        subprocess.run([sys.executable, "-c", program, name], stdout=file, check=True, timeout=60)
+    assert output.read_text() == "of another command\nbefore\npage\nafter\n"
+    assert list(tmp_path.iterdir()) == [output]

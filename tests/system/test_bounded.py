@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxbatch.system.bounded import RefusedContent, compose_yaml, read_bytes, read_json, read_text
+from maxbatch.system.bounded import RefusedContent, compose_yaml, has_too_many_values, read_bytes, read_json, read_text
 
 NINES = "a: &a [1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -94,3 +94,16 @@ def test_yaml_within_the_bounds_is_composed_as_pyyaml_does() -> None:
     assert compose_yaml("", "file") is None
     with pytest.raises(yaml.YAMLError):
         compose_yaml("a: [", "file")
+
+
+def test_a_long_yaml_is_refused_before_it_is_read() -> None:
+    started = time.monotonic()
+    with pytest.raises(RefusedContent, match="text: is larger than 1 MB, the most that is read"):
+        compose_yaml("{0: '" + "a" * 20_000_000 + "'}", "text")
+    assert time.monotonic() - started < 1
+
+
+def test_commas_in_a_long_text_are_no_values() -> None:
+    long = b'{"text": "' + b"a," * (10 << 20) + b'"}'
+    assert not has_too_many_values(long)
+    assert has_too_many_values(b'{"list": [' + b"[]," * 6_000_000 + b"0]}")

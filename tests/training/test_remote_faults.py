@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from typing import Any
 
 import jax
 import pytest
@@ -114,11 +115,14 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_stop_while_the_store_is_down_ends_soon_and_says_what_is_saved(store: Store) -> None:
+@pytest.mark.parametrize("fault", [{"down": True}, {"share": 1.0, "kinds": ["pause"], "pause_s": 200.0}], ids=str)
+def test_a_run_that_is_asked_to_stop_while_the_store_is_down_or_hangs_ends_soon_and_says_what_is_saved(
+    store: Store, fault: dict[str, Any]
+) -> None:
     run_dir = store.bucket() + "/run"
     process = start("train", *RAMPED, f"run_dir={run_dir}", "steps=100000", "checkpoint_period=20")
     wait_for(lambda: bool(committed_steps(as_path(run_dir))), process)
-    with store.failing(down=True):
+    with store.failing(**fault):
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
         started = time.monotonic()

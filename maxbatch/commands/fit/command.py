@@ -18,8 +18,9 @@ from maxbatch.commands.arguments import config_arguments, local_path, note
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on
 from maxbatch.config.loading import dump_config, keys, resolve
 from maxbatch.config.values import Value, shown_path
-from maxbatch.config.yaml_file import compose
+from maxbatch.config.yaml_file import MOST_BYTES, compose
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import read_text
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
 
@@ -164,7 +165,7 @@ def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None
         if not path.exists():
             write_atomically(path, dump_config(_with(config, **changes)))
             return
-        text = path.read_text()
+        text = read_text(path, f"--write {path}", MOST_BYTES)
         for name, value in changes.items():
             line = f"{name}: {keys()[name].write(value)}"
             text, replaced = re.subn(rf"(?m)^{name}\s*:[^#\n]*?(?=\s*(#|$))", line, text)

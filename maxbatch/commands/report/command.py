@@ -75,16 +75,18 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
         drawn, written = _changed(paths), time.monotonic()
         while not stop.is_asked:
             time.sleep(_POLL_S)
-            if time.monotonic() - written >= seconds and (changed := _changed(paths)) > drawn:
+            if time.monotonic() - written >= seconds and (changed := _changed(paths)) != drawn:
                 make_page(paths, seconds).write(output)
                 drawn, written = changed, time.monotonic()
     make_page(paths).write(output)  # the last one stays as it is
 
 
-def _changed(paths: Sequence[AnyPath]) -> float:
-    """Returns when the metrics of the runs last changed."""
+def _changed(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
+    """Returns the metrics of the runs with size and time, which other machines' clocks have set: some have changed if
+    it differs from what it was before."""
     files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]
-    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+    found = [(str(file), file.stat()) for file in files if file.is_file()]
+    return [(name, status.st_size, status.st_mtime) for name, status in found]
 
 
 def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:

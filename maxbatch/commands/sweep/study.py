@@ -7,13 +7,13 @@ machines share, a trial's `sweep_dir` attribute names the sweep's folder, so onl
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import json
 import math
 import re
 import socket
 import tempfile
+import time
 import zlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +31,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.locks import exclusive
 from maxbatch.system.storage import kept_here, send
@@ -42,6 +43,7 @@ MOST_COMBINATIONS = 100_000
 _LOST_S = 60  # from a trial's start to the record of its process: milliseconds, unless that process was killed
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
 _DATABASE = "optuna.db"
+_MOST_BYTES = 1 << 30  # of the database
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
 Overrides = dict[str, str]
 
@@ -76,6 +78,7 @@ class SweepStudy:
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
         self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
+        self._nobodys: dict[int, float] = {}  # by trial, since when this process knows that nobody says to run it
         with self._storage.errors():
             if sweep.storage is None:
                 with exclusive(self._lock_file):
@@ -130,7 +133,8 @@ class SweepStudy:
         """Takes the database of a sweep in an object store from there, where another machine may have left it."""
         if self._sweep.storage is None and self._here != self._folder.path:
             with contextlib.suppress(FileNotFoundError):
-                write_atomically(self._here / _DATABASE, (self._folder.path / _DATABASE).read_bytes())
+                there = self._folder.path / _DATABASE
+                write_atomically(self._here / _DATABASE, read_bytes(there, str(there), _MOST_BYTES))
 
     def _keep(self) -> None:
         """Copies the database of a sweep in an object store there. Trials that it lacks are known by their folders."""
@@ -184,7 +188,7 @@ class SweepStudy:
     def is_exhausted(self) -> bool:
         """Returns whether there is nothing left to start, now or later."""
         with self._storage.errors():
-            return not self._unfinished() and not self._may_ask()
+            return not self._unfinished() and not self._may_ask() and not any(map(self._is_nobodys, self._trials()))
 
     @property
     def num_trials(self) -> int:
@@ -207,16 +211,27 @@ class SweepStudy:
     def _adopt(self) -> optuna.Trial | None:
         """Returns a trial without a folder that was started here, or by a process that was killed at once."""
         recorded = {trial.number for trial in self._folder.trials()}
-        lost_before = datetime.datetime.now() - datetime.timedelta(seconds=_LOST_S)
         for frozen in self._trials():
             if not self._is_running(frozen) or frozen.number in recorded:
                 continue
-            started = frozen.datetime_start
-            is_lost = frozen.user_attrs.get(_HOME) is None and started is not None and started < lost_before
-            if is_lost or self._is_mine(frozen):
+            if self._is_lost(frozen) or self._is_mine(frozen):
                 self._study.sampler = self._sampler(frozen.number)
                 return self._running_trial(frozen)
         return None
+
+    def _is_nobodys(self, frozen: Any) -> bool:
+        """Returns whether a trial of a shared study has begun, and nobody has said yet to run it."""
+        is_shared = self._sweep.storage is not None
+        return is_shared and self._is_running(frozen) and frozen.user_attrs.get(_HOME) is None
+
+    def _is_lost(self, frozen: Any) -> bool:
+        """Returns whether nobody has said to run a trial for as long as this process has watched it.
+
+        When the trial began is known by the clock of another machine, which may differ by hours.
+        """
+        if not self._is_nobodys(frozen):
+            return False
+        return time.monotonic() - self._nobodys.setdefault(frozen.number, time.monotonic()) >= _LOST_S
 
     def _ask(self) -> optuna.Trial | None:
         if not self._may_ask():

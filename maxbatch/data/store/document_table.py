@@ -10,7 +10,6 @@ and its ends. The checksum is that of the whole file, and is compared where a pa
 
 from __future__ import annotations
 
-import io
 import itertools
 import threading
 import zlib
@@ -24,7 +23,9 @@ import numpy as np
 
 from maxbatch.data.store.blocks import Blocks
 from maxbatch.data.store.ranged_tokens import readers
+from maxbatch.system.bounded import RefusedContent
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.npy import npy_header
 from maxbatch.system.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
@@ -89,12 +90,14 @@ class RangedTable:
             raise self._damaged(f"it ends at token {last[0]}, and the store has {num_tokens}")
 
     def _checked_header(self) -> bytes:
-        file = io.BytesIO(self._read_range(0, _HEADER_BYTES))
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        if shape != (self._num_documents + 1,) or dtype != np.int64:
-            raise self._damaged(f"it has shape {shape} of {dtype}")
-        return file.getvalue()[: file.tell()]
+        content = self._read_range(0, _HEADER_BYTES)
+        try:
+            header = npy_header(content, "its header")
+        except RefusedContent as error:
+            raise self._damaged(str(error)) from None
+        if header.size != self._num_documents + 1 or header.dtype != np.int64:
+            raise self._damaged(f"it has {header.size} numbers of {header.dtype}")
+        return content[: header.offset]
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if self._hashes:

@@ -21,6 +21,7 @@ from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.source_files import SourceFile, reason, storage_of
 from maxbatch.system.storage import scheme_of
 
+_MOST_SHARDS = 1_000_000  # of a set; a larger number in a name says something else
 _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 
 
@@ -84,7 +85,7 @@ def _missing_shards(names: Iterable[str]) -> Iterator[str]:
     sets: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
         shard = _SHARD.fullmatch(name)
-        if shard and len(shard[2]) == len(shard[3]):
+        if shard and len(shard[2]) == len(shard[3]) and int(shard[3]) <= _MOST_SHARDS:
             sets.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
     for (prefix, total, suffix), present in sets.items():
         for number in range(int(total)):

@@ -14,7 +14,15 @@ from pathlib import Path
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder, writing_cache
-from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, open_folder, signature, was_prepared
+from maxbatch.data.store.token_store import (
+    MANIFEST,
+    Manifest,
+    TokenStore,
+    load_folder,
+    open_folder,
+    signature,
+    was_prepared,
+)
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
@@ -78,7 +86,7 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
     folder = as_path(value)
     where = f"{key}={shown(repr(value))}"
     needs = f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote"
-    if not value or not folder.is_dir():
+    if not value or not (folder.is_dir() or (folder / MANIFEST).is_file()):  # a listing may lag behind writes
         raise ConfigError(needs)
     try:
         store = load_folder(folder)

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import struct
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,13 @@ import numpy as np
 from maxbatch.data.store.blocks import BlockHasher
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
-from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
+from maxbatch.system.bounded import read_bytes, read_json
+from maxbatch.system.npy import read_npy
+from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, size_of, upload
+
+_ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
+_COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
+_MOST_BYTES = 4 << 30  # of what is known of a shard: 150 million documents
 
 
 def _name(number: int) -> str:
@@ -70,19 +77,27 @@ class Shard:
     def from_bytes(cls, content: bytes, signature: str) -> Shard | None:
         """Returns the shard that a file holds; None if the file is damaged or of a build of another signature."""
         try:
-            with np.load(io.BytesIO(content)) as saved:
-                counts: dict[str, Any] = json.loads(saved["counts"].tobytes())
-                names = ("lengths", "digests", "held_out", "hashes")
-                lengths, digests, held_out, hashes = (saved[name] for name in names)
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
+            with zipfile.ZipFile(io.BytesIO(content)) as saved:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in saved.infolist()):
+                    return None  # ours are not packed, and packed ones could have any size
+                arrays = [read_npy(saved.read(f"{name}.npy"), name) for name in _ARRAYS]
+            read, lengths, digests, held_out, hashes = arrays
+            counts: dict[str, Any] = read_json(read.tobytes(), "counts")
+            is_ours = counts["signature"] == signature and all(_is_count(counts[name]) for name in _COUNTS)
+        except (ValueError, KeyError, TypeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile):
             return None
-        if counts["signature"] != signature:
+        is_typed = [array.dtype for array in arrays] == list(_ARRAYS.values())
+        if not is_ours or not is_typed or lengths.min(initial=0) < 0 or held_out.min(initial=0) < 0:
             return None
         facts = Tokenised(
             counts["source_bytes"], array.array("q", lengths.tobytes()), digests.tobytes(), held_out.tolist(),
             counts["skipped"], counts["text_bytes"],
         )  # fmt: skip
         return cls(counts["jobs"], facts, hashes)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 class ShardWriter:
@@ -157,22 +172,20 @@ class RemoteShards:
     def found(self, itemsize: int) -> list[Shard]:
         """Returns the shards that an earlier build of the same signature finished, from the first on."""
         found: list[Shard] = []
-        try:
-            sizes = file_sizes(self._folder)
-        except FileNotFoundError:
-            return found
-        while (name := _name(len(found))) in sizes:
+        sizes = file_sizes(self._folder)
+        while (size := size_of(self._folder / _name(len(found)), sizes)) is not None:
             shard = self._read(len(found))
-            if shard is None or shard.tokens * itemsize != sizes[name]:
+            if shard is None or shard.tokens * itemsize != size:
                 break
             found.append(shard)
         return found
 
     def _read(self, number: int) -> Shard | None:
         try:
-            return Shard.from_bytes(self._facts(number).read_bytes(), self._signature)
+            content = read_bytes(self._facts(number), str(self._facts(number)), _MOST_BYTES)
         except FileNotFoundError:
             return None
+        return Shard.from_bytes(content, self._signature)
 
     def keep(self, number: int, file: Path, shard: Shard) -> None:
         """Copies a finished shard to the store, then its facts, which mark it as finished; removes the local file."""

@@ -17,7 +17,6 @@ identity of the stream. A store that was made without hashes is read with a warn
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -37,7 +36,8 @@ from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
 from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.storage import AnyPath, file_sizes, is_remote
+from maxbatch.system.npy import read_npy
+from maxbatch.system.storage import AnyPath, file_sizes, is_remote, size_of
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
@@ -166,7 +166,10 @@ class TokenStore:
             if self.blocks:
                 self.blocks.check(OFFSETS, 0, data.data)  # names the block
             raise damaged_file(path, "it differs from its checksum")
-        return np.asarray(np.load(str(path), mmap_mode="r") if is_mapped else np.load(io.BytesIO(data.data)))
+        try:
+            return read_npy(data, str(path))
+        except RefusedContent as error:
+            raise damaged_file(path, str(error)) from None
 
     @cached_property
     def table(self) -> DocumentTable:
@@ -253,10 +256,10 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     Raises:
       ConfigError: it is missing, damaged or of another version, or a file has another size than it states.
     """
+    path, sizes = folder / MANIFEST, dict[str, int]()
     try:
+        manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES)
         sizes = file_sizes(folder)
-        path = folder / MANIFEST
-        manifest = read_json(path, str(path), most_bytes=_MOST_MANIFEST_BYTES) if MANIFEST in sizes else None
     except RefusedContent:
         manifest = None
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
@@ -266,11 +269,12 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
-        if name not in sizes:
+        found = size_of(folder / name, sizes)
+        if found is None:
             raise damaged_file(folder / name, "it is missing")
-        if sizes[name] != size:
-            block = min(size, sizes[name]) // BLOCK_BYTES
-            raise damaged_file(folder / name, f"it has {sizes[name]} bytes, not {size}; damaged from block {block} on")
+        if found != size:
+            block = min(size, found) // BLOCK_BYTES
+            raise damaged_file(folder / name, f"it has {found} bytes, not {size}; damaged from block {block} on")
     return manifest
 
 

@@ -42,6 +42,7 @@ _FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _NUMBER = Scalar("weight", "exact")
 _WEIGHT = Scalar("weight", "exact", Bounds(above=0), default="1")
 _WEIGHT_OR_NONE = Scalar("weight", "exact", Bounds(at_least=0), default="1")  # 0: the source rests in this stage
+_MOST_WEIGHTS = 1_000_000  # of all sources at all positions
 _POSITION = Scalar("position", "quantity", Bounds(at_least=0), default="0")
 
 
@@ -96,6 +97,7 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
 def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
     """Returns the sources, their weights divided by the sums over all of them, stage by stage."""
     starts = sorted({start for source in sources for start, _ in source.later})
+    _check_weights("dataset_path", len(sources), len(starts) + 1)
     stated = {source.name: dict([(0, source.weight), *source.later]) for source in sources}
     for weights in stated.values():
         for before, start in zip([0, *starts], starts, strict=False):
@@ -111,6 +113,14 @@ def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
         )
         for source in sources
     )
+
+
+def _check_weights(where: str, num_sources: int, num_positions: int) -> None:
+    if num_sources * num_positions > _MOST_WEIGHTS:
+        raise ConfigError(
+            f"{where}: states weights of {num_sources:,} sources at {num_positions:,} positions, more than "
+            f"{_MOST_WEIGHTS:,} in all; works: fewer positions"
+        )
 
 
 def _check_eval_path(value: str) -> None:
@@ -187,7 +197,9 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     if not stages:
         raise ConfigError(f"{where}: has no position; {works}")
     (_, first), *others = stages
-    for path in dict.fromkeys(path for _, weights in stages for path in weights):
+    paths = dict.fromkeys(path for _, weights in stages for path in weights)
+    _check_weights(where, len(paths), len(stages))
+    for path in paths:
         _refuse_mixture_file(where, path)
         later = tuple((start, weights.get(path, Fraction(0))) for start, weights in others)
         yield where, MixtureSource(path, first.get(path, Fraction(0)), _source_config(config, path, {}), later)

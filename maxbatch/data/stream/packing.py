@@ -32,6 +32,7 @@ import numpy as np
 from maxbatch.data.store.cache_folder import cache_file, writing_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError
 
 _VERSION = 2
@@ -185,8 +186,14 @@ class BestFitPlan:
 def _checked_header(path: Path) -> dict[str, Any]:
     """Returns the header of a file of a packing; ValueError if the file is damaged, or is a copy of another one."""
     with open(path, "rb") as file:
-        header = dict(json.loads(file.read(_HEADER_BYTES)))
+        header = dict(read_json(file.read(_HEADER_BYTES), path.name, most_depth=1))
         checksum = header.pop("crc32")
+        rows, pieces = header["rows"], header["pieces"]
+        bytes_of_arrays = sum(
+            np.dtype(dtype).itemsize * size for dtype, size in zip(_DTYPES, (rows + 1, pieces, pieces), strict=True)
+        )
+        if path.stat().st_size != _HEADER_BYTES + bytes_of_arrays:
+            raise ValueError(f"{path} has another size than its header states")
         found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
     if header["version"] != _VERSION or header["name"] != path.name or checksum != found:
         raise ValueError(f"{path} is damaged, or of another version")

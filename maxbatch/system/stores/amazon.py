@@ -54,9 +54,9 @@ class Amazon:
     def version(self, files: S3Files, bucket: str, name: str) -> str:
         return str(files.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])
 
-    def read(self, files: S3Files, bucket: str, name: str) -> tuple[bytes, str]:
+    def read(self, files: S3Files, bucket: str, name: str, most: int) -> tuple[bytes, str]:
         answer = files.call_s3("get_object", Bucket=bucket, Key=name)
-        return _body(files, answer), str(answer["ETag"])
+        return _body(files, answer, most), str(answer["ETag"])
 
     def read_checked(self, files: S3Files, bucket: str, name: str) -> tuple[bytes, object, object]:
         answer = files.call_s3("get_object", Bucket=bucket, Key=name)
@@ -94,10 +94,17 @@ class Amazon:
         files.call_s3("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts}, IfMatch=version)
 
 
-def _body(files: S3Files, answer: Mapping[str, Any]) -> bytes:
+def _body(files: S3Files, answer: Mapping[str, Any], most: int | None = None) -> bytes:
+    """Returns the content that an answer brings; of one longer than `most` bytes the first ones."""
     from fsspec.asyn import sync
 
-    content: bytes = sync(files.loop, answer["Body"].read)
+    if most is None or answer["ContentLength"] <= most:
+        content: bytes = sync(files.loop, answer["Body"].read)
+        return content
+    content = b""
+    while len(content) < most and (part := sync(files.loop, answer["Body"].read, most - len(content))):
+        content += part
+    answer["Body"].close()
     return content
 
 

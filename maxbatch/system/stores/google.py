@@ -50,12 +50,15 @@ class Google:
         return {"driver": "gcs", "bucket": bucket, "path": name, "gcs_request_retries": retries}
 
     def version(self, files: GoogleFiles, bucket: str, name: str) -> str:
-        return str(files.call("GET", _object(bucket, name), json_out=True)["generation"])
+        return str(_facts(files, bucket, name)["generation"])
 
-    def read(self, files: GoogleFiles, bucket: str, name: str) -> tuple[bytes, str]:
+    def read(self, files: GoogleFiles, bucket: str, name: str, most: int) -> tuple[bytes, str]:
         while True:
-            version = self.version(files, bucket, name)
-            content = files.cat_file(f"gs://{bucket}/{name}")
+            found = _facts(files, bucket, name)
+            version, is_whole = str(found["generation"]), int(found["size"]) <= most
+            content = files.cat_file(
+                f"gs://{bucket}/{name}", start=None if is_whole else 0, end=None if is_whole else most
+            )
             if self.version(files, bucket, name) == version:
                 return content, version
 
@@ -95,6 +98,12 @@ class Google:
         except Exception as error:
             if not (isinstance(error, FileNotFoundError) or has_lost(error)):
                 raise
+
+
+def _facts(files: Any, bucket: str, name: str) -> dict[str, Any]:
+    """Returns what the store knows of an object: its generation and size among others."""
+    found: dict[str, Any] = files.call("GET", _object(bucket, name), json_out=True)
+    return found
 
 
 def _object(bucket: str, name: str) -> str:

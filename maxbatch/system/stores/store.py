@@ -50,8 +50,8 @@ class ObjectStore(Protocol[Files]):
     def version(self, files: Files, bucket: str, name: str) -> str:
         """Returns the version of an object; FileNotFoundError if there is none."""
 
-    def read(self, files: Files, bucket: str, name: str) -> tuple[bytes, str]:
-        """Returns the content of an object and its version."""
+    def read(self, files: Files, bucket: str, name: str, most: int) -> tuple[bytes, str]:
+        """Returns the first `most` bytes of an object, and its version."""
 
     def read_checked(self, files: Files, bucket: str, name: str) -> tuple[bytes, object, object]:
         """Returns the content of an object, the hash or length that the store states, and that of the content."""

@@ -28,7 +28,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
-from maxbatch.system.bounded import RefusedContent, read_json
+from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
@@ -36,6 +36,7 @@ from maxbatch.training.compile.target import device_facts
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+_MOST_BYTES = 4 << 30  # of one program
 
 
 def program_keys(config: ConfigDict) -> dict[str, str]:
@@ -195,8 +196,11 @@ class SavedPrograms:
           ConfigError: its file is missing, damaged, or not an executable for these devices.
         """
         path = self._folder / f"{name}.bin"
-        with reading(path, "compile again"):
-            content = path.read_bytes()
+        try:
+            with reading(path, "compile again"):
+                content = read_bytes(path, str(path), _MOST_BYTES)
+        except RefusedContent as error:
+            raise ConfigError(f"{error}; compile again") from None
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
         try:

@@ -35,7 +35,7 @@ from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxbatch.parallel.hosts import gather
-from maxbatch.runs.position import COMMITTED_FILE
+from maxbatch.runs.position import COMMITTED_FILE, note_steps, recent_steps
 from maxbatch.system import fences
 from maxbatch.system.errors import StoreRefused, reading
 from maxbatch.system.object_stores import gone_is_done, kvstore, persist, refusal
@@ -178,6 +178,15 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
     The file that says that a checkpoint is whole is copied last.
     """
 
+    noted: list[int] = []
+
+    def publish(staging: AnyPath, final: AnyPath) -> None:
+        clone_tree(staging, final, last=COMMITTED_FILE)
+        before = noted or recent_steps(folder)
+        noted[:] = [int(final.name), *(step for step in before if step != int(final.name))]
+        note_steps(folder, noted)
+        remove_tree(staging)
+
     class Staged(CommitFileTemporaryPath):
         @classmethod
         def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
@@ -193,14 +202,9 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
             await super().finalize()
             self._final_path = final
             if final != staging:
-                await asyncio.to_thread(_publish, as_path(staging), as_path(final))
+                await asyncio.to_thread(publish, as_path(staging), as_path(final))
 
     return Staged
-
-
-def _publish(staging: AnyPath, final: AnyPath) -> None:
-    clone_tree(staging, final, last=COMMITTED_FILE)
-    remove_tree(staging)
 
 
 class PatientFiles(backend._FileSystemSpecBackend):
@@ -233,8 +237,11 @@ class PatientFiles(backend._FileSystemSpecBackend):
         _patiently(path, partial(super().makedirs, path, exist_ok=exist_ok, mode=mode))
 
     def rmtree(self, path: AnyText) -> None:
-        fences.ask(os.fspath(path))
-        _patiently(path, gone_is_done(partial(super().rmtree, path)))
+        # Object by object: S3 answers a removal of many by 200 and an error per key, which its client passes over.
+        # The file that says that a checkpoint is whole goes first.
+        folder = as_path(path)
+        (folder / COMMITTED_FILE).unlink(missing_ok=True)
+        remove_tree(folder)
 
     def remove(self, path: AnyText) -> None:
         fences.ask(os.fspath(path))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.commands.report.command import make_page
+from maxbatch.commands.report.command import _changed, make_page
 from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
 from maxbatch.pages.page import plotly_js
 from maxbatch.pages.plots import colour
@@ -157,6 +159,18 @@ def test_watch_follows_a_run_until_it_is_stopped() -> None:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "refresh" not in page.read_text().split("</head>")[0].split("<style>")[0]
+
+
+def test_watch_sees_a_run_whose_machine_has_a_clock_an_hour_behind() -> None:
+    for name, age in (("a", 0), ("b", 3600)):
+        write_run(Path(name), 3)
+        os.utime(Path(name, "metrics.jsonl"), (time.time() - age,) * 2)
+    before = _changed([Path("a"), Path("b")])
+    assert before == _changed([Path("a"), Path("b")])
+    with Path("b/metrics.jsonl").open("a") as file:
+        file.write("{}")
+    os.utime(Path("b/metrics.jsonl"), (time.time() - 3599,) * 2)
+    assert _changed([Path("a"), Path("b")]) != before
 
 
 def test_smoothing_is_the_mean_of_the_last_updates() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,24 @@ def test_two_machines_that_ask_for_the_last_trial_at_once_run_it_once(monkeypatc
     assert one.next() is None and one.is_exhausted()
     assert claims[0].trial.number == 0 and not SweepFolder(Path("one")).trials()
     claims[0].claim.close()
+
+
+def test_a_trial_that_another_machine_has_just_begun_is_not_adopted_whatever_its_clock_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = f"sqlite:///{Path('shared.db').resolve()}"
+    one, other = (optuna_trials(1, sweep_dir, storage=storage) for sweep_dir in ("one", "other"))
+    with monkeypatch.context() as an_hour_behind:
+        past = datetime.datetime.now() - datetime.timedelta(hours=1)
+        clock = type("Clock", (datetime.datetime,), {"now": classmethod(lambda cls, tz=None: past)})
+        an_hour_behind.setattr("optuna.storages._rdb.storage.datetime", clock)
+        begun = one._study.ask()
+    assert begun.datetime_start < past + datetime.timedelta(minutes=1)
+    assert other.next() is None and not other.is_exhausted(), "it waits, and does not end without the trial"
+    monkeypatch.setattr("maxbatch.commands.sweep.study._LOST_S", 0)
+    adopted = other.next()
+    assert adopted is not None and adopted.trial.number == begun.number, "its process was killed"
+    adopted.claim.close()
 
 
 def test_an_optuna_sweep_may_have_more_trials_but_no_other_parameters() -> None:

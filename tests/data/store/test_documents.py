@@ -9,6 +9,8 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.documents import STDLIB_HELD_OUT, DocumentSource
+from maxbatch.data.store.files import list_files
+from maxbatch.data.store.formats import FOLDER_FILES
 
 
 def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
@@ -172,3 +174,16 @@ def test_the_standard_librarys_held_out_files_are_all_there() -> None:
     held_out = [document.utf8 for document in documents.documents() if document.held_out]
     root = Path(sysconfig.get_paths()["stdlib"])
     assert sorted(held_out) == sorted((root / name).read_bytes() for name in STDLIB_HELD_OUT)
+
+
+def test_a_number_of_shards_that_only_a_name_states_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a-00000000001-of-99999999999.jsonl").write_text('{"text": "x"}\n')
+    found = list_files("dataset_path", str(tmp_path), *FOLDER_FILES["jsonl"])
+    assert len(found.files) == 1 and found.missing == ()
+
+
+def test_a_line_of_too_many_values_is_a_bad_record(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x", "more": [' + b"[]," * 6_000_000 + b"0]}\n")
+    config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={tmp_path}/a.jsonl"])
+    with pytest.raises(ConfigError, match="line 1: holds more than 5,000,000 values"):
+        list(DocumentSource.from_config(config).documents())

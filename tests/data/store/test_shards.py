@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,3 +137,28 @@ def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> Non
     assert found and found.jobs == 1 and found.facts == shard.facts
     assert Shard.from_bytes(content, "another") is None
     assert Shard.from_bytes(content[:-30], "mine") is None
+
+
+def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
+    shard = Shard()
+    shard.add(Tokenised(9, digests=b"0123456789abcdef", held_out=[0], skipped=2, text_bytes=7))
+    sound = dict(np.load(io.BytesIO(shard.to_bytes("mine"))))
+    counts = json.loads(sound["counts"].tobytes())
+
+    def read(save: Callable[..., None] = np.savez, **changed: Any) -> Shard | None:
+        file = io.BytesIO()
+        save(file, **(sound | changed))
+        return Shard.from_bytes(file.getvalue(), "mine")
+
+    def of_counts(**changed: Any) -> np.ndarray:
+        return np.frombuffer(json.dumps(counts | changed).encode(), np.uint8)
+
+    assert read() is not None
+    assert read(np.savez_compressed, lengths=np.zeros(1 << 20, np.int64)) is None, "a little file of any size"
+    for name, value in (("jobs", -1), ("jobs", "1"), ("text_bytes", 1.5), ("skipped", None), ("tokens", [])):
+        assert read(counts=of_counts(**{name: value})) is None, (name, value)
+    assert read(counts=np.frombuffer(b"[" * 5000, np.uint8)) is None
+    assert read(counts=np.frombuffer(b"[]", np.uint8)) is None
+    assert read(lengths=np.array([-1])) is None
+    assert read(lengths=np.array([1.5])) is None
+    assert read(hashes=np.zeros((2, 2), np.uint32)) is None

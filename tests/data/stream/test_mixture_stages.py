@@ -153,3 +153,13 @@ def test_a_broken_mapping_is_refused_in_one_line(mixture: str, rule: str) -> Non
     with pytest.raises(ConfigError, match=rule) as caught:
         read_mixture(StreamConfig.of(mixture_config(mixture)))
     assert "\n" not in str(caught.value)
+
+
+def test_a_mixture_in_one_line_has_a_bound_on_its_length_and_on_its_weights() -> None:
+    long = "{0: {'" + "a" * 2_000_000 + ".jsonl': 1}}"
+    wide = "{" + ", ".join(f"{i}: {i}.jsonl" for i in range(4000)) + "}"
+    config = StreamConfig.of(load_config(overrides=["dataset_type=jsonl"]))
+    for text, said in ((long, "is larger than 1 MB"), (wide, "weights of 4,000 sources at 4,000 positions")):
+        with pytest.raises(ConfigError, match=said) as refused:
+            read_mixture(config.replaced({"dataset_path": text}))
+        assert len(str(refused.value)) < 1000

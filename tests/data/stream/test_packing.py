@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 from collections import Counter
 from itertools import pairwise
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.data.stream import packing
 from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import Extents
 from maxbatch.system.errors import TrainingError
@@ -226,3 +228,17 @@ def test_a_pickled_plan_carries_no_arrays(tmp_path: Path) -> None:
     pickled = pickle.dumps(plan)
     assert len(pickled) < 1000
     assert all_pieces(pickle.loads(pickled)) == whole
+
+
+@pytest.mark.parametrize("fields", [{"rows": 10**15}, {"pieces": -5}, {"rows": "1"}, {"rows": 10**15, "pieces": -1}])
+def test_a_header_that_states_another_size_than_the_file_has_is_damaged(tmp_path: Path, fields: dict) -> None:
+    config = config_in(tmp_path)
+    open_best_fit(*of(config), {}, documents)
+    (file,) = (tmp_path / "packing").iterdir()
+    whole = file.read_bytes()
+    header = json.loads(whole[:4096])
+    del header["crc32"]
+    header |= fields
+    header["crc32"] = packing._checksum(header, [whole[4096:]])
+    file.write_bytes(json.dumps(header).encode().ljust(4096) + whole[4096:])
+    assert find_best_fit(*of(config), {}) is None

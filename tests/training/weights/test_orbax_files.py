@@ -8,6 +8,8 @@ import pytest
 from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.multihost import multihost
 
+from maxbatch.runs.position import COMMITTED_FILE
+from maxbatch.system.errors import StoreRefused
 from maxbatch.system.patience import Patience
 from maxbatch.system.storage import as_path
 from maxbatch.training.weights.orbax_files import BARRIER_S, COMMIT_S, PatientFiles, let_orbax_reach_stores
@@ -34,6 +36,18 @@ def test_a_small_file_is_waited_for(store: Store, name: str) -> None:
         assert ask(PatientFiles(), folder) == expected
     assert [status for *_, status in store.requests()].count(425) == 2
     assert as_path(f"{folder}/x").exists() == (name not in ("remove", "rmtree"))
+
+
+def test_a_removal_that_s3_answers_with_an_error_per_key_removes_or_raises(s3: Store) -> None:
+    folder = s3.bucket() + "/folder"
+    for name in ("params/x", "params/y", COMMITTED_FILE):
+        as_path(f"{folder}/{name}").write_bytes(b"old")
+    with s3.failing(keeps=True):
+        PatientFiles().rmtree(folder)
+    assert not as_path(folder).exists()
+    as_path(f"{folder}/params/x").write_bytes(b"old")
+    with s3.failing(keeps=True, denied=r"^DELETE .*params"), pytest.raises(StoreRefused, match="no permission"):
+        PatientFiles().rmtree(folder)
 
 
 def test_hosts_wait_for_each_other_for_longer_than_one_of_them_for_the_store() -> None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
+from maxbatch.system.bounded import TOO_MANY_VALUES, has_too_many_values
 from maxbatch.system.source_files import SourceFile
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -65,6 +66,8 @@ class JsonLines:
         """Returns the text of a line and "", or b"" and the problem with the line."""
         if len(line) > _LONGEST_LINE:
             return b"", f"longer than {_LONGEST_LINE:,} bytes, the most that is read"
+        if has_too_many_values(line):
+            return b"", TOO_MANY_VALUES
         try:
             record = json.loads(line.decode("utf-8"))
             if isinstance(record, dict):

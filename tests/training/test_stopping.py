@@ -1,0 +1,50 @@
+"""SIGTERM at the moments at which a run does not train."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxbatch.cli import main
+from maxbatch.runs.position import committed_steps
+from tests.helpers.tiny import TINY_MODEL, read_metrics
+
+RUN = (
+    *TINY_MODEL, "base_num_decoder_layers=1", "dataset_type=synthetic", "synthetic_samples=500", "eval_fraction=0.02",
+    "eval_interval=2", "checkpoint_period=2", "steps=4", "per_device_batch_size=1", "run_dir=run",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("moment", "code", "step"),
+    [
+        ("maxbatch.training.weights.checkpoints.Checkpoints.save", 75, 2),
+        ("maxbatch.training.evaluation.Evaluator.__call__", 75, 2),
+        ("maxbatch.training.pretraining.generate_text", 0, 4),
+        ("maxbatch.training.session.Session._check_result", 0, 4),
+    ],
+)
+def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_the_line_names(
+    moment: str, code: int, step: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place, _, name = moment.rpartition(".")
+    module, _, kind = place.rpartition(".")
+    owner: Any = __import__(place if kind.islower() else module, fromlist=["x"])
+    owner = owner if kind.islower() else getattr(owner, kind)
+    do = getattr(owner, name)
+
+    def do_and_be_asked_to_stop(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return do(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, do_and_be_asked_to_stop)
+    assert main(["train", *RUN]) == code
+    said = capfd.readouterr().out
+    assert committed_steps(Path("run"))[0] == step == len(read_metrics("run"))
+    assert (f"stopped by SIGTERM at step {step}" if code else f"done: step {step}") in said
+    assert ("--- a sample" in said) == (name == "generate_text")
+    assert "eval_loss" in read_metrics("run")[1]
