@@ -118,10 +118,10 @@ class Attention(nnx.Module):
     Queries and keys may be normalised before they are rotated (Henry et al. 2020, https://arxiv.org/abs/2010.04245).
     """
 
-    query: nnx.Param
-    key: nnx.Param
-    value: nnx.Param
-    out: nnx.Param
+    query: nnx.Param[jax.Array]
+    key: nnx.Param[jax.Array]
+    value: nnx.Param[jax.Array]
+    out: nnx.Param[jax.Array]
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, _NAME, rngs=rngs)

@@ -33,6 +33,7 @@ from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
+from maxbatch.parallel.trees import State
 
 
 class LayerRunner(Protocol):
@@ -104,6 +105,10 @@ class Decoder(nnx.Module):
       layer_runner: runs the layers in place of a plain loop over them; it sees to their rematerialisation.
     """
 
+    embedding: nnx.Param[jax.Array]
+    positions: nnx.Param[jax.Array]  # if positions are learned
+    output: nnx.Param[jax.Array]  # if it is not the embedding
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -152,12 +157,12 @@ class Decoder(nnx.Module):
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
-        ropes = self.rope_keys and Ropes(self.rope_keys, tokens_MxL.shape[-1])
+        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
             is_local = self._is_local(one)
-            rope = ropes and ropes.of(is_local, partial(lengths_in_segments, segments_MxL))
+            rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, segments_MxL))
             return nnx.merge(layerdef, one.parameters)(x_MxLxD, segments_MxL, rope, is_local)
 
         if self.layer_runner is not None:
@@ -192,13 +197,13 @@ class Decoder(nnx.Module):
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
         lengths_Bx1 = jnp.full((1, 1), cache.length) if limits_B is None else limits_B[:, None]
         longest = cache.length if limits_B is None else sys.maxsize
-        ropes = self.rope_keys and Ropes(self.rope_keys, cache.length, longest)
+        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, cache.length, longest)
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
             (x_BxTxD, cache), (index, one) = carried, numbered
             is_local = self._is_local(one)
-            rope = ropes and ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
+            rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
             module = nnx.merge(layerdef, one.parameters)
             return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local), None
 
@@ -212,7 +217,7 @@ class Decoder(nnx.Module):
         x_BxTxD, cache = carried
         return self.final_norm(x_BxTxD), cache
 
-    def _stacked(self, parameters: nnx.State, order: np.ndarray | None = None) -> Stacked:
+    def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
         """Returns the layers to run, in order or in that of a runner."""
         if len(set(self.local_layers)) == 1:
             return Stacked(parameters)

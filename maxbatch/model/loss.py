@@ -195,8 +195,11 @@ def _loss_sum(
 ) -> jax.Array:
     # Gathered once, before the loop over the pieces.
     w_DxV = rules.constrain(w_DxV, ("embed", axes.vocabulary))
-    losses = jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T, rules.soft_cap)[0])
-    _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(*piece)), None, (x_CxSxTxD, targets_CxSxT))
+
+    def losses(piece: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jax.vmap(lambda x_TxD, targets_T: _cross_entropy(x_TxD, w_DxV, targets_T, rules.soft_cap)[0])(*piece)
+
+    _, losses_CxSxT = jax.lax.scan(lambda _, piece: (None, losses(piece)), None, (x_CxSxTxD, targets_CxSxT))
     return jnp.sum(losses_CxSxT * weights_CxSxT)
 
 

@@ -32,9 +32,9 @@ class MLP(nnx.Module):
     References: SwiGLU and GeGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202); GPT-2 (Radford et al. 2019).
     """
 
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
+    gate: nnx.Param[jax.Array]
+    up: nnx.Param[jax.Array]
+    down: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, "layers.mlp", rngs=rngs)

@@ -63,7 +63,8 @@ def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
         return x_MxLxD
     held = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
     # By hand, because the partitioner gathers what it must hold in a given order.
-    return jax.shard_map(held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_MxLxD)
+    x_held: jax.Array = jax.shard_map(held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_MxLxD)
+    return x_held
 
 
 def exchanges_tokens(num_tokens: int, vocabulary: int, constrain: Constrain) -> bool:

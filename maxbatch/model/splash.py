@@ -65,7 +65,8 @@ def splash_attend(
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
         segments = kernels.SegmentIds(q_segments, kv_segments)
-        return jax.vmap(kernel)(q, k, v, segments).transpose(0, 2, 1, 3)
+        found: jax.Array = jax.vmap(kernel)(q, k, v, segments)
+        return found.transpose(0, 2, 1, 3)
 
     q_spec, kv_spec = P(batch, context, tensor, None), P(batch, None, tensor, None)
     operands = q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, segments_MxL
@@ -73,17 +74,19 @@ def splash_attend(
     def everywhere(sees_window: bool) -> jax.Array:
         kernel = _kernel(length, heads, shards, scores, sees_window, constrain.platform)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(tensor, context)))
-        return jax.shard_map(
+        found: jax.Array = jax.shard_map(
             attend_here,
             mesh=mesh,
             in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, P(batch, context), P(batch, None)),
             out_specs=q_spec,
             check_vma=False,  # kernels do not say over which axes their results vary
         )(kernel, *operands)
+        return found
 
     if isinstance(scores.is_local, bool):
         return everywhere(scores.is_local)
-    return jax.lax.cond(scores.is_local, partial(everywhere, True), partial(everywhere, False))
+    chosen: jax.Array = jax.lax.cond(scores.is_local, partial(everywhere, True), partial(everywhere, False))
+    return chosen
 
 
 def _kernel(length: int, heads: int, shards: tuple[int, int], scores: Scores, sees_window: bool, platform: str) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
+
+from maxbatch.parallel.trees import State
 
 
 @jax.tree_util.register_static
@@ -21,7 +22,7 @@ class Static:
 class Stacked(NamedTuple):
     """Layers on a leading axis, or one of them: an argument of loops and of rematerialised functions."""
 
-    parameters: nnx.State
+    parameters: State
     # Whether a layer is local: bool[N], of a single layer a `Static` or a traced bool; None if all layers are alike.
     is_local: Any = None
 

@@ -32,7 +32,7 @@ from maxbatch.parallel.trees import Tree, TreeOf
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
 # (x_bxLxD, segments_bxL, the parameters of one layer, or of several stacked in order) -> x_bxLxD
-Layers = Callable[[jax.Array, jax.Array, Tree], jax.Array]
+Layers = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 _STREAM = ("stage", None, "batch", "length", "embed")
 

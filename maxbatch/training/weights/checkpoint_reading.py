@@ -21,6 +21,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import warn
+from maxbatch.parallel.trees import State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
@@ -82,12 +83,12 @@ class StoredCheckpoint:
         model = self.record.identity["model"]
         return (self.config(), model.get("base", "")) if model.get("lora_rank") else None
 
-    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Callable[[nnx.State], nnx.State]:
+    def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
         """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model."""
         self.check_shapes(abstract_params)
         return lambda part: self.parameters(part, partial=part is not abstract_params)
 
-    def check_shapes(self, abstract_params: nnx.State, key: str = "load_parameters_path") -> None:
+    def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
         shapes = self._shapes()
         for keys, x in jax.tree.leaves_with_path(abstract_params):
@@ -115,7 +116,7 @@ class StoredCheckpoint:
     def _misfit(self, why: str, key: str = "load_parameters_path") -> ConfigError:
         return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
 
-    def parameters(self, abstract_params: nnx.State, partial: bool = False) -> nnx.State:
+    def parameters(self, abstract_params: State, partial: bool = False) -> State:
         """Returns parameters, placed as `abstract_params` says; `partial`: the checkpoint holds others too.
 
         Raises:
@@ -129,17 +130,19 @@ class StoredCheckpoint:
         if all(stored[parameter_name(keys)].dtype == str(x.dtype) for keys, x in leaves):
             return self._checked(stored, abstract_params, partial)
         # They are checked in their own types; one at a time, since they may not fit beside each other.
-        return jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
+        converted: State = jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
+        return converted
 
     def _converted(self, stored: dict[str, StoredParameter], keys: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         """Returns a parameter in another type than it is stored in."""
         path = tuple(entry.key for entry in keys if hasattr(entry, "key"))
         there = jax.ShapeDtypeStruct(wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding)
         part = nnx.from_flat_state({path: nnx.Param(there)})
+        array: jax.Array
         (array,) = jax.tree.leaves(self._checked(stored, part, partial=True))
         return array.astype(wanted.dtype)
 
-    def _checked(self, stored: dict[str, StoredParameter], abstract_params: nnx.State, partial: bool) -> nnx.State:
+    def _checked(self, stored: dict[str, StoredParameter], abstract_params: State, partial: bool) -> State:
         params = self._restore("params", abstract_params, partial)
         if damage := damage_of_parameters(stored, params, array_checksums(params)):
             raise _damaged(self.folder, damage)
@@ -158,14 +161,15 @@ class StoredCheckpoint:
             raise _damaged(self.folder, damage)
         return state
 
-    def _restore(self, item: str, abstract: Any, partial: bool = False) -> Any:
+    def _restore(self, item: str, abstract: TreeOf, partial: bool = False) -> TreeOf:
         args = restore_as(abstract, partial)
+        found: TreeOf | None
         with plain_path(self.folder) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
             found, damage = read_arrays(lambda: checkpointer.restore(folder / item, args=args), self.folder)
         if damage and OTHER_ARRAYS in damage:
             raise self._other_arrays(item, damage)
-        if damage:
-            raise _damaged(self.folder, damage)
+        if damage or found is None:
+            raise _damaged(self.folder, damage or "it holds nothing")
         return found
 
     def _other_arrays(self, item: str, why: str) -> ConfigError:

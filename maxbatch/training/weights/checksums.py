@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.data.stream.fingerprint import mixed
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import State
 from maxbatch.runs.position import CheckpointRecord, StoredParameter
 
 CHECKSUMS = "checksums"  # name of the compiled program
@@ -29,12 +29,14 @@ _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
 
 def array_checksums(arrays: Any) -> np.ndarray:
     """Returns the checksum of every array of a tree, uint32[leaves]; every host of their mesh must call it."""
-    return jax.device_get(_program(_whole_on_all(arrays))(arrays))
+    sums: np.ndarray = jax.device_get(_program(_whole_on_all(arrays))(arrays))
+    return sums
 
 
 def lower_checksums(abstract: Any) -> jax.stages.Lowered:
     """Returns the program that sums the arrays of a tree, lowered for their shapes and places."""
-    return _program(_whole_on_all(abstract)).lower(abstract)
+    lowered: jax.stages.Lowered = _program(_whole_on_all(abstract)).lower(abstract)
+    return lowered
 
 
 def combined(sums: np.ndarray) -> int:
@@ -48,7 +50,7 @@ def word_sum(arrays: Any) -> jax.Array:
     return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(dtype=jnp.uint32)
 
 
-def stored_parameters(params: nnx.State, sums: np.ndarray) -> dict[str, StoredParameter]:
+def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParameter]:
     """Returns what a checkpoint says of its parameters, by name; `sums` begins with their checksums."""
     leaves = jax.tree.leaves_with_path(params)
     return {
@@ -57,7 +59,7 @@ def stored_parameters(params: nnx.State, sums: np.ndarray) -> dict[str, StoredPa
     }
 
 
-def damage_of_parameters(stored: dict[str, StoredParameter], params: nnx.State, sums: np.ndarray) -> str | None:
+def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums: np.ndarray) -> str | None:
     """Returns how parameters, some or all of a checkpoint's, differ from what it says of them; None if they do not."""
     names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     differing = [

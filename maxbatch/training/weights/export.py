@@ -17,9 +17,11 @@ from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
-from maxbatch.system.atomic_files import BUILDING, writing_folder
+from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import ConfigError, writing
+from maxbatch.system.fences import BUILDING
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
@@ -144,13 +146,11 @@ def _names_in_order(places: dict[tuple[str, ...], Place]) -> Iterator[str]:
         yield from places[group[0]].names
 
 
-def _tensors(
-    places: dict[tuple[str, ...], Place], abstract: nnx.State, read: Reader, dtype: str
-) -> Iterator[np.ndarray]:
+def _tensors(places: dict[tuple[str, ...], Place], abstract: State, read: Reader, dtype: str) -> Iterator[np.ndarray]:
     """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
     all_of_them = dict(nnx.to_flat_state(abstract))
     for group in _groups(places):
-        part = read(nnx.from_flat_state({path: all_of_them[path] for path in group}))
+        part = read(nnx.from_flat_state((path, all_of_them[path]) for path in group))
         found = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
         here = [np.asarray(found[path]) for path in group]
         place = places[group[0]]

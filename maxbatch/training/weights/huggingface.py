@@ -8,11 +8,11 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
 
 from maxbatch.config.families import FAMILIES, Family
 from maxbatch.config.matrices import TABLES, Parameter, ParameterPath
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.safetensors import StoredTensor
 
@@ -98,7 +98,7 @@ class Place(NamedTuple):
         return self.layout.to_parameter(tensor[part], self.shape)
 
 
-def parameter_places(decoder_block: str, params: nnx.State) -> dict[ParameterPath, Place]:
+def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, Place]:
     """Returns the place of each parameter, or of its abstract shape, in the tensors of its family.
 
     Raises:

@@ -40,7 +40,8 @@ def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.Sha
             tensor_RxC = _by_rows(stored[name], place, exchange[0], abstract.dtype, threads)
             # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
             found = add(found.block_until_ready(), tensor_RxC, np.int32(layer))
-    return found.block_until_ready()
+    whole: jax.Array = found.block_until_ready()
+    return whole
 
 
 def _exchange(place: Place, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
@@ -73,7 +74,8 @@ def _by_rows(
         rows[max(0, last - first) :] = 0
         if first < last:
             copy_by_lines(place.rows(tensor, first, last), rows[: last - first])
-        return jax.device_put(rows, device)
+        held: jax.Array = jax.device_put(rows, device)
+        return held
 
     indices = sharding.addressable_devices_indices_map(shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, list(threads.map(rows_of, indices.items())))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
@@ -19,6 +18,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
@@ -59,7 +59,7 @@ class HuggingFaceFolder:
     def adapting(self) -> None:
         """Returns None: it holds a whole model."""
 
-    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Callable[[nnx.State], nnx.State]:
+    def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
         """Returns a function that reads its parameters: those of `abstract_params`, or some of them.
 
         A host cuts the parts of its devices from memory maps of the files, one tensor at a time, each once, and turns
@@ -77,13 +77,14 @@ class HuggingFaceFolder:
         tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
         _check_tensors(self._folder, stored, tensor_shapes(places), tied_output)
 
-        def read(part: nnx.State) -> nnx.State:
+        def read(part: State) -> State:
             leaves = jax.tree.leaves_with_path(part)
             found: dict[int, jax.Array] = {}
             for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
                 place, abstract = leaves[number]
                 found[number] = _read(stored, places[parameter_path(place)], abstract)
-            return jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
+            whole: State = jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
+            return whole
 
         return read
 
@@ -103,7 +104,8 @@ def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtyp
     parts = _parts(stored, place, set(cuts.values()), np.dtype(abstract.dtype))
     arrays = [jax.device_put(parts[cut], device) for device, cut in cuts.items()]
     array = jax.make_array_from_single_device_arrays(abstract.shape, abstract.sharding, arrays, dtype=abstract.dtype)
-    return array.block_until_ready()  # of accelerators; the parts are then no longer needed
+    whole: jax.Array = array.block_until_ready()  # of accelerators; the parts are then no longer needed
+    return whole
 
 
 def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype: np.dtype) -> dict[Cut, np.ndarray]:

@@ -20,13 +20,14 @@ from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
+from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 
-Reader = Callable[[nnx.State], nnx.State]  # from shapes, types and places of parameters to the parameters
+Reader = Callable[[State], State]  # from shapes, types and places of parameters to the parameters
 
 
 class Source(Protocol):
@@ -46,7 +47,7 @@ class Source(Protocol):
     def adapting(self) -> tuple[ConfigDict, str] | None:
         """Returns the config of the run that trained it and the identity of the adapted model if it holds adapters."""
 
-    def open(self, config: ModelConfig, abstract_params: nnx.State) -> Reader:
+    def open(self, config: ModelConfig, abstract_params: State) -> Reader:
         """Returns a function that reads what it holds: all of `abstract_params`, or some of them.
 
         Headers and records are read at once, values when the function is called.
@@ -66,7 +67,7 @@ def open_source(path: str | Path) -> Source:
     return HuggingFaceFolder(path) if is_huggingface_folder(path) else StoredCheckpoint(path)
 
 
-def open_parameters(source: Source, config: ModelConfig, abstract_params: nnx.State) -> Reader:
+def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:
     """Returns a function that reads parameters of a whole model: those of `abstract_params`, or some of them.
 
     Adapters are merged into the model that they adapt. No values are read before the function is called.
@@ -92,23 +93,28 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: nnx.St
     read_base, read_adapters = open_parameters(base, config, abstract_params), source.open(config, placed_adapters)
     trained = cache(lambda: read_adapters(placed_adapters))  # a model is read in several parts
 
-    def read(part: nnx.State) -> nnx.State:
+    def read(part: State) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, part)
-        return jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)(read_base(part), trained())
+        merge = jax.jit(adapters.merged, out_shardings=shardings, donate_argnums=0)
+        merged: State = merge(read_base(part), trained())
+        return merged
 
     return read
 
 
-def placed(params: nnx.State, where: Mesh | jax.Device) -> nnx.State:
+def placed(params: State, where: Mesh | jax.Device) -> State:
     """Returns the shapes of parameters with their places: their shards of a mesh, or one device."""
     if isinstance(where, Mesh):
         shardings = parameter_shardings(params, where)
     else:
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(where), params)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings)
+    found: State = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings
+    )
+    return found
 
 
-def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], nnx.State]:
+def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], State]:
     """Returns the model graph and the parameters of a source, on a mesh or (None) on the first device.
 
     Raises:
@@ -119,7 +125,7 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
     return graphdef, open_parameters(source, config, abstract)(abstract)
 
 
-def load_adapters(path: str | Path) -> tuple[ConfigDict, nnx.State, Adapters, nnx.State]:
+def load_adapters(path: str | Path) -> tuple[ConfigDict, State, Adapters, State]:
     """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
 
     Raises:

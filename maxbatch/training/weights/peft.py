@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.matrices import ParameterPath
 from maxbatch.config.sections import DataConfig
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import writing
@@ -91,7 +91,7 @@ def export_adapters(run: str, output: str, dtype: str | None) -> str:
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 
 
-def _modules(decoder_block: str, adapters: Adapters, base: nnx.State) -> list[Module]:
+def _modules(decoder_block: str, adapters: Adapters, base: State) -> list[Module]:
     places = parameter_places(decoder_block, base)
     targets = {target.path: target for target in adapters.targets(base)}
     found = {}
