@@ -252,6 +252,17 @@ def refuse_no_text(text: str, where: str) -> None:
         raise ConfigError(f"{where}: must be UTF-8 text without NUL characters")
 
 
+def utf8_of(text: str) -> bytes:
+    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
+            "or the text was not given as UTF-8"
+        ) from error
+
+
 def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
     """Returns the known name that is most like name, or None if none is at least so much like it (0 to 1)."""
     found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer
 from maxbatch.config.sections import DataConfig
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, utf8_of
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,17 +51,6 @@ class Tokenizer(Protocol):
     def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
-
-def utf8_of(text: str) -> bytes:
-    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"the text {shown(ascii(text))} cannot be encoded: character {error.start} is half of a surrogate pair, "
-            "or the text was not given as UTF-8"
-        ) from error
 
 
 class ByteTokenizer:
