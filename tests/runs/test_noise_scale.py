@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from tests.helpers.tiny import LENGTH, tiny_config
 ROWS = 256
 
 
+@cache
 def exact_noise_scale() -> float:
     """tr(covariance of the examples' gradients) / |mean gradient|^2, over all rows there are."""
     config = tiny_config()
@@ -35,9 +38,8 @@ def exact_noise_scale() -> float:
         one = (x[None] for x in (tokens, segments, weights))
         return loss_sums(nnx.merge(graphdef, params), *one)[0] / weights.sum()
 
-    gradients = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))(
-        params, rows["tokens"], rows["segments"], rows["weights"]
-    )
+    per_example = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0)))
+    gradients = per_example(params, rows["tokens"], rows["segments"], rows["weights"])
     flat = np.concatenate([np.asarray(g).reshape(ROWS, -1) for g in jax.tree.leaves(gradients)], axis=1)
     mean = flat.mean(axis=0)
     return float(((flat - mean) ** 2).sum(axis=1).mean() / (mean**2).sum())

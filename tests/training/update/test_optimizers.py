@@ -31,9 +31,15 @@ def optimizer_config(opt_type: str, *overrides: str) -> ConfigDict:
 
 
 def parameters_of(config: ConfigDict) -> nnx.State:
-    return nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    return _parameters_of(DecoderConfig.of(config))
 
 
+@partial(jax.jit, static_argnums=0)
+def _parameters_of(config: DecoderConfig) -> nnx.State:
+    return nnx.state(Decoder(config, rngs=nnx.Rngs(params=0)), nnx.Param)
+
+
+@partial(jax.jit, static_argnums=1)
 def random_like(tree: Any, seed: int) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
