@@ -77,7 +77,7 @@ def test_messages_of_the_prompt_are_not_trained_on() -> None:
 
 def test_what_cannot_be_told_apart_or_is_refused_says_why() -> None:
     backwards = template("{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    with pytest.raises(ConversationError, match="message 2 otherwise"):
+    with pytest.raises(ConversationError, match="message 2 differently"):
         trained(backwards, talk("a", "b"))
     strict = template("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x")
     with pytest.raises(ConversationError, match=r"refuses it \(no system role\)"):
