@@ -6,6 +6,8 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from maxbatch.cli import main
 from maxbatch.runs.position import committed_steps
 from maxbatch.runs.sweep_folder import SweepFolder
@@ -14,10 +16,15 @@ from maxbatch.training.pretraining import train
 from tests.helpers.stores import Store
 from tests.helpers.tiny import TINY_RUN, assert_same_run, tiny_config
 
-RUN = (*TINY_RUN, "per_device_batch_size=1", "base_num_decoder_layers=1", "checkpoint_period=2")
+RUN = (
+    *TINY_RUN, "per_device_batch_size=1", "base_num_decoder_layers=1", "checkpoint_period=2",
+    "learning_rate_schedule=constant", "warmup_steps_fraction=0",
+)  # fmt: skip
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_no_listing_shows_yet(store: Store, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_that_no_listing_shows_yet(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir, whole = store.bucket() + "/run", tmp_path / "whole"
     train(tiny_config(*RUN, "steps=6", f"run_dir={whole}"))
     store.plan(lag_s=1.0)
@@ -27,6 +34,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_no_listing_shows_yet(store: Store,
     soon.start()
     train(tiny_config(*RUN, "steps=6", f"run_dir={run_dir}"))
     soon.join()
+    assert "resumed at step 4" in capsys.readouterr().out
     assert committed_steps(as_path(run_dir)) == [6, 4, 2]
     there, here = (
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
