@@ -13,8 +13,8 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
 
 
 def environment() -> dict[str, str]:
-    """The test's environment without its fake devices and their threads: the command makes its own."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
+    """The test's environment without what a command sets for itself: fake devices, their threads, a TPU's flags."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "LIBTPU_INIT_ARGS")}
     return inherited | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
 
 
