@@ -159,7 +159,7 @@ def _be_the_case(case: Case, place: Path) -> None:
         imported = _output(case, Path.cwd()) or Path("maxbatch.yml")
         is_new = case.arguments[:1] == ("import",) and not os.path.lexists(imported)
         code = cli.main(list(case.arguments))
-        if is_new and imported.is_file():
+        if is_new and os.path.isfile(imported):  # of a name too long for a file system it is not
             load_config(imported)  # raises where plan refuses what import wrote
     except _Worked:
         code = EXIT_DONE
