@@ -63,6 +63,8 @@ def _run(argv: Sequence[str]) -> int:
 def _dispatch(argv: list[str]) -> int:
     for argument in argv:
         refuse_no_text(argument, shown(argument))
+        if re.fullmatch(r"--[\w-]+=--", argument):  # argparse drops the value
+            raise ConfigError(f"{shown(argument)}: must have a value after the =")
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return 0

@@ -221,3 +221,12 @@ def test_sigterm_ends_every_command_and_its_children(command: tuple[str, ...]) -
     output, _ = process.communicate(timeout=120)  # until every child has closed the pipe
     assert process.returncode in (0, 1, 2), output  # done, or refused, before it came
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan", "--hosts=--"), ("generate", "~nobody-at-all/x"), ("report", "loop"), ("report", "loop/x")]
+)
+def test_values_that_lead_nowhere_are_one_line(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("loop").symlink_to("loop")
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1

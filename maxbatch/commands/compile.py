@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -125,7 +126,7 @@ def _made_folder(path: str | None) -> Path | None:
     """Returns the folder of `--hlo`, made before anything is compiled; None if none is stated."""
     if path is None:
         return None
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     with writing(f"--hlo {path}"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -119,7 +119,7 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
     text = os.fspath(text)
     scheme = scheme_of(text)
     if scheme is None:
-        return Path(text).expanduser().absolute()
+        return Path(os.path.expanduser(text)).absolute()  # `~name` of an unknown user stays
     if rule := url_fault(text):
         raise ConfigError(f"{text[:80]}: must be {rule}")
     file_system(scheme)  # a missing package raises here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -164,7 +165,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:
     """Returns the shortest ends of the paths that tell them apart."""
-    parts = [PurePosixPath(str(path.resolve())).parts for path in paths]
+    real = [os.path.realpath(path) if isinstance(path, Path) else str(path) for path in paths]
+    parts = [PurePosixPath(text).parts for text in real]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-depth:]) for part in parts]
         if len(set(names)) == len(names):

@@ -25,7 +25,7 @@ def use_persistent_cache(stated: str, default: Path) -> None:
     """
     if stated == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    folder = Path(stated or default).expanduser()
+    folder = Path(os.path.expanduser(stated or default))
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
