@@ -171,4 +171,4 @@ def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None
             text, replaced = re.subn(rf"(?m)^{name}\s*:[^#\n]*?(?=\s*(#|$))", line, text)
             if not replaced:
                 text = f"{text.rstrip()}\n{line}\n".lstrip()
-        write_atomically(path.resolve(), text)
+        write_atomically(path, text)

@@ -219,12 +219,12 @@ class SweepStudy:
                 return self._running_trial(frozen)
         return None
 
-    def _is_nobodys(self, frozen: Any) -> bool:
+    def _is_nobodys(self, frozen: optuna.trial.FrozenTrial) -> bool:
         """Returns whether a trial of a shared study has begun, and nobody has said yet to run it."""
         is_shared = self._sweep.storage is not None
         return is_shared and self._is_running(frozen) and frozen.user_attrs.get(_HOME) is None
 
-    def _is_lost(self, frozen: Any) -> bool:
+    def _is_lost(self, frozen: optuna.trial.FrozenTrial) -> bool:
         """Returns whether nobody has said to run a trial for as long as this process has watched it.
 
         When the trial began is known by the clock of another machine, which may differ by hours.
