@@ -17,7 +17,7 @@ from benchmarks.trainer import QUICK_MODEL
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_quick_benchmarks_write_every_figure_with_its_bar(tmp_path):
     results = tmp_path / "results.json"
     command = (sys.executable, "-m", "benchmarks", "step", "feed", "--quick", "--json", str(results))
@@ -88,7 +88,7 @@ def test_times_of_different_computations_are_not_compared():
         gpu.check_losses([5.0, 4.9, 4.8], [5.0, 5.1, 4.8])
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_update_by_hand_has_the_losses_of_the_trainer(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "allow")

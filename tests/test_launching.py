@@ -192,7 +192,7 @@ def free_job_id() -> str:
     raise AssertionError("no port is free")
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -> None:
     """Two tasks that find each other by SLURM's variables; SIGTERM to the script; the same job again."""
     executable(tmp_path / "bin" / "srun", SRUN)

@@ -17,7 +17,7 @@ from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 RAMP = (
     *TINY_RUN,

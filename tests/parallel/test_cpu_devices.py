@@ -93,6 +93,6 @@ def test_devices_that_wait_for_each_other_for_ever_end_the_process(
     assert len(lines) == code and all("in a collective" in line and "PJRT_NPROC=" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_programs_on_random_meshes_do_not_hang() -> None:
     assert meshes.main(["--runs", "2", "--seed", "3", "--load", "0"]) == 0

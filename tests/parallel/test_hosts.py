@@ -45,7 +45,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("devices", "num_hosts", "more"),
     [
@@ -66,7 +66,7 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
     assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, "nothing compiles after the first step"
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(tmp_path: Path) -> None:
     """Four hosts, two of them, one process, and four of which two load."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
@@ -105,7 +105,7 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     assert_same_run(read_metrics(run_dir), read_metrics(reference), (*SAME, "learning_rate"))
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_host_that_dies_ends_the_run_within_a_minute_and_is_named(tmp_path: Path) -> None:
     process = train(tmp_path / "run", "steps=100000", "--simulate-hosts", "3")
     wait_for(lambda: recorded(tmp_path / "run") >= 2, process)
@@ -151,7 +151,7 @@ def homes(tmp_path: Path) -> dict[str, str]:
 DATA = ("dataset_type=jsonl", "dataset_path=~/data.jsonl", "per_device_batch_size=2", "steps=3")
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict[str, str]) -> None:
     (tmp_path / "homes" / "1" / "data.jsonl").unlink()
     expanded = ("expansion_factor_real_data=2", "eval_fraction=0.1", "eval_interval=2", "--simulate-hosts", "2")
@@ -161,7 +161,7 @@ def test_hosts_that_do_not_load_never_touch_the_data(tmp_path: Path, homes: dict
     assert readers == {"0"}
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_what_one_host_cannot_read_ends_all_with_its_message(tmp_path: Path, homes: dict[str, str]) -> None:
     (tmp_path / "homes" / "1" / "data.jsonl").unlink()
     start = time.monotonic()
@@ -170,7 +170,7 @@ def test_what_one_host_cannot_read_ends_all_with_its_message(tmp_path: Path, hom
     assert output.count("\n") == 1 and "host 1: dataset_path='~/data.jsonl': no such file" in output, output
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_hosts_that_see_different_data_are_refused(tmp_path: Path, homes: dict[str, str]) -> None:
     data = tmp_path / "homes" / "1" / "data.jsonl"
     data.write_text(data.read_text().replace("document 7 ", "document 8 "))

@@ -17,7 +17,7 @@ ORDINARY_USER = 65534  # nobody
 KEYS = [key for key in RAMPED if "rampup" not in key and "per_device_batch_size" not in key]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.parametrize("num_kilobytes", [4, 32, 180])
 def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(tmp_path: Path, num_kilobytes: int) -> None:
     with small_disk(tmp_path / "disk", num_kilobytes) as disk:
@@ -27,7 +27,7 @@ def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(tmp_path: P
     assert len(lines) == 1 and "no space left on the disk; free some" in lines[0], ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_run_dir_that_an_ordinary_user_may_not_write_is_one_line_and_exit_2(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")

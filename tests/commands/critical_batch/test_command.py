@@ -90,7 +90,7 @@ def measured(run_dir, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     return path, result
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_every_branch_trains_on_the_same_samples(measured):
     path, _ = measured
     own = {record["samples_seen"]: record for record in read_metrics(path)}
@@ -104,7 +104,7 @@ def test_every_branch_trains_on_the_same_samples(measured):
         assert added(records) == added([r for at, r in own.items() if 4 * step < at <= 4 * step + 128])
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_base_branch_repeats_the_run_and_others_scale_its_rate(measured):
     path, _ = measured
     own = {record["step"]: record for record in read_metrics(path)}
@@ -115,7 +115,7 @@ def test_the_base_branch_repeats_the_run_and_others_scale_its_rate(measured):
                 assert record["loss"] == pytest.approx(own[record["step"]]["loss"], rel=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_table_the_json_and_the_plot_say_the_same(measured):
     path, result = measured
     folder = path / "critical-batch"
@@ -135,7 +135,7 @@ def test_the_table_the_json_and_the_plot_say_the_same(measured):
     assert f"next: {found['command']}" in result.stdout and "\x1b" not in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_the_printed_command_trains_by_the_schedule_on_as_many_samples(measured):
     path, _ = measured
     command = json.loads((path / "critical-batch" / "critical_batch.json").read_text())["command"]
@@ -152,7 +152,7 @@ def test_the_printed_command_trains_by_the_schedule_on_as_many_samples(measured)
     assert [r["loss"] for r in records[:16]] == pytest.approx([r["loss"] for r in own[:16]], rel=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_dir, measured, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(run_dir, path)
@@ -178,7 +178,7 @@ def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_di
     assert digest(first) == before
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_sigterm_saves_the_branch_and_exits_75(run_dir, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(run_dir, path)

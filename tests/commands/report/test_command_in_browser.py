@@ -140,7 +140,7 @@ def test_the_browser_test_would_see_an_error() -> None:
     assert any("broken" in line for line in ask(Path("page.html").resolve(), "return 1")[1])
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
     ramp = (
         *TINY_RUN, "run_dir=run", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",

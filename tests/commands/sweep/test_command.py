@@ -39,7 +39,7 @@ def test_the_sweep_itself_leaves_the_accelerator_to_its_trials() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice() -> None:
     write_sweep(
         {"learning_rate": ["1e-3", "3e-3", "1e-2"], "global_batch_size": ["2", "4", "6", "8"]},
@@ -91,7 +91,7 @@ def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice(
     assert again.returncode == 0 and "trial 0:" not in again.stdout and "best: trial" in again.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_training_goes_with_a_sweep_that_is_killed() -> None:
     write_sweep({"learning_rate": ["1e-3"]}, {"steps": 1_000_000, "checkpoint_period": 1_000_000})
     process = start("sweep", "sweep.yml")
@@ -105,7 +105,7 @@ def test_training_goes_with_a_sweep_that_is_killed() -> None:
     assert log.stat().st_size == size
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75() -> None:
     write_sweep(
         {"learning_rate": ["1e-2", "1e30"], "synthetic_samples": ["500"], "dataset_type": ["synthetic", "text"]},
@@ -135,7 +135,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
     assert json.loads((results[1].trial.folder / "outcome.json").read_text())["status"] == "failed"
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = planned({"learning_rate": ["1e-3"]}, {"steps": 1_000_000})
     folder.base.write_text(SweepFile.read("sweep.yml").base)

@@ -71,7 +71,7 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned() -> None:
         claimed.claim.close()
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others() -> None:
     base = BASE | {"steps": 100, "eval_interval": 2, "eval_fraction": "0.1"}
     source = optuna_trials(8, base=base, parallel=2)

@@ -273,6 +273,7 @@ def test_strict_types() -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opt_type", ["adamw", "lion", "adafactor", "muon", "sgd"])
 def test_every_optimizer_trains_sharded_and_cut(opt_type: str) -> None:
     batches, optimizer = [some_rows(ROWS)] * 4, (f"opt_type={opt_type}", "adam_weight_decay=0")
