@@ -50,7 +50,7 @@ gc.set_threshold(50_000, 20, 100)  # as the command line does, and for its reaso
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks what needs emulated stores or is slow; files with many slow tests run first: the workers finish together."""
+    """Marks what needs stores or is slow; files with many slow tests run first, so that the workers finish together."""
     for item in items:
         if {"gs", "s3", "store"} & set(item.fixturenames):
             item.add_marker(pytest.mark.stores)
