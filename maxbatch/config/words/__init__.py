@@ -11,11 +11,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.config.sections import PromptBatchConfig, RLConfig
+
 FRAMEWORKS = {
     "maxtext": "MaxText", "hf": "Hugging Face", "deepspeed": "DeepSpeed", "axolotl": "Axolotl",
     "megatron": "Megatron-LM", "nemo": "NeMo", "keras": "Keras", "torch": "PyTorch", "lightning": "Lightning",
     "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter",
+    "trl": "TRL", "verl": "verl",
 }  # fmt: skip
+
+_OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared())
 
 
 class Word(NamedTuple):
@@ -42,6 +47,11 @@ class Word(NamedTuple):
         return self.here == "-"
 
     @property
+    def is_of_prompts(self) -> bool:
+        """Whether it is a word of reinforcement learning."""
+        return set(self.whose) <= {"trl", "verl"} or not set(self.keys).isdisjoint(_OF_PROMPTS)
+
+    @property
     def changes_data(self) -> bool:
         """Whether leaving it out would change the batch or the data."""
         return self.here == "!!"
@@ -52,8 +62,8 @@ class Word(NamedTuple):
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
         if self.keys:
-            return f"({names}) is said by {' and '.join(self.keys)}: {self.why}"
-        rule = "is nothing here, leave it out" if self.is_ignored else "is not supported"
+            return f"({names}) is said by {', '.join(self.keys)}: {self.why}"
+        rule = "can be left out" if self.is_ignored else "is not supported"
         return f"({names}) {rule}: {self.why}"
 
 
@@ -76,6 +86,14 @@ def _by_word() -> Mapping[str, tuple[Word, ...]]:
 def normal(word: str) -> str:
     """Returns a flag or a name as the table writes it: without leading dashes, `-` as `_`, in lower case."""
     return word.lstrip("-").replace("-", "_").lower()
+
+
+def meanings(word: str) -> tuple[Word, ...]:
+    """Returns the rows of a word that differ in what it is here, the first of each; none for an unknown word."""
+    first = look_up(word)
+    rest = _by_word()[first.word] if first else ()
+    by_here = {row.here: row for row in reversed(rest)}
+    return tuple(row for row in rest if by_here[row.here] is row)
 
 
 def look_up(word: str, whose: str | None = None) -> Word | None:
