@@ -160,7 +160,8 @@ class _Parser(argparse.ArgumentParser):
         values = [value] if equals else list(itertools.takewhile(lambda w: w[:1] not in "-", self.words[after:]))
         if near := nearest_name(flag, self._option_string_actions, least_like=0.9):
             return f"{shown(flag)}: unknown flag; nearest: {near}"
-        if answer := unknown_flag(flag, values, self.words, _setting(self.words), keys()):
+        default = "rl" if self.prog == "maxbatch rl" else None
+        if answer := unknown_flag(flag, values, self.words, _setting(self.words, default), keys()):
             return f"{shown(flag)} {answer}"
         key = flag.lstrip("-").replace("-", "_")
         if key in keys():
@@ -170,9 +171,9 @@ class _Parser(argparse.ArgumentParser):
         return f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
 
 
-def _setting(words: Sequence[str]) -> Setting:
+def _setting(words: Sequence[str], default: str | None) -> Setting:
     """Returns the config and the machine that a command line states, as far as they can be read."""
-    from maxbatch.config.loading import resolve
+    from maxbatch.config.loading import find_config, resolve
     from maxbatch.config.words.convert import Setting
 
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
@@ -184,7 +185,8 @@ def _setting(words: Sequence[str]) -> Setting:
 
     devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
     overrides = [word for word in words if re.match(r"\w+=", word)]
-    file = next((word for word in words if word.endswith((".yml", ".yaml", ".json"))), None)
+    plain = [word for word in words if not word.startswith("-") and word not in overrides]
+    file = next((word for word in plain if os.path.isfile(find_config(word))), default)
     try:
         values = {name: setting.value for name, setting in resolve(file, overrides).items()}
     except ConfigError:

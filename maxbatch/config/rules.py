@@ -102,7 +102,9 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
-            meant = converted(name, str(values[name]), Setting(values)) or {name: str(defaults[name])}
+            has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
+            meant = None if has_rows else converted(name, str(values[name]), Setting(values))
+            meant = meant or {name: str(defaults[name])}
             works = " ".join(f"{key}={text}" for key, text in meant.items())
             if axolotl_file is not None and name == "micro_batch_size":
                 works = f"maxbatch import axolotl {axolotl_file}"

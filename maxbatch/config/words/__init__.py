@@ -6,7 +6,7 @@ The table is read on first use, since most runs need no word. Hints, the docs an
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -62,9 +62,14 @@ class Word(NamedTuple):
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
         if self.keys:
-            return f"({names}) is said by {', '.join(self.keys)}: {self.why}"
+            return f"({names}) is said by {_listed(self.keys)}: {self.why}"
         rule = "can be left out" if self.is_ignored else "is not supported"
         return f"({names}) {rule}: {self.why}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns "a", "a and b" or "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 @functools.cache
