@@ -186,7 +186,7 @@ def _setting(words: Sequence[str], default: str | None) -> Setting:
     devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
     overrides = [word for word in words if re.match(r"\w+=", word)]
     plain = [word for word in words if not word.startswith("-") and word not in overrides]
-    file = next((word for word in plain if os.path.isfile(find_config(word))), default)
+    file = next((word for word in plain if os.path.isfile(str(find_config(word)))), default)
     try:
         values = {name: setting.value for name, setting in resolve(file, overrides).items()}
     except ConfigError:

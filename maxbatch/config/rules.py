@@ -104,8 +104,8 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
             meant = None if has_rows else converted(name, str(values[name]), Setting(values))
-            meant = meant or {name: str(defaults[name])}
-            works = " ".join(f"{key}={text}" for key, text in meant.items())
+            settings = (meant or {}) | {name: str(defaults[name])}
+            works = " ".join(f"{key}={text}" for key, text in settings.items())
             if axolotl_file is not None and name == "micro_batch_size":
                 works = f"maxbatch import axolotl {axolotl_file}"
             raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {works}")

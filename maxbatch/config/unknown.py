@@ -47,7 +47,8 @@ class UnknownKeys(ConfigError):
         """
         self._facts = (unknown, keys, file, settled)
         setting, works = _settings(unknown, keys, settled, devices, hosts)
-        answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts)}" for entry in unknown]
+        most = 2 if len(unknown) == 1 else 1
+        answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts, most)}" for entry in unknown]
         rest = len(answers) - _MOST_ANSWERS
         said = "; ".join(answers[:_MOST_ANSWERS]) + (f"; and {rest} more" if rest > 0 else "")
         plural = "s" if len(unknown) > 1 else ""
@@ -60,15 +61,16 @@ class UnknownKeys(ConfigError):
         return UnknownKeys(*self._facts, devices, hosts)
 
 
-def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False) -> str:
+def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int = 2) -> str:
     """Returns the text of a message after an unknown name: its rows in the table of words, or the key it misspells.
 
     Args:
       name: the unknown name.
       keys: those of the config.
       is_of_prompts: whether the config is one of reinforcement learning, whose words are then preferred.
+      most: meanings of a word that are told.
     """
-    if found := _for(name, is_of_prompts):
+    if found := _for(name, is_of_prompts)[:most]:
         return f" {'; or '.join(row.answer() for row in found)}"
     if (last := name.rpartition(".")[2]) != name and last in keys:
         return f" is {last}: state it without the block"

@@ -73,7 +73,7 @@ def _enough_samples(batches: list[int]) -> int:
     """Returns a `global_rampup_samples` for which every stage has an update: the least, if few have to be tried."""
     n = len(batches) - 1
     enough = n * max(batches[:-1])  # then no update passes two thresholds
-    entries = itertools.accumulate(batches[:-1])
+    entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least
     first = max((n * entry // (stage + 2) for stage, entry in enumerate(entries)), default=0) + 1
     tried = range(first, min(enough, first + _MOST_TRIES // n))
     return next((length for length in tried if _visits_all(batches, length)), enough)

@@ -133,7 +133,7 @@ def _in_chunks(samples: int, chunk: int) -> int:
 
 
 def _rounded(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None) -> int:
-    """Returns the samples of a branch: as stated, in whole updates of every batch, or `DEFAULT_UPDATES` of the largest."""
+    """Returns the samples of a branch, in whole updates of every batch; not stated: 32 updates of the largest."""
     return _in_chunks(samples or DEFAULT_UPDATES * _largest(forks, factors), _chunk(forks, factors))
 
 
