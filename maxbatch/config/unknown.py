@@ -7,6 +7,7 @@ spelling, and only where each part of its name is like that of the key, so that 
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 import shlex
 from collections import Counter
@@ -45,16 +46,25 @@ class UnknownKeys(ConfigError):
           devices: of the machine; None: unknown.
           hosts: of the machine; None: unknown.
         """
-        self._facts = (unknown, keys, file, settled)
-        setting, works = _settings(unknown, keys, settled, devices, hosts)
+        super().__init__(*(entry.name for entry in unknown[:_MOST_ANSWERS]))
+        self._facts, self._machine = (unknown, keys, file, settled), (devices, hosts)
+
+    def __str__(self) -> str:
+        return self._message
+
+    @functools.cached_property
+    def _message(self) -> str:
+        unknown, keys, file, settled = self._facts
+        setting, works = _settings(unknown, keys, settled, *self._machine)
         most = 2 if len(unknown) == 1 else 1
-        answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts, most)}" for entry in unknown]
-        rest = len(answers) - _MOST_ANSWERS
-        said = "; ".join(answers[:_MOST_ANSWERS]) + (f"; and {rest} more" if rest > 0 else "")
+        answered = unknown[:_MOST_ANSWERS]
+        answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts, most)}" for entry in answered]
+        rest = len(unknown) - len(answers)
+        said = "; ".join(answers) + (f"; and {rest} more" if rest > 0 else "")
         plural = "s" if len(unknown) > 1 else ""
         where = unknown[0].where
         where = f"{where}: " if where and not plural else ""
-        super().__init__(f"{where}unknown key{plural} {said}{works}{_import(unknown, file)}")
+        return f"{where}unknown key{plural} {said}{works}{_import(unknown, file)}"
 
     def on(self, devices: int | None, hosts: int | None) -> ConfigError:
         """Returns the error for a machine of these devices and hosts."""

@@ -88,6 +88,11 @@ def _by_word() -> Mapping[str, tuple[Word, ...]]:
     return found
 
 
+@functools.cache
+def _patterns() -> tuple[Word, ...]:
+    return tuple(row for row in rows() if "*" in row.word)
+
+
 def normal(word: str) -> str:
     """Returns a flag or a name as the table writes it: without leading dashes, `-` as `_`, in lower case."""
     return word.lstrip("-").replace("-", "_").lower()
@@ -111,7 +116,7 @@ def look_up(word: str, whose: str | None = None) -> Word | None:
     tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
     for tried in dict.fromkeys(tried_names):
         exact = _by_word().get(tried, ())
-        patterns = (row for row in rows() if "*" in row.word and fnmatchcase(tried, row.word))
+        patterns = (row for row in _patterns() if fnmatchcase(tried, row.word))
         for row in (*exact, *patterns):
             if whose is None or whose in row.whose:
                 return row
