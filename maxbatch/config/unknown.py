@@ -80,10 +80,11 @@ def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int 
       is_of_prompts: whether the config is one of reinforcement learning, whose words are then preferred.
       most: meanings of a word that are told.
     """
-    if found := _for(name, is_of_prompts)[:most]:
+    found = _for(name, is_of_prompts)[:most]
+    if key := _in_block(name, found, keys):
+        return f" is {key}: state it without the block"
+    if found:
         return f" {'; or '.join(row.answer() for row in found)}"
-    if (last := name.rpartition(".")[2]) != name and last in keys:
-        return f" is {last}: state it without the block"
     near = misspelt(name, keys)
     return f"; nearest: {near}" if near else " (maxbatch config lists the keys)"
 
@@ -122,6 +123,13 @@ def _for(name: str, is_of_prompts: bool) -> Sequence[Word]:
     found = meanings(name)
     of_prompts = [row for row in found if row.is_of_prompts]
     return of_prompts if is_of_prompts and of_prompts else found
+
+
+def _in_block(name: str, found: Sequence[Word], keys: Iterable[str]) -> str | None:
+    """Returns the key that a path of a nested file ends in, if no row but one of a pattern answers for it."""
+    last = name.rpartition(".")[2]
+    is_answered = any("*" not in row.word for row in found)
+    return last if last != name and last in keys and not is_answered else None
 
 
 def _stated(settings: Mapping[str, str]) -> str:
@@ -174,8 +182,8 @@ def _settings(
     setting = Setting(settled(place_of) or {}, devices, hosts)
     rows = {entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown}
     for entry in unknown:
-        row, last = rows[entry.name], entry.name.rpartition(".")[2]
-        key = row.keys[0] if row and row.is_same else last if row is None and last != entry.name else ""
+        row = rows[entry.name]
+        key = _in_block(entry.name, [row] if row else [], keys) or (row.keys[0] if row and row.is_same else "")
         if key in keys:
             place_of[entry.name] = {key: entry.text}
     setting = Setting(settled(place_of) or setting.values, devices, hosts)

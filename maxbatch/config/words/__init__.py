@@ -6,6 +6,7 @@ The table is read on first use, since most runs need no word. Hints, the docs an
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -109,15 +110,11 @@ def meanings(word: str) -> tuple[Word, ...]:
 def look_up(word: str, whose: str | None = None) -> Word | None:
     """Returns the row of a word: of one framework, or (None) of any; None: the table does not know it.
 
-    A path of a nested file is looked up whole, then by its last name.
+    A path of a nested file is looked up whole, then by its last name; a row with `*` answers where no other row does.
     """
     name = normal(word)
     # MaxText's configs are flat: a nested mapping belongs to another model.
     tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
-    for tried in dict.fromkeys(tried_names):
-        exact = _by_word().get(tried, ())
-        patterns = (row for row in _patterns() if fnmatchcase(tried, row.word))
-        for row in (*exact, *patterns):
-            if whose is None or whose in row.whose:
-                return row
-    return None
+    exact = (row for tried in dict.fromkeys(tried_names) for row in _by_word().get(tried, ()))
+    patterns = (row for tried in dict.fromkeys(tried_names) for row in _patterns() if fnmatchcase(tried, row.word))
+    return next((row for row in itertools.chain(exact, patterns) if whose is None or whose in row.whose), None)
