@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -248,13 +247,10 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
 
     def settled(place_of: Mapping[str, Mapping[str, str]]) -> Mapping[str, Value] | None:
         def replaced(layer: _Stated) -> _Stated:
-            entries = (
-                [entry._replace(name=name, text=text) for name, text in place_of[entry.name].items()]
-                if entry.name in place_of
-                else [entry]
-                for entry in layer.entries
+            texts = ((entry, place_of.get(entry.name, {entry.name: entry.text})) for entry in layer.entries)
+            return layer._replace(
+                entries=[entry._replace(name=name, text=text) for entry, own in texts for name, text in own.items()]
             )
-            return layer._replace(entries=list(itertools.chain.from_iterable(entries)))
 
         try:
             return _values(_settled(*([replaced(layer) for layer in layers] for layers in (below, above))))
