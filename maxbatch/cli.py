@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
@@ -21,6 +21,9 @@ from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_de
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
+
+if TYPE_CHECKING:
+    from maxbatch.config.words.convert import Setting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +160,8 @@ class _Parser(argparse.ArgumentParser):
         values = [value] if equals else list(itertools.takewhile(lambda w: w[:1] not in "-", self.words[after:]))
         if near := nearest_name(flag, self._option_string_actions, least_like=0.9):
             return f"{shown(flag)}: unknown flag; nearest: {near}"
-        if answer := unknown_flag(flag, values, self.words):
+        default = "rl" if self.prog == "maxbatch rl" else None
+        if answer := unknown_flag(flag, values, self.words, _setting(self.words, default), keys()):
             return f"{shown(flag)} {answer}"
         key = flag.lstrip("-").replace("-", "_")
         if key in keys():
@@ -165,6 +169,29 @@ class _Parser(argparse.ArgumentParser):
             return f"{flag}: config keys are stated without dashes; works: {works}"
         nearest = nearest_name(flag, self._option_string_actions)
         return f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
+
+
+def _setting(words: Sequence[str], default: str | None) -> Setting:
+    """Returns the config and the machine that a command line states, as far as they can be read."""
+    from maxbatch.config.loading import find_config, resolve
+    from maxbatch.config.words.convert import Setting
+
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    after = dict(itertools.pairwise(parts))
+
+    def counted(*flags: str) -> int | None:
+        counts = (after.get(flag, "") for flag in flags)
+        return next((int(text) for text in counts if re.fullmatch(r"[1-9]\d{0,9}", text)), None)
+
+    devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
+    overrides = [word for word in words if re.match(r"\w+=", word)]
+    plain = [word for word in words if not word.startswith("-") and word not in overrides]
+    file = next((word for word in plain if os.path.isfile(str(find_config(word)))), default)
+    try:
+        values = {name: setting.value for name, setting in resolve(file, overrides).items()}
+    except ConfigError:
+        values = {}
+    return Setting(values, devices, hosts)
 
 
 def _overview() -> str:

@@ -35,9 +35,15 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
       ConfigError: two files, or a config that cannot be used.
     """
     from maxbatch.config.loading import load_config
+    from maxbatch.config.unknown import UnknownKeys
 
     path, overrides = config_arguments(args)
-    return load_config(path or default, overrides)
+    stated = vars(args)
+    try:
+        return load_config(path or default, overrides)
+    except UnknownKeys as error:
+        devices = stated.get("devices") or stated.get("simulate_devices")
+        raise error.on(devices, stated.get("hosts") or stated.get("simulate_hosts")) from None
 
 
 def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:

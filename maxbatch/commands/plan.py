@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, config_of, count, note
+from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of(args)
     check_dataset(config)
-    if args.words and config.batch_size is not None:
-        stated = f"batch_size={config.batch_size} states one of prompts"
-        raise ConfigError(f"--words: is for the batch of pre-training, and {stated}")
+    if config.batch_size is not None and args.hosts > 1:
+        raise ConfigError(f"--hosts {args.hosts}: must be 1 beside batch_size, since maxbatch rl runs on one host; "
+                          "works: --hosts 1")  # fmt: skip
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
-    if any(re.match(r"\s*batch_size\s*=", text) for text in args.config) and config.batch_size is not None:
+    if config.batch_size is not None and _may_mean_rows(args):
         note(f"batch_size={config.batch_size} counts prompts of reinforcement learning; "
              f"samples per update of pre-training are global_batch_size={config.batch_size}")  # fmt: skip
     for warning in plan.warnings:
@@ -81,6 +81,15 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         render_frameworks(plan, console)
     return 0
+
+
+def _may_mean_rows(args: argparse.Namespace) -> bool:
+    """Returns whether only an override makes the config one of reinforcement learning."""
+    from maxbatch.config.loading import load_config
+
+    path, overrides = config_arguments(args)
+    is_overridden = any(re.match(r"\s*batch_size\s*=", text) for text in overrides)
+    return is_overridden and (path is None or load_config(path).batch_size is None)
 
 
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:

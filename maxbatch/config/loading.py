@@ -115,7 +115,9 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     values = _values(settings)
     check_rules(values, keys())
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
-        refuse_pairs_without_prompts(values, _values(_base_layer()))
+        in_files = [layer for layer in above if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()]
+        places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
+        refuse_pairs_without_prompts(values, _values(_base_layer()), next(filter(None, places), None))
     return {name: settings[name] for name in keys()}
 
 
@@ -241,21 +243,22 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
     unknown = [entry for layer in (*below, *above) for entry in layer.entries if entry.name not in known]
     if not unknown:
         return
-    from maxbatch.config.unknown import unknown_keys
+    from maxbatch.config.unknown import UnknownKeys
 
-    def works(key_of: Mapping[str, str]) -> bool:
+    def settled(place_of: Mapping[str, Mapping[str, str]]) -> Mapping[str, Value] | None:
         def replaced(layer: _Stated) -> _Stated:
-            renamed = [entry._replace(name=key_of.get(entry.name, entry.name)) for entry in layer.entries]
-            return layer._replace(entries=[entry for entry in renamed if entry.name])
+            texts = ((entry, place_of.get(entry.name, {entry.name: entry.text})) for entry in layer.entries)
+            return layer._replace(
+                entries=[entry._replace(name=name, text=text) for entry, own in texts for name, text in own.items()]
+            )
 
         try:
-            _settled(*([replaced(layer) for layer in layers] for layers in (below, above)))
+            return _values(_settled(*([replaced(layer) for layer in layers] for layers in (below, above))))
         except ConfigError:
-            return False
-        return True
+            return None
 
     in_file = any(entry.where and entry.name not in known for layer in (*below, *above) for entry in layer.entries)
-    raise unknown_keys(unknown, keys(), str(path) if in_file else None, works)
+    raise UnknownKeys(unknown, keys(), str(path) if in_file else None, settled)
 
 
 def _overrides(overrides: Sequence[str]) -> list[Entry]:

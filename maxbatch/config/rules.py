@@ -86,16 +86,29 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
         yield Displaced(rows, min(others), to_default=True)
 
 
-def refuse_pairs_without_prompts(values: Values, defaults: Values) -> None:
-    """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch."""
+def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file: str | None = None) -> None:
+    """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch.
+
+    Args:
+      values: of all keys.
+      defaults: of all keys.
+      axolotl_file: a config file whose keys of the batch are Axolotl's words; None: there is none.
+    """
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
             from maxbatch.config.words import look_up
+            from maxbatch.config.words.convert import Setting, converted
 
             row = look_up(name)
-            elsewhere = f" ({name} {row.answer()})" if row else ""
+            elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
-            raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {name}={defaults[name]}")
+            has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
+            meant = None if has_rows else converted(name, str(values[name]), Setting(values))
+            settings = (meant or {}) | {name: str(defaults[name])}
+            works = " ".join(f"{key}={text}" for key, text in settings.items())
+            if axolotl_file is not None and name == "micro_batch_size":
+                works = f"maxbatch import axolotl {axolotl_file}"
+            raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {works}")
 
 
 def check_data_paths(values: Keyed) -> None:

@@ -50,7 +50,10 @@ def entries(path: AnyPath) -> Iterator[Entry]:
     node = compose(path)
     if node is not None:
         for name, value_node, where in pairs(path, node):
-            yield _entry(name, value_node, where)
+            if name not in _NAMES and _is_mapping(value_node) and value_node.value:
+                yield from _block(path, name, value_node)
+            else:
+                yield _entry(name, value_node, where)
 
 
 def quoted(text: str) -> str:
@@ -154,6 +157,16 @@ def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
     """Raises ConfigError for a value whose tag makes it anything other than its text."""
     if node.tag not in _TAGS:
         raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
+
+
+def _block(path: AnyPath, block: str, node: yaml.Node) -> Iterator[Entry]:
+    """Yields the keys of an unknown block, by their paths: a.b; they are refused with all other unknown keys."""
+    for name, value_node, where in pairs(path, node):
+        if _is_mapping(value_node) and value_node.value:
+            yield from _block(path, f"{block}.{name}", value_node)
+        else:
+            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else ""
+            yield Entry(f"{block}.{name}", text, True, where)
 
 
 def _entry(name: str, node: yaml.Node, where: str) -> Entry:

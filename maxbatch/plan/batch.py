@@ -23,6 +23,7 @@ from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_rows, stated_batches
+from maxbatch.plan.unused_keys import unused_keys
 from maxbatch.system.errors import ConfigError
 
 
@@ -204,7 +205,11 @@ class BatchPlan:
             samples_per_increment=plain_number(manager.stages[1].threshold) if ramp else None,
             rampup_end_step=last.first_step if is_ramp else 0,
             rampup_end_sample=last.first_sample if is_ramp else 0,
-            warnings=(*_warnings(manager), *(rl.warnings if rl else ())),
+            warnings=(
+                *_warnings(manager),
+                *unused_keys(config, meshes.training, manager, resumes=resume != NEW_RUN),
+                *(rl.warnings if rl else ()),
+            ),
             rl=rl,
             manager=manager,
             meshes=meshes,
@@ -293,8 +298,9 @@ def _rows_per_loading_host(batch: int, mesh: MeshShape, num_hosts: int, e: Fract
         return Fraction(rl.batch_size)
     if e > 1:
         return batch * e / num_hosts
-    in_slice = math.prod(size for axis, size in mesh.ici.items() if axis not in BATCH_AXES)
-    shards = -(-mesh.num_devices // num_hosts // in_slice)
+    near = mesh.ici if mesh.num_slices > 1 else mesh.sizes  # of one slice, the devices of all axes follow one another
+    together = math.prod(size for axis, size in near.items() if axis not in BATCH_AXES)
+    shards = min(mesh.batch_shards, -(-mesh.num_devices // num_hosts // together))
     return Fraction(batch * shards, mesh.batch_shards)
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from maxbatch.config.values import plain_number, schedule_text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.rampup import Stage
+from maxbatch.plan.rl_batch import RLBatch
 
 
 class FrameworkSettings(NamedTuple):
@@ -37,6 +38,8 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     keras = f"fit(batch_size={micro})" + (f" gradient_accumulation_steps={g}" if g > 1 else "")
     trainer = f"per_device_train_batch_size={rows} gradient_accumulation_steps={g}"
     axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
+    if plan.rl:
+        return _of_prompts(plan, plan.rl)
     return (
         _maxbatch(plan),
         FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
@@ -49,6 +52,36 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
         _megatron(plan),
         _nemo(plan),
         _maxtext(plan),
+    )
+
+
+def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
+    """Returns the settings for a batch of prompts; `docs/rl.md` explains them.
+
+    TRL samples the pairs of one update at a time. verl's mini-batch counts prompts, and here it is the whole batch.
+    """
+    pairs, group, updates = rl.effective_batch_size, rl.num_generations, rl.num_iterations
+    rows = rl.micro_batch_size // plan.batch_shards  # of a replica in one pass
+    passes = f"gradient_accumulation_steps={rl.num_micro_batches}"
+    sizes = f"batch_size={rl.batch_size} num_generations={group} num_iterations={updates}"
+    chunks = (
+        f"train_micro_batch_size={rl.train_micro_batch_size} rollout_micro_batch_size={rl.rollout_micro_batch_size}"
+    )
+    trl = f"per_device_train_batch_size={rows} {passes} num_generations={group} num_iterations={updates}"
+    axolotl = f"micro_batch_size: {rows}, {passes.replace('=', ': ')}, trl.num_generations: {group}, "
+    actor = "actor_rollout_ref.actor.ppo_"
+    verl = (
+        f"data.train_batch_size={rl.batch_size} actor_rollout_ref.rollout.n={group} "
+        f"{actor}mini_batch_size={rl.batch_size} {actor}micro_batch_size_per_gpu={rows} {actor}epochs={updates}"
+    )
+    return (
+        FrameworkSettings(
+            "maxbatch", f"{sizes} micro_batch_size={rl.micro_batch_size}", f"effective_batch_size={pairs}"
+        ),
+        FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"),
+        FrameworkSettings("TRL GRPO", trl, f"completions={pairs}"),
+        FrameworkSettings("Axolotl (rl: grpo)", f"{axolotl}trl.num_iterations: {updates}", f"completions={pairs}"),
+        FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"),
     )
 
 
@@ -79,7 +112,7 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
 
 def _deepspeed(plan: BatchPlan) -> FrameworkSettings:
     """Returns the settings of DeepSpeed, whose accumulation steps are the microbatches of its pipeline."""
-    steps = plan.gradient_accumulation_steps * plan.num_pipeline_microbatches
+    steps = plan.gradient_accumulation_steps * _parts(plan)
     batch = plan.global_batch_size_to_train_on
     rows = batch // steps // plan.batch_shards
     update = f"train_batch_size={batch}"
@@ -91,7 +124,7 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
     """Returns the settings of Megatron-LM, whose micro-batches are those of its pipeline: one size for all stages."""
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
-    settings = f"--micro-batch-size {micro // plan.num_pipeline_microbatches // plan.batch_shards}"
+    settings = f"--micro-batch-size {micro // _parts(plan) // plan.batch_shards}"
     update = f"global batch size={batch}"
     if len(plan.stages) == 1:
         return FrameworkSettings("Megatron-LM", f"{settings} --global-batch-size {batch}", update)
@@ -107,7 +140,7 @@ def _nemo(plan: BatchPlan) -> FrameworkSettings:
     """Returns the settings of NeMo, which runs Megatron-LM and has only its older ramp."""
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
-    rows = micro // plan.num_pipeline_microbatches // plan.batch_shards
+    rows = micro // _parts(plan) // plan.batch_shards
     settings = f"model.micro_batch_size={rows} model.global_batch_size={batch}"
     linear = linear_ramp(plan.stages)
     ramp = f"model.rampup_batch_size=[{linear[0]},{linear[1]},{math.ceil(linear[2])}]" if linear else ""
@@ -136,6 +169,11 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
         f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}"
     )
     return FrameworkSettings("MaxText", settings, update, (ramp,))
+
+
+def _parts(plan: BatchPlan) -> int:
+    """Returns the microbatches of the pipeline; without one the key has no effect."""
+    return plan.num_pipeline_microbatches if plan.num_pipeline_stages > 1 else 1
 
 
 def _schedule(plan: BatchPlan, unit: int = 1) -> str:

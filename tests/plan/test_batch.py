@@ -352,6 +352,18 @@ def test_a_replica_holds_the_whole_model_however_many_devices_it_is() -> None:
     assert plan_of(["per_device_batch_size=2"], 16, 8).rows_per_loading_host == 4
 
 
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "context", "pipeline"])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_loading_host_reads_no_more_than_the_batch(axis: str, slices: int) -> None:
+    overrides = [f"dcn_{axis}_parallelism=2", "global_batch_size=128"]
+    config = load_config(overrides=overrides)
+    alone = BatchPlan.from_config(config, 4, 1, num_slices=slices)
+    assert alone.rows_per_loading_host == alone.samples_per_host == 128
+    split = 2 if axis in ("data", "fsdp") else 1  # over slices, the other axes replicate the rows
+    on_two_hosts = BatchPlan.from_config(config, 8, 2, num_slices=2)
+    assert on_two_hosts.rows_per_loading_host == 128 // split
+
+
 def test_the_ramp_has_maxtexts_defaults_and_its_increments_are_exact() -> None:
     plan = plan_of(["enable_rampup_batch_size=true", "global_rampup_samples=1000"]).to_dict()
     assert (plan["num_increments"], plan["samples_per_increment"]) == (6, 1000 / 6)

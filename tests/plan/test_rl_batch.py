@@ -123,6 +123,29 @@ def test_keys_of_pairs_that_would_do_nothing_are_refused(
     assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
 
 
+def test_plan_refuses_hosts_that_rl_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "rl", "--devices", "4", "--hosts", "2"]) == 2
+    assert capsys.readouterr().err.endswith("maxbatch rl runs on one host; works: --hosts 1\n")
+
+
+def test_only_an_override_of_a_config_of_pretraining_is_noted_as_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "rl", "batch_size=1", "--devices", "1"]) == 0
+    assert "pre-training" not in capsys.readouterr().err
+    assert main(["plan", "batch_size=1", "--devices", "1"]) == 0
+    assert "samples per update of pre-training are global_batch_size=1" in capsys.readouterr().err
+
+
+def test_a_batch_of_prompts_is_told_in_the_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "rl", "batch_size=16", "num_generations=4", "micro_batch_size=32", "num_iterations=2", "steps=8"]
+    assert main([*line, "--devices", "4", "--words"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    # 8 rows x 4 replicas x 2 passes = 64 pairs
+    assert "per_device_train_batch_size=8 gradient_accumulation_steps=2 num_generations=4 num_iterations=2" in said
+    assert "data.train_batch_size=16 actor_rollout_ref.rollout.n=4" in said
+    assert "ppo_mini_batch_size=16" in said and "ppo_micro_batch_size_per_gpu=8" in said and "ppo_epochs=2" in said
+    assert "train_micro_batch_size=8 rollout_micro_batch_size=8" in said
+
+
 def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RL, *BATCH, "--layout"]) == 0
     out = capsys.readouterr().out

@@ -104,8 +104,11 @@ def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypa
     assert read_metrics(tmp_path)[0]["global_batch_size"] == 16 * 8
 
 
-def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
-    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+def test_tensorboard_gets_every_scalar_and_a_key_without_effect_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config("steps=2", "reference_batch_size=64", f"run_dir={tmp_path}"), ONE)
+    assert capsys.readouterr().err.count("warning: reference_batch_size=64 has no effect") == 1
     (events,) = tmp_path.glob("events.out.tfevents.*")
     content = events.read_bytes()
     assert all(name in content for name in (b"loss", b"learning_rate", b"tokens_per_second", b"grad_norm"))

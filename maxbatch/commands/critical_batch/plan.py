@@ -96,20 +96,22 @@ def make_plan(
     forks = _forks(run, steps)
     chosen = _held(run, forks, factors)
     half = run.samples_seen // 2
-    while factors is None and samples is None and chosen[-1] > 2 and _wanted(forks, chosen) > half:
+    while factors is None and chosen[-1] > 2 and _fault(forks, chosen, samples, half):
         chosen = chosen[:-1]
     chunk, largest = _chunk(forks, chosen), _largest(forks, chosen)
-    least = _in_chunks(LEAST_UPDATES * largest, chunk)
-    rounded = _in_chunks(samples, chunk) if samples else _wanted(forks, chosen)
-    plan = MeasurementPlan(forks, chosen, scaling, rounded, chunk)
-    if plan.samples < least:
-        raise ConfigError(
-            f"--samples {samples}: a branch must be at least {LEAST_UPDATES} updates of its largest batch, "
-            f"{largest:,}; works: --samples {least}"
-        )
-    if plan.samples > half:
-        raise _too_short(run, plan, largest, least)
-    return plan
+    plan = MeasurementPlan(forks, chosen, scaling, _rounded(forks, chosen, samples), chunk)
+    fault = _fault(forks, chosen, samples, half)
+    if not fault:
+        return plan
+    works = _working(forks, chosen, samples, half)
+    if fault == "few":
+        rule = f"a branch must be at least {LEAST_UPDATES} updates of its largest batch, {largest:,}"
+        raise ConfigError(f"--samples {samples}: {rule}; {works}")
+    raise ConfigError(
+        f"{run.path}: too short to tell: a branch is {plan.samples:,} samples ({plan.samples // largest} updates of "
+        f"its largest batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; "
+        f"{works}"
+    )
 
 
 def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
@@ -130,9 +132,35 @@ def _in_chunks(samples: int, chunk: int) -> int:
     return -(-samples // chunk) * chunk
 
 
-def _wanted(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
-    """Returns the samples of a branch if `--samples` does not state them."""
-    return _in_chunks(DEFAULT_UPDATES * _largest(forks, factors), _chunk(forks, factors))
+def _rounded(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None) -> int:
+    """Returns the samples of a branch, in whole updates of every batch; not stated: 32 updates of the largest."""
+    return _in_chunks(samples or DEFAULT_UPDATES * _largest(forks, factors), _chunk(forks, factors))
+
+
+def _least(forks: Sequence[Fork], factors: Sequence[Fraction]) -> int:
+    return _in_chunks(LEAST_UPDATES * _largest(forks, factors), _chunk(forks, factors))
+
+
+def _fault(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int) -> str:
+    """Returns "few" or "many" for branches of too few samples or of more than `most`, "" for others."""
+    rounded = _rounded(forks, factors, samples)
+    return "few" if rounded < _least(forks, factors) else "many" if rounded > most else ""
+
+
+def _working(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int) -> str:
+    """Returns the message's advice for a fault: all flags that have to change, or a longer run if none can mend it."""
+    least = _least(forks, factors)
+    if _fault(forks, factors, samples, most) == "few" and least <= most:
+        return f"works: --samples {least}"
+    fewer = [factors[:end] for end in range(len(factors) - 1, 0, -1) if factors[end - 1] > 1]
+    for left in fewer:
+        if not _fault(forks, left, samples, most):
+            return f"works: --factors {joined(left)}"
+    for left in (factors, *fewer):
+        if _least(forks, left) <= most:
+            own = "" if left == factors else f"--factors {joined(left)} "
+            return f"works: {own}--samples {most // _chunk(forks, left) * _chunk(forks, left)}"
+    return f"train it on; works: train_samples={2 * _rounded(forks, factors, None)}"
 
 
 def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
@@ -198,22 +226,6 @@ def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | 
             works = fitting if len(fitting) > 1 else (1, 2)
             raise ConfigError(f"--factors {factor}: {reason}; works: --factors {joined(works)}")
     return fitting
-
-
-def _too_short(run: MeasuredRun, plan: MeasurementPlan, largest: int, least: int) -> ConfigError:
-    half, chunk = run.samples_seen // 2, plan.chunk
-    smaller = [factor for factor in plan.factors if factor <= 1 or _wanted(plan.forks, (factor,)) <= half]
-    if max(smaller) > 1 and len(smaller) < len(plan.factors) and _wanted(plan.forks, smaller) <= half:
-        works = f"works: --factors {joined(smaller)}"
-    elif least <= half:
-        works = f"works: --samples {half // chunk * chunk}"
-    else:
-        works = f"train it on; works: train_samples={2 * plan.samples}"
-    return ConfigError(
-        f"{run.path}: too short to tell: a branch is {plan.samples:,} samples ({plan.samples // largest} updates of "
-        f"its largest batch, {largest:,}), more than half of the {run.samples_seen:,} that the run was trained on; "
-        f"{works}"
-    )
 
 
 def joined(values: Sequence[object]) -> str:

@@ -6,16 +6,22 @@ The table is read on first use, since most runs need no word. Hints, the docs an
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
+
+from maxbatch.config.sections import PromptBatchConfig, RLConfig
 
 FRAMEWORKS = {
     "maxtext": "MaxText", "hf": "Hugging Face", "deepspeed": "DeepSpeed", "axolotl": "Axolotl",
     "megatron": "Megatron-LM", "nemo": "NeMo", "keras": "Keras", "torch": "PyTorch", "lightning": "Lightning",
     "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter",
+    "trl": "TRL", "verl": "verl",
 }  # fmt: skip
+
+_OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared())
 
 
 class Word(NamedTuple):
@@ -42,6 +48,11 @@ class Word(NamedTuple):
         return self.here == "-"
 
     @property
+    def is_of_prompts(self) -> bool:
+        """Whether it is a word of reinforcement learning."""
+        return set(self.whose) <= {"trl", "verl"} or not set(self.keys).isdisjoint(_OF_PROMPTS)
+
+    @property
     def changes_data(self) -> bool:
         """Whether leaving it out would change the batch or the data."""
         return self.here == "!!"
@@ -52,9 +63,14 @@ class Word(NamedTuple):
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
         if self.keys:
-            return f"({names}) is said by {' and '.join(self.keys)}: {self.why}"
-        rule = "is nothing here, leave it out" if self.is_ignored else "is not supported"
+            return f"({names}) is said by {_listed(self.keys)}: {self.why}"
+        rule = "can be left out" if self.is_ignored else "is not supported"
         return f"({names}) {rule}: {self.why}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Returns "a", "a and b" or "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 @functools.cache
@@ -73,23 +89,32 @@ def _by_word() -> Mapping[str, tuple[Word, ...]]:
     return found
 
 
+@functools.cache
+def _patterns() -> tuple[Word, ...]:
+    return tuple(row for row in rows() if "*" in row.word)
+
+
 def normal(word: str) -> str:
     """Returns a flag or a name as the table writes it: without leading dashes, `-` as `_`, in lower case."""
     return word.lstrip("-").replace("-", "_").lower()
 
 
+def meanings(word: str) -> tuple[Word, ...]:
+    """Returns the rows of a word that differ in what it is here, the first of each; none for an unknown word."""
+    first = look_up(word)
+    rest = _by_word()[first.word] if first else ()
+    by_here = {row.here: row for row in reversed(rest)}
+    return tuple(row for row in rest if by_here[row.here] is row)
+
+
 def look_up(word: str, whose: str | None = None) -> Word | None:
     """Returns the row of a word: of one framework, or (None) of any; None: the table does not know it.
 
-    A path of a nested file is looked up whole, then by its last name.
+    A path of a nested file is looked up whole, then by its last name; a row with `*` answers where no other row does.
     """
     name = normal(word)
     # MaxText's configs are flat: a nested mapping belongs to another model.
     tried_names = (name,) if whose == "maxtext" else (name, name.rpartition(".")[2])
-    for tried in dict.fromkeys(tried_names):
-        exact = _by_word().get(tried, ())
-        patterns = (row for row in rows() if "*" in row.word and fnmatchcase(tried, row.word))
-        for row in (*exact, *patterns):
-            if whose is None or whose in row.whose:
-                return row
-    return None
+    exact = (row for tried in dict.fromkeys(tried_names) for row in _by_word().get(tried, ()))
+    patterns = (row for tried in dict.fromkeys(tried_names) for row in _patterns() if fnmatchcase(tried, row.word))
+    return next((row for row in itertools.chain(exact, patterns) if whose is None or whose in row.whose), None)

@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from maxbatch.config.values import schedule_text
+from maxbatch.config.values import Value, exact, plain_number, schedule_text
+
+_MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The config and the machine that a foreign word is typed for."""
+
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # of all keys; none: unknown
+    devices: int | None = None  # None: unknown
+    hosts: int | None = None
+
+    @property
+    def is_of_prompts(self) -> bool:
+        """Whether the config is one of reinforcement learning."""
+        return self.values.get("batch_size") is not None
+
+    @property
+    def devices_of_replica(self) -> int | None:
+        """The devices that hold the model between them; None where the config leaves it to the machine."""
+        sizes = [self.values.get(axis) for axis in _MODEL_AXES]
+        stated = [size for size in sizes if isinstance(size, int) and size > 0]
+        return math.prod(stated) if len(stated) == len(sizes) else None
+
+    @property
+    def replicas(self) -> Fraction | None:
+        """Groups of devices that hold the model between them."""
+        together = self.devices_of_replica
+        return Fraction(self.devices, together) if self.devices and together else None
+
+    def number(self, name: str) -> Fraction | None:
+        """Returns the value of a number key; None where it is null or unknown."""
+        value = self.values.get(name)
+        return exact(value) if isinstance(value, int | float | Fraction) else None
+
+
+def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
+    """Returns our settings for a word whose value must be converted; None where that needs facts that are missing."""
+    convert = _CONVERSIONS.get(word)
+    try:
+        value = Fraction(text.strip().replace("_", ""))
+    except (ValueError, ZeroDivisionError):
+        return None
+    found = convert(value, setting) if convert and 0 < value < 2**63 else None
+    return None if found is None else {name: _text(number) for name, number in found.items()}
 
 
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
@@ -16,3 +64,77 @@ def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | No
         return None
     n = (batch - start) // rise
     return schedule_text((Fraction(i * samples, n), start + i * rise) for i in range(n + 1))
+
+
+def _text(number: Fraction) -> str:
+    plain = plain_number(number)
+    return f"{float(plain):.12g}" if isinstance(plain, Fraction) else str(plain)
+
+
+_Found = dict[str, Fraction] | None
+_Conversion = Callable[[Fraction, Setting], _Found]
+
+
+def _times(key: str, factor: Callable[[Setting], Fraction | int | None], of_prompts: bool = False) -> _Conversion:
+    """Returns the conversion to the value times a factor, in configs of reinforcement learning or in the others."""
+
+    def convert(value: Fraction, setting: Setting) -> _Found:
+        by = factor(setting)
+        return {key: value * by} if by is not None and setting.is_of_prompts == of_prompts else None
+
+    return convert
+
+
+def _per_device(value: Fraction, setting: Setting) -> _Found:
+    together = setting.devices_of_replica
+    return {"per_device_batch_size": value / together} if together and not setting.is_of_prompts else None
+
+
+def _pairs(value: Fraction, setting: Setting) -> _Found:
+    """Returns the prompts of a batch whose pairs are stated."""
+    group = setting.number("num_generations")
+    whole = group is not None and (value / group).denominator == 1
+    return {"batch_size": value / group} if group and whole and setting.is_of_prompts else None
+
+
+def _warmup(value: Fraction, setting: Setting) -> _Found:
+    steps = setting.number("steps")
+    return {"warmup_steps_fraction": value / steps} if steps and 1 <= value <= steps else None
+
+
+def _last_rate(value: Fraction, setting: Setting) -> _Found:
+    peak = setting.number("learning_rate")
+    return {"learning_rate_final_fraction": value / peak} if peak and value <= peak else None
+
+
+def _batches(value: Fraction, setting: Setting) -> _Found:
+    updates = setting.number("num_iterations") if setting.is_of_prompts else Fraction(1)
+    return {"steps": value * updates} if updates and value.denominator == 1 else None
+
+
+def _response(value: Fraction, setting: Setting) -> _Found:
+    prompt = setting.number("max_prefill_predict_length")
+    return {"max_target_length": value + prompt} if prompt and setting.is_of_prompts else None
+
+
+def _eval_rows(value: Fraction, setting: Setting) -> _Found:
+    return {"eval_per_device_batch_size": value / setting.devices} if setting.devices else None
+
+
+_of_hosts = _times("global_batch_size", lambda setting: setting.hosts)
+_CONVERSIONS: Mapping[str, _Conversion] = {
+    "per_replica_batch_size": _times("global_batch_size", lambda setting: setting.replicas),
+    **dict.fromkeys(("batch_size_per_node", "samples_per_node", "samples_per_host"), _of_hosts),
+    **dict.fromkeys(("micro_batch_size", "micro_batch", "microbatch_size"), _per_device),
+    **dict.fromkeys(
+        ("effective_batch_size", "effective_batch", "global_batch", "total_batch_size", "generation_batch_size"), _pairs
+    ),
+    "ppo_micro_batch_size": _times("micro_batch_size", lambda setting: 1, of_prompts=True),
+    "ppo_micro_batch_size_per_gpu": _times("micro_batch_size", lambda setting: setting.devices, of_prompts=True),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup_num_steps",
+                     "lr_warmup_steps"), _warmup),
+    **dict.fromkeys(("min_lr", "min_learning_rate", "lr_min"), _last_rate),
+    **dict.fromkeys(("num_batches", "max_batches", "total_training_steps"), _batches),
+    **dict.fromkeys(("max_response_length", "max_completion_length", "response_length"), _response),
+    **dict.fromkeys(("eval_batch_size", "val_batch_size", "validation_batch_size"), _eval_rows),
+}  # fmt: skip

@@ -77,6 +77,24 @@ def test_a_branch_of_too_few_updates_is_refused(tmp_path):
     assert planned(run, factors=factors("1,8"), samples=int(works(error)[1])).samples == 8 * 128
 
 
+def test_what_a_refusal_names_is_not_refused_in_turn(tmp_path):
+    for updates in (48, 70, 80, 100, 160, 230):
+        run = fake_run(tmp_path / str(updates), updates=updates, every=10, first=10)
+        for chosen in (None, "1/2,1,2", "1,3,5", "1,8"):
+            for samples in (None, 100, 240, 480, 512, 2000):
+                stated = {"samples": samples, "factors": factors(chosen) if chosen else None}
+                try:
+                    planned(run, **stated)
+                except ConfigError as error:
+                    advice = str(error).partition("works: ")[2]
+                    flags = dict(re.findall(r"--(\w+) (\S+)", advice))
+                    assert flags or advice.startswith("train_samples="), str(error)
+                    if flags:
+                        stated |= {"samples": int(flags["samples"])} if "samples" in flags else {}
+                        stated |= {"factors": factors(flags["factors"])} if "factors" in flags else {}
+                        planned(run, **stated)
+
+
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     run = fake_run(tmp_path / "run")
     with pytest.raises(ConfigError, match="max_num_checkpoints_to_keep=null") as error:

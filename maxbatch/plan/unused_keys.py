@@ -1,0 +1,89 @@
+"""Warnings about values that are allowed and do nothing, or not what they seem to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from maxbatch.config.loading import keys
+from maxbatch.config.sections import RampConfig
+from maxbatch.config.values import exact
+from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.rampup import RampupBatchManager
+from maxbatch.plan.refusal import stated
+
+_MOST_TRIES = 200_000  # stages of ramps that are tried
+
+
+def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager, resumes: bool) -> Iterator[str]:
+    """Yields a warning for each statement of the config without an effect.
+
+    Args:
+      config: the run's config.
+      mesh: of the devices that train.
+      manager: the plan of its batch.
+      resumes: whether the run resumes a checkpoint.
+    """
+    if config.rates.reference_batch_size is not None and config.rates.learning_rate_scaling == "none":
+        yield f"{stated(config, 'reference_batch_size')} has no effect without learning_rate_scaling=linear or sqrt"
+    if not config.ramp.enable_rampup_batch_size:
+        names = [key.name for key in RampConfig.declared()]
+        if ramp := [name for name in names if config[name] != keys()[name].read(keys()[name].default)]:
+            verb = "have" if len(ramp) > 1 else "has"
+            yield f"{stated(config, *ramp)} {verb} no effect without enable_rampup_batch_size=true"
+    if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
+        factor = stated(config, "expansion_factor_real_data")
+        yield f"{factor} has no effect on a new run: below 1 it is for a resume on fewer hosts"
+    if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
+        parts = stated(config, "num_pipeline_microbatches")
+        yield f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or dcn_pipeline_parallelism)"
+    if manager.total_steps and config.rates.warmup_steps_fraction and not manager.position_after(_last(manager)):
+        yield (
+            f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
+            "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
+        )
+    yield from _stages_without_updates(config, manager)
+
+
+def _last(manager: RampupBatchManager) -> int:
+    """Returns the updates before the last one."""
+    return max((manager.total_steps or 1) - 1, manager.anchor[0])
+
+
+def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> Iterator[str]:
+    """Yields a warning about stages whose thresholds the updates of earlier ones pass."""
+    if manager.anchor != (0, 0):
+        return
+    total = manager.total_samples
+    reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]
+    if skipped := [index for index, stage in enumerate(reached) if stage.num_steps == 0]:
+        plural, verb = ("s", "have") if len(skipped) > 1 else ("", "has")
+        said = (
+            f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update, since earlier ones pass them"
+        )
+        works = ""
+        if config.ramp.enable_rampup_batch_size:
+            batches = [stage.global_batch_size for stage in manager.stages]
+            works = f"; works: global_rampup_samples={_enough_samples(batches)}"
+        yield said + works
+
+
+def _enough_samples(batches: list[int]) -> int:
+    """Returns a `global_rampup_samples` for which every stage has an update: the least, if few have to be tried."""
+    n = len(batches) - 1
+    enough = n * max(batches[:-1])  # then no update passes two thresholds
+    entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least
+    first = max((n * entry // (stage + 2) for stage, entry in enumerate(entries)), default=0) + 1
+    tried = range(first, min(enough, first + _MOST_TRIES // n))
+    return next((length for length in tried if _visits_all(batches, length)), enough)
+
+
+def _visits_all(batches: list[int], length: int) -> bool:
+    """Returns whether every stage of a ramp of this length has an update."""
+    n, position = len(batches) - 1, 0
+    for stage, batch in enumerate(batches[:-1]):
+        if position * n >= (stage + 1) * length:
+            return False
+        position += -(-((stage + 1) * length - position * n) // (batch * n)) * batch
+    return True

@@ -1,0 +1,73 @@
+"""The table of foreign words: it reaches all that there is, and denies none of it."""
+
+from __future__ import annotations
+
+import tomllib
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from maxbatch.commands import COMMANDS
+from maxbatch.config import words
+from maxbatch.config.loading import keys
+from maxbatch.config.words import rows
+
+WHYS = " ".join(row.why for row in rows())
+OF_CONTRIBUTORS = {"parity", "docs", "test", "dev"}
+
+
+class Feature(NamedTuple):
+    """A line of features.txt."""
+
+    name: str
+    words: tuple[str, ...]
+    places: tuple[str, ...]
+    denials: tuple[str, ...]
+
+
+def features() -> list[Feature]:
+    text = Path(words.__file__).with_name("features.txt").read_text(encoding="utf-8")
+    lines = [line.split("|") for line in text.splitlines() if line and not line.startswith("#")]
+    return [
+        Feature(
+            name.strip(),
+            tuple(word.strip() for word in asked.split(",")),
+            tuple(places.replace("maxbatch ", "maxbatch_").split()),
+            tuple(denial.strip() for denial in denials.split(";")),
+        )
+        for name, asked, places, denials in lines
+    ]
+
+
+def test_every_key_is_reachable_from_a_foreign_word() -> None:
+    reached = {key for row in rows() for key in row.keys} | {key.maxtext_name for key in keys().values()}
+    assert set(keys()) <= reached
+
+
+def test_every_command_and_every_extra_is_reachable_from_a_foreign_word() -> None:
+    assert [name for name in COMMANDS if f"maxbatch {name}" not in WHYS] == []
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"]) - OF_CONTRIBUTORS
+    assert [name for name in sorted(extras) if f"maxbatch[{name}]" not in WHYS] == []
+
+
+def test_no_row_denies_a_feature() -> None:
+    for feature in features():
+        asked = [row for row in rows() if any(fnmatchcase(row.word, word) for word in feature.words)]
+        assert asked, feature.name
+        for row in asked:
+            said = f"{' '.join(row.keys)} {row.why}".replace("maxbatch ", "maxbatch_")
+            assert any(place in said for place in feature.places), (feature.name, row)
+        for row in rows():
+            assert not any(denial.lower() in f"{row.why}.".lower() for denial in feature.denials), (feature.name, row)
+
+
+def test_the_features_are_there() -> None:
+    for feature in features():
+        for place in feature.places:
+            command = place.removeprefix("maxbatch_")
+            assert place in keys() or (command in COMMANDS and command != place) or Path(place).suffix == ".md", place
+
+
+def test_no_key_of_ours_is_denied_under_its_own_name() -> None:
+    assert [row for row in rows() if row.word in keys() and not row.keys] == []
