@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from maxbatch.commands.arguments import count, local_path, note
 from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
-from maxbatch.commands.import_config.translation import UNSUPPORTED, Fate, Stated, Translation
+from maxbatch.commands.import_config.translation import (
+    IGNORED,
+    MAPPED,
+    NEEDS_YOU,
+    UNSUPPORTED,
+    Fate,
+    Stated,
+    Translation,
+)
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
@@ -58,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = "leave out words that are not supported, unless one of them sets the batch or the data"
+    skip = "leave out words that are not supported, unless one of them states the batch, the length, the data or the model"
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
@@ -84,6 +92,9 @@ def run(args: argparse.Namespace) -> int:
     text = written(translation, f"{FRAMEWORKS[name]}'s {path.name}")
     _refuse_existing(output)
     write_atomically(output, text)
+    waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
+    if waits:
+        note(f"{waits} of the words need a step of yours before maxbatch train; the table gives each")
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0
 
@@ -140,7 +151,7 @@ def _print(translation: Translation, name: str) -> None:
         (fate.fate, shown(fate.word, _WIDEST), shown(fate.value, _WIDEST), printable(fate.says, keep=""))
         for fate in translation.fates
     ]
-    rows.sort(key=lambda row: ("mapped", "not supported", "ignored").index(row[0]))
+    rows.sort(key=lambda row: (MAPPED, NEEDS_YOU, UNSUPPORTED, IGNORED).index(row[0]))
     heads = ("became", FRAMEWORKS[name], "value", "here")
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(3)]
     for row in (heads, *rows):
@@ -153,15 +164,15 @@ def _print(translation: Translation, name: str) -> None:
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
-    found = [fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.changes_data)]
+    found = [fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.is_essential)]
     if not found:
         return
     sys.stdout.flush()
     said = "; ".join(f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found[:8])
     rest = f"; and {len(found) - 8} more" if len(found) > 8 else ""
     if skip:
-        raise ConfigError(f"not supported, although they set the batch or the data: {said}{rest}")
-    works = "works: --skip-unsupported, which leaves them out" if not any(f.changes_data for f in found) else ""
+        raise ConfigError(f"not supported, although they state the batch, the length, the data or the model: {said}{rest}")
+    works = "works: --skip-unsupported, which leaves them out" if not any(f.is_essential for f in found) else ""
     raise ConfigError(f"not supported: {said}{rest}" + (f"; {works}" if works else ""))
 
 

@@ -20,7 +20,7 @@ def translate_data(t: Translation) -> None:
     is_eval = (t.number("eval_interval") or -1) > 0
     reads = {"synthetic": _synthetic, "tfds": _tfds, "hf": _hf, "grain": _grain}.get(kind)
     if reads is None:
-        t.refuse("dataset_type", "synthetic, tfds, hf or grain", changes_data=True)
+        t.refuse("dataset_type", "synthetic, tfds, hf or grain", is_essential=True)
         return
     reads(t, is_eval)
     if kind != "synthetic":
@@ -29,7 +29,7 @@ def translate_data(t: Translation) -> None:
         if len(columns) == 1:
             t.map("train_data_columns", text_field=columns[0])
         else:
-            t.refuse("train_data_columns", "one field holds the text", changes_data=True)
+            t.refuse("train_data_columns", "one field holds the text", is_essential=True)
     for word in ("eval_data_columns", *_DATA_WORDS):
         if word in t and not is_eval and word.startswith(("eval_", "hf_eval", "grain_eval")):
             t.ignore(word, "eval_interval=-1: there is no eval")
@@ -84,7 +84,7 @@ def _hf(t: Translation, is_eval: bool) -> None:
     parts = [part for part in (name, t.text("hf_name"), t.text("hf_data_dir")) if part]
     path = files or f"{'/'.join(parts)}/*{t.text('train_split', 'train')}*.{kind}"
     if not files and not name:
-        t.refuse("hf_path", "the files of the data set", changes_data=True)
+        t.refuse("hf_path", "the files of the data set", is_essential=True)
         return
     why = "" if files else f"its {kind} files, downloaded into that folder"
     for word in ("hf_train_files", "hf_path", "hf_name", "hf_data_dir", "train_split"):
@@ -102,7 +102,7 @@ def _hf(t: Translation, is_eval: bool) -> None:
 def _grain(t: Translation, is_eval: bool) -> None:
     kind = t.text("grain_file_type") or "arrayrecord"
     if kind not in ("arrayrecord", "parquet"):
-        t.refuse("grain_file_type", "arrayrecord or parquet", changes_data=True)
+        t.refuse("grain_file_type", "arrayrecord or parquet", is_essential=True)
         return
     record = {"record_format": "example"} if kind == "arrayrecord" else {}
     t.map("dataset_type", dataset_type=kind, **record)
@@ -111,7 +111,7 @@ def _grain(t: Translation, is_eval: bool) -> None:
     if "grain_train_files" in t:
         t.map("grain_train_files", dataset_path=t.text("grain_train_files"))
     elif "grain_train_mixture_config_path" not in t:
-        t.refuse("grain_train_files", "the files of the data set", changes_data=True)
+        t.refuse("grain_train_files", "the files of the data set", is_essential=True)
     if is_eval and "grain_eval_files" in t:
         t.map("grain_eval_files", eval_dataset_path=t.text("grain_eval_files"))
     for word in ("dataset_path", "dataset_name", "eval_dataset_name", "train_split", "eval_split"):
@@ -122,7 +122,7 @@ def _grain(t: Translation, is_eval: bool) -> None:
 def _tokenizer(t: Translation) -> None:
     kind, path = t.text("tokenizer_type", "sentencepiece"), t.text("tokenizer_path")
     if kind not in ("sentencepiece", "huggingface"):
-        t.refuse("tokenizer_type", "sentencepiece or huggingface", changes_data=True)
+        t.refuse("tokenizer_type", "sentencepiece or huggingface", is_essential=True)
         return
     ours = "huggingface" if kind == "huggingface" else "sentencepiece"
     name = t.text("model_name") or "default"

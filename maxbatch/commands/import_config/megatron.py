@@ -79,13 +79,13 @@ def _batch(t: Translation, in_stage: int) -> None:
         start, rise, samples = map(int, ramp)
         schedule = rampup_schedule(start, rise, samples, int(batch))
         if schedule is None:
-            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", changes_data=True)
+            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", is_essential=True)
         else:
             t.map("rampup_batch_size", "thresholds in samples", batch_size_schedule=schedule)
             t.ignore("global_batch_size", "the last batch of the schedule")
             return
     elif "rampup_batch_size" in t:
-        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", changes_data=True)
+        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", is_essential=True)
     if "step_batch_size_schedule" in t:
         words = (word.partition(":") for word in t.text("step_batch_size_schedule").replace(",", " ").split())
         ours = " ".join(f"{left}:{right}" if left in ("0",) else f"{left}t:{right}" for left, _, right in words)
@@ -220,7 +220,7 @@ def _data(t: Translation) -> None:
         ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
         t.map("tokenizer_type", tokenizer_type=ours)
     elif kind:
-        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", changes_data=True)
+        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", is_essential=True)
     if "load" in t:
         t.ignore("load", "a checkpoint in run_dir is resumed by itself")
 

@@ -90,7 +90,7 @@ def deepspeed(t: Translation) -> None:
     for word in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                  "gradient_clipping"):  # fmt: skip
         if t.text(word) == "auto":
-            t.refuse(word, _AUTO, changes_data=word != "gradient_clipping")
+            t.refuse(word, _AUTO, is_essential=word != "gradient_clipping")
     if batch and "auto" not in (batch, micro, steps):
         t.map("train_batch_size", "kept on any number of devices", global_batch_size=batch)
         if micro:
