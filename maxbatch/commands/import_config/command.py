@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = "leave out words that are not supported, unless one of them states the batch, the length, the data or the model"
+    skip = (
+        "leave out words that are not supported, unless one of them states the batch, the length, the data or the model"
+    )
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
@@ -103,7 +105,7 @@ def translated(name: str, path: Path, command: int | None = None) -> tuple[Trans
     """Returns a file in our words, and notes on how it was read; `command` chooses one of a shell file, from 1 on."""
     form = FORMATS[name]
     words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
-    if not words:
+    if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     translation = Translation(words, form.defaults, name)
     form.translate(translation)
@@ -141,6 +143,12 @@ _SIGNS = {
 }  # fmt: skip
 
 
+def _is_known(word: str, name: str) -> bool:
+    """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
+    names = (name, "nemo") if name == "megatron" else (name,)
+    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
+
+
 def _is_ours(word: str, name: str) -> bool:
     return name == "maxtext" and word in keys()
 
@@ -171,7 +179,9 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
     said = "; ".join(f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found[:8])
     rest = f"; and {len(found) - 8} more" if len(found) > 8 else ""
     if skip:
-        raise ConfigError(f"not supported, although they state the batch, the length, the data or the model: {said}{rest}")
+        raise ConfigError(
+            f"not supported, although they state the batch, the length, the data or the model: {said}{rest}"
+        )
     works = "works: --skip-unsupported, which leaves them out" if not any(f.is_essential for f in found) else ""
     raise ConfigError(f"not supported: {said}{rest}" + (f"; {works}" if works else ""))
 

@@ -74,8 +74,8 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         words = {name: value for name, value in words.items() if name not in ("m", "c")}
         named = config_file_of(line)
         if named and Path(named).name != "base.yml":  # which holds MaxText's defaults
-            beside, where = _named(path.parent, named)
-            words = _chain(beside) | words
+            beside, where = _named(path.parent, named, is_stated="per_device_batch_size" in words)
+            words = (_chain(beside) if beside else {}) | words
             if where:
                 notes.append(where)
     name = words.get("model_name", "default")
@@ -102,16 +102,23 @@ def _near(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _named(folder: Path, named: str) -> tuple[Path, str]:
-    """Returns the config file that a command names, and a note on where it is; raises ConfigError if there is none."""
+def _named(folder: Path, named: str, is_stated: bool) -> tuple[Path | None, str]:
+    """Returns the config file that a command names, and a note on where it is.
+
+    Raises:
+      ConfigError: there is none, and the command does not state the batch itself (`is_stated`).
+    """
     beside = _near(folder, re.sub(r"^.*configs/+|^\W*", "", named))
     if beside is not None:
         return beside, ""
     configs = next((above for above in folder.resolve().parents if above.name == "configs"), None)
     found = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
+    if len(found) != 1 and is_stated:
+        return None, f"{shown_path(named)} is not beside {shown_path(folder)}: only the command's own words are read"
     if len(found) != 1:
-        rule = "its words and MaxText's defaults would be another run"
-        raise ConfigError(f"{shown_path(named)}: is not beside {shown_path(folder)}: {rule}; works: put it there")
+        raise ConfigError(
+            f"{shown_path(named)}: is not beside {shown_path(folder)}, and states the batch; works: put it there"
+        )
     return found[0], f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of that name"
 
 
@@ -151,6 +158,7 @@ def translate(t: Translation) -> None:
     _mesh(t)
     _adapters(t)
     _checkpoints(t)
+    _preferences(t)
     _distillation(t)
 
 
@@ -224,7 +232,7 @@ def _model(t: Translation) -> None:
 
 def _scale(t: Translation) -> None:
     """Takes the factor of all dimensions: powers of 2 in turn for heads and MLP, for the width, and for the layers."""
-    scale = t.number("global_parameter_scale") or 1
+    scale = t.number("global_parameter_scale") or 1.0
     if scale <= 1:
         return
     if not scale.is_integer() or int(scale) & (int(scale) - 1):
@@ -251,15 +259,18 @@ def _mesh(t: Translation) -> None:
     is_dense = (t.number("num_experts") or 1) <= 1
     same = {"fsdp": ("fsdp_transpose", *(["expert"] if is_dense else [])), "tensor": ("tensor_sequence",)}
     for net in ("ici", "dcn"):
-        for axis, others in same.items():
+        for axis, beside in same.items():
             ours = axis_key(net, axis)
-            words = [word for word in (axis_key(net, other) for other in others) if (t.number(word) or 1) != 1]
+            words = [word for word in (axis_key(net, other) for other in beside) if (t.number(word) or 1) != 1]
             sizes = [t.number(word) or 1 for word in (ours, *words)]
             if words:
                 size = -1 if -1 in sizes else math.prod(sizes)
                 for word in (ours, *words):
                     if word in t or word != ours:
-                        t.map(word, f"{' x '.join((ours, *words))}", **{ours: f"{size:g}"})
+                        t.map(word, " x ".join((ours, *words)), **{ours: f"{size:g}"})
+    others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
+    if "-1" in [t.settings.get(word, t.text(word)) for word in others] and "dcn_data_parallelism" not in t:
+        t.drop("dcn_data_parallelism")
 
 
 def _adapters(t: Translation) -> None:
@@ -289,6 +300,12 @@ def _adapters(t: Translation) -> None:
             t.ignore(word, "null says nothing")
 
 
+def _preferences(t: Translation) -> None:
+    for word in t.left() if not t.is_true("use_dpo") else []:
+        if word.startswith("dpo.") or word in ("dpo_beta", "dpo_label_smoothing", "orpo_lambda"):
+            t.ignore(word, "use_dpo=false")
+
+
 def _checkpoints(t: Translation) -> None:
     if "load_parameters_path" in t:
         take_orbax(t, "load_parameters_path")
@@ -312,6 +329,10 @@ def _program(t: Translation) -> None:
     for word in ("dtype", "weight_dtype"):
         if t.text(word) not in ("float32", "bfloat16"):
             t.refuse(word, "float32 or bfloat16")
+    if t.text("grad_dtype") == "float32":
+        t.ignore("grad_dtype", "gradients accumulate in float32")
+    if "mu_dtype" in t and t.text("mu_dtype") == t.text("weight_dtype"):
+        t.ignore("mu_dtype", "moments have the dtype of the parameters")
     _remat(t)
     attention = t.text("attention")
     if attention and attention not in ("dot_product",):
@@ -381,9 +402,6 @@ def _batch(t: Translation) -> None:
     if e is not None and 0 < e < 1:
         why = "the full batch is trained on; its code may train the share"
         t.map("expansion_factor_real_data", why, expansion_factor_real_data=t.text("expansion_factor_real_data"))
-    others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
-    if any(t.text(word) == "-1" for word in others) and "dcn_data_parallelism" not in t:
-        t.drop("dcn_data_parallelism")
     for word in ("tokenize_train_data", "tokenize_eval_data"):
         if t.is_true(word):
             t.ignore(word, "data are text")

@@ -39,8 +39,9 @@ def is_rl(t: Translation) -> bool:
 def translate_rl(t: Translation) -> None:
     """Takes the words of reinforcement learning, nested below `rl` or not."""
     for word in t.left():
-        if word.startswith(_BLOCK):
-            t.rename(word, word.removeprefix(_BLOCK))
+        name = word.removeprefix(_BLOCK)
+        if name != word and (name in keys() or name in _DEFAULTS or name in _ONLY):
+            t.rename(word, name)
     t.assume(_DEFAULTS)
     _batch(t)
     _length(t)
@@ -113,7 +114,7 @@ def _data(t: Translation) -> None:
         source = t.text(word)
         path = "/".join(filter(None, (source, subset, f"{t.text(split)}*.parquet")))
         settings = {"dataset_type": "parquet", key: path}
-        step = hub_step(source, "dataset") if is_hub_name(source) else "needs you: its parquet files at that path"
+        step = hub_step(source, "dataset") if is_hub_name(source) else "its parquet files at that path"
         t.need(word, step, **settings)
         t.map(split, **{key: path})
     if subset:
@@ -125,11 +126,11 @@ def _data(t: Translation) -> None:
         take_tokenizer(t, "tokenizer_path", t.text("tokenizer_path"))
     t.settings.setdefault("tokenizer_type", "huggingface")
     t.settings.setdefault("tokenizer_path", f"tokenizers/{t.text('model_name') or 'default'}")
-    step = "needs you: prompt_template is the text of a prompt, with {question} and other fields of a record"
+    step = "prompt_template is the text of a prompt, with {question} and other fields of a record"
     t.need("data_template_path", step, prompt_template="{question}")
     for word in t.left():
         if word.startswith(("reasoning_", "solution_")):
-            t.need(word, "needs you: state it in prompt_template and in your reward")
+            t.need(word, "state it in prompt_template and in your reward")
 
 
 def _rewards(t: Translation) -> None:
@@ -139,8 +140,8 @@ def _rewards(t: Translation) -> None:
     reward = f"{file}:{functions[0]}"
     if len(functions) > 1:
         reward = ";".join(f"{file}:{name},1" for name in functions)
-    step = f"needs you: {file} with {', '.join(functions)}(prompt, response, record), which returns a number"
+    step = f"{file} with {', '.join(functions)}(prompt, response, record), which returns a number"
     t.need("reward_functions_path", step, reward=reward)
     for word in t.left():
         if word.startswith(("reward_", "penalty_", "math_verify_")) and word not in keys():
-            t.need(word, "needs you: it is a number of MaxText's own rewards; state it in yours")
+            t.need(word, "it is a number of MaxText's own rewards; state it in yours")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from maxbatch.commands.import_config.trainers import betas, optimizer, precision, seeds
-from maxbatch.commands.import_config.translation import Translation
+from maxbatch.commands.import_config.translation import Translation, states_training
 from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
 from maxbatch.config.words.convert import rampup_schedule
@@ -46,7 +46,7 @@ def translate(t: Translation) -> None:
 
 def _from_nemo(t: Translation) -> None:
     for word in list(t.left()):
-        if "." not in word or t.is_merged(word):
+        if "." not in word or t.is_merged(word) or states_training(word):
             continue
         path, _, last = word.rpartition(".")
         name = _NEMO.get(last, last)

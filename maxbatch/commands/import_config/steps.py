@@ -22,8 +22,8 @@ def hub_step(name: str, kind: str = "") -> str:
     """Returns the step that brings a model or (`kind` dataset) a data set of the hub to the path that names it."""
     download = f"huggingface-cli download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
     if kind:
-        return f"needs you: {download}, in the folder where training starts"
-    return f"needs you: pip install huggingface_hub, or {download} and give the folder"
+        return f"{download}, in the folder where training starts"
+    return f"pip install huggingface_hub, or {download} and give the folder"
 
 
 def take_tokenizer(t: Translation, word: str, path: str, why: str = "") -> None:
@@ -45,7 +45,7 @@ def take_parameters(t: Translation, word: str, path: str) -> None:
         t.need(word, f"{hub_step(path)}{then}", load_parameters_path=path, **form)
     else:
         then = "its folder at that path, with config.json; then maxbatch train FILE model_name=auto"
-        t.need(word, f"needs you: {then}", load_parameters_path=path)
+        t.need(word, f"{then}", load_parameters_path=path)
 
 
 def _preset_of(path: str) -> str | None:
@@ -76,4 +76,4 @@ def take_orbax(t: Translation, word: str) -> None:
         f"load_parameters_path={shlex.quote(path)} base_output_directory={folder} scan_layers={scan} "
         "hardware=cpu skip_jax_distributed_system=true"
     )
-    t.need(word, f"needs you: MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)
+    t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)

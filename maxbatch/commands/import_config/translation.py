@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not
 # At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
 _OF_THE_OPTIMIZER = ("opt_type", "init_weights_seed", "weight_dtype")  # they fix parameters, not which model it is
+# Words that state adapters or another objective; MaxText's q_lora_rank and its like are of latent attention.
+_OBJECTIVE = re.compile(
+    r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
+)
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
@@ -177,12 +182,15 @@ class Translation:
             self.ignore(word, "<< states it elsewhere")
             return
         name = word.rpartition(".")[2]
+        if "." in word and self.framework != "maxtext" and states_training(word) and not _says_nothing(name, value):
+            self.refuse(word, "it is of adapters or of another objective, which are not read", is_essential=True)
+            return
         is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
             self.map(word, **{word: value})
         elif row is None:
             why = "not in the table of words; maxbatch config lists what there is"
-            self.refuse(word, why, is_essential=_may_state_run(name))
+            self.refuse(word, why, _may_state_run(name) or states_training(word))
         elif row.is_same:
             self._map_same(word, row.keys[0], value)
         elif row.is_ignored:
@@ -190,7 +198,8 @@ class Translation:
         elif _says_nothing(name, value):
             self.ignore(word, f"{shown(value) or 'empty'} says nothing")
         else:
-            self.refuse(word, row.why, row.changes_data or any(_states_run(key) for key in row.keys))
+            is_essential = row.changes_data or any(_states_run(key) for key in row.keys) or states_training(word)
+            self.refuse(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
         """Takes a word as one key of ours, unless another word that the file states gave it another value."""
@@ -236,6 +245,11 @@ def _is_equal(key: str, left: str, right: str) -> bool:
         return left == right or keys()[key].read(left) == keys()[key].read(right)
     except ConfigError:
         return False
+
+
+def states_training(word: str) -> bool:
+    """Returns whether a word states what is trained: adapters, or another objective."""
+    return _OBJECTIVE.search(word.lower()) is not None
 
 
 def _may_state_run(name: str) -> bool:
