@@ -16,7 +16,7 @@ from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
 from maxbatch.commands.import_config.steps import take_orbax
-from maxbatch.commands.import_config.translation import Stated, Translation
+from maxbatch.commands.import_config.translation import NameOfFile, Stated, Translation
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown, shown_path
@@ -84,7 +84,7 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         model = next(filter(None, (_near(folder, f"models/{name}.yml") for folder in folders)), None)
         if model:
             words = read_yaml(model) | words
-            words["model_name"] = "default"
+            words["model_name"] = NameOfFile(name)
             notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
     return words, notes
 
@@ -209,7 +209,7 @@ def _model(t: Translation) -> None:
     if is_preset:
         differing = PRESET_DIFFERENCES.get(name, {})
         t.map("model_name", "our preset of these dimensions", model_name=name, **differing)
-    elif name in ("", "default"):
+    elif name in ("", "default") or t.is_read("model_name"):
         if "model_name" in t:
             t.ignore("model_name", "the model's keys say it")
     else:
@@ -394,6 +394,9 @@ def _batch(t: Translation) -> None:
         for word in RAMP_DEFAULTS:
             if word in t:
                 t.ignore(word, "enable_rampup_batch_size is false")
+    if t.is_true("use_tunix_gradient_accumulation") and (t.number("gradient_accumulation_steps") or 1) > 1:
+        why = "its loss is then the mean of the passes' means; here it is the mean over all tokens"
+        t.map("gradient_accumulation_steps", why, gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
     p = t.number("per_device_batch_size")
     if p is not None and 0 < p < 1:
         why = "its code loads a row per device and trains on the share"

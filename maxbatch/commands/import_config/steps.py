@@ -44,8 +44,8 @@ def take_parameters(t: Translation, word: str, path: str) -> None:
         then = "" if model else "; then maxbatch train FILE model_name=auto"
         t.need(word, f"{hub_step(path)}{then}", load_parameters_path=path, **form)
     else:
-        then = "its folder at that path, with config.json; then maxbatch train FILE model_name=auto"
-        t.need(word, f"{then}", load_parameters_path=path)
+        step = "its folder at that path, with config.json; then maxbatch train FILE model_name=auto"
+        t.need(word, step, load_parameters_path=path)
 
 
 def _preset_of(path: str) -> str | None:

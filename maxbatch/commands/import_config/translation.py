@@ -34,6 +34,10 @@ class Merged(str):
     """A value that YAML's `<<` has put into another mapping as well."""
 
 
+class NameOfFile(str):
+    """A name whose file has been read: the words of the file are among the others."""
+
+
 class Fate(NamedTuple):
     """What became of a word."""
 
@@ -117,6 +121,10 @@ class Translation:
         last = word.rpartition(".")[2]
         others = (other for other in self._stated if other != word and other.rpartition(".")[2] == last)
         return "." in word and isinstance(self._stated.get(word), Merged) and any(others)
+
+    def is_read(self, word: str) -> bool:
+        """Returns whether a word names a file whose words are among the others."""
+        return isinstance(self._stated.get(word), NameOfFile)
 
     def drop(self, word: str) -> None:
         """Takes a default that does not apply."""

@@ -206,10 +206,12 @@ def test_a_config_that_has_moved_is_found_and_one_that_is_gone_is_refused(folder
 def test_a_models_file_is_found_beside_the_config_that_a_command_names(folder: Path) -> None:
     (folder / "there" / "models").mkdir(parents=True)
     (folder / "there" / "models" / "mine-1b.yml").write_text("base_emb_dim: 512\ndecoder_block: llama2\n")
-    command = f"python3 -m maxtext.train {folder}/there/base.yml dataset_type=synthetic model_name=mine-1b\n"
+    words = "dataset_type=synthetic model_name=mine-1b load_parameters_path=gs://b/0/items"
+    command = f"python3 -m maxtext.train {folder}/there/base.yml {words}\n"
     (folder / "here").mkdir()
-    config, _ = imported("maxtext", folder / "here" / "run.sh", command)
-    assert config.base_emb_dim == 512
+    config, fates = imported("maxtext", folder / "here" / "run.sh", command)
+    assert config.base_emb_dim == 512 and fates["model_name"].fate == "ignored"
+    assert "to_huggingface model_name=mine-1b " in fates["load_parameters_path"].says
 
 
 @pytest.mark.parametrize(("trains_on_inputs", "only_answers"), [("false", True), ("true", False)])
@@ -243,3 +245,21 @@ def test_the_mean_of_the_devices_means_is_not_ignored(folder: Path) -> None:
     text = "per_device_train_batch_size: 4\naverage_tokens_across_devices: {}\n"
     fates = {value: imported("hf", folder / "h.yml", text.format(value))[1] for value in ("true", "false")}
     assert [fates[value]["average_tokens_across_devices"].fate for value in fates] == ["ignored", "not supported"]
+
+
+def test_a_mean_of_the_passes_means_is_said(folder: Path) -> None:
+    text = f"{SYNTHETIC}gradient_accumulation_steps: 4\nuse_tunix_gradient_accumulation: true\n"
+    _, fates = imported("maxtext", folder / "m.yml", text)
+    assert "mean of the passes' means" in fates["gradient_accumulation_steps"].says
+
+
+def test_tiktokens_tokenizer_needs_the_same_models_tokenizer_json(folder: Path) -> None:
+    text = "dataset_type: grain\ngrain_train_files: a*\ntokenizer_type: tiktoken\ntokenizer_path: assets/t.llama3\n"
+    config, fates = imported("maxtext", folder / "m.yml", f"{text}model_name: llama3-8b\n")
+    assert (config.tokenizer_type, config.tokenizer_path) == ("huggingface", "tokenizers/llama3-8b")
+    assert fates["tokenizer_path"].fate == "needs you"
+
+
+def test_a_file_of_another_program_states_nothing(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="states nothing that MaxText knows"):
+        imported("maxtext", folder / "m.yml", "server_host: localhost\nconcurrency: 3\n")
