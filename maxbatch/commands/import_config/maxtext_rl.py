@@ -109,15 +109,24 @@ def _evaluation(t: Translation) -> None:
 
 def _data(t: Translation) -> None:
     subset = t.text("hf_subset") if "hf_subset" in t else ""
-    for word, split, key in (("dataset_name", "train_split", "dataset_path"),
-                             ("eval_dataset_name", "eval_split", "eval_dataset_path")):  # fmt: skip
+    sides = (
+        ("dataset_name", "train_split", "dataset_path", "hf_train_files"),
+        ("eval_dataset_name", "eval_split", "eval_dataset_path", "hf_eval_files"),
+    )
+    for word, split, key, named in sides:
         source = t.text(word)
+        if named in t:
+            kind = "jsonl" if "json" in t.text(named) else "parquet"
+            t.map(named, **{"dataset_type": kind, key: t.text(named)})
+            for other in (word, split):
+                t.ignore(other, f"{named} says the files")
+            continue
         path = "/".join(filter(None, (source, subset, f"{t.text(split)}*.parquet")))
         settings = {"dataset_type": "parquet", key: path}
         step = hub_step(source, "dataset") if is_hub_name(source) else "its parquet files at that path"
         t.need(word, step, **settings)
         t.map(split, **{key: path})
-    if subset:
+    if subset and t.is_left("hf_subset"):
         t.map("hf_subset", dataset_path=t.settings["dataset_path"])
     if "dataset_type" in t:
         t.ignore("dataset_type", "dataset_name says the data of its reinforcement learning")

@@ -81,7 +81,7 @@ class _Script:
         expanded = self._expand(line)
         words = self._words(expanded)
         program = next((word for word in words if not _SETTING.match(word)), "-")
-        is_command = len(words) > 1 and program[0] not in "-+" and _PROGRAM.search(expanded) is not None
+        is_command = len(words) > 1 and program[:1] not in "-+" and _PROGRAM.search(expanded) is not None
         if assigned and (_ARRAY.match(line) or (len(words) <= 2 and not assigned[1].islower())):
             self._assign(assigned)
         elif is_command:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from maxbatch.commands.import_config.steps import hub_step, is_hub_name, take_parameters
 from maxbatch.commands.import_config.translation import Translation
@@ -38,7 +38,7 @@ def hf(t: Translation) -> None:
     _rates(t, "lr_scheduler_type", steps, math.ceil)
     if "model_name_or_path" in t:
         take_parameters(t, "model_name_or_path", t.text("model_name_or_path"))
-    _adapters(t, t.is_true("use_peft"), "use_peft")
+    _adapters(t, t.is_true("use_peft"), "use_peft", {"lora_r": "16", "lora_alpha": "32", "lora_dropout": "0.05"})
     word = "average_tokens_across_devices"
     if word in t and not t.is_true(word):
         t.refuse(word, "true: the loss is the mean over the tokens of the global batch, not of the devices' means")
@@ -90,7 +90,10 @@ def _axolotl_data(t: Translation) -> None:
     adapter = t.text("adapter") if "adapter" in t else ""
     if adapter not in ("", "lora"):
         t.refuse("adapter", "lora, over parameters of float32 or bfloat16", is_essential=True)
-    _adapters(t, adapter == "lora", "adapter")
+    _adapters(t, adapter == "lora", "adapter", {})
+    for word, end in (("model_type", "ForCausalLM"), ("tokenizer_type", "Tokenizer")):
+        if word in t and re.search(rf"{end}(Fast)?$", t.text(word)):
+            t.ignore(word, "the files of base_model say it")
     if "rl" in t:
         t.refuse("rl", "documents and conversations; preference pairs are not supported", is_essential=True)
 
@@ -155,33 +158,40 @@ _TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "ou
             "up_proj": "up", "down_proj": "down"}  # fmt: skip
 
 
-def _adapters(t: Translation, is_on: bool, switch: str) -> None:
-    """Takes LoRA, as `switch` turns it on."""
-    words = [word for word in t.left() if word.startswith("lora_")]
+def _adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, str]) -> None:
+    """Takes LoRA, as `switch` turns it on; `defaults` are those of its words."""
     if not is_on:
-        for word in words if switch in t or not words else []:
-            t.ignore(word, f"{switch} is not on")
+        for word in t.left():
+            if word.startswith("lora_") and (switch == "adapter" or switch in t or word not in t):
+                t.ignore(word, f"{switch} is not on")
+            elif word.startswith("lora_"):
+                t.refuse(word, f"{switch}=true beside it", is_essential=True)
         return
+    t.assume(defaults)
     t.map(switch, lora_rank=t.text("lora_r"))
     t.map("lora_r", lora_rank=t.text("lora_r"))
-    if "lora_alpha" in t:
+    if t.text("lora_alpha"):
         t.map("lora_alpha", lora_alpha=t.text("lora_alpha"))
     names = t.items("lora_target_modules")
-    if t.is_true("lora_target_linear") or names in (["all-linear"], [*_TARGETS]):
+    t.settings["lora_targets"] = "query,value"  # PEFT's where no module is stated
+    if t.is_true("lora_target_linear") or names == ["all-linear"]:
         for word in ("lora_target_linear", "lora_target_modules"):
             if word in t:
                 t.map(word, lora_targets="all")
-    elif set(names) <= set(_TARGETS):
-        targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
-        if names:
-            t.map("lora_target_modules", lora_targets=targets)
-    else:
+    elif not set(names) <= set(_TARGETS):
         t.refuse("lora_target_modules", f"a list of {', '.join(_TARGETS)}", is_essential=True)
-    if "lora_dropout" in t and (t.number("lora_dropout") or 0) > 0:
+    elif names:
+        targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
+        t.map("lora_target_modules", lora_targets=targets)
+    if (t.number("lora_dropout") or 0) > 0:
         t.refuse("lora_dropout", "0: there is no dropout")
-    for word in words:
-        if word.endswith("_kernel") or (t.is_left(word) and word not in t):
-            t.ignore(word, "which kernel computes the same" if word in t else "empty says nothing")
+    for word in t.left():
+        if word.startswith("lora_") and (word.endswith("_kernel") or word == "lora_fan_in_fan_out"):
+            t.ignore(word, "how the same is computed")
+        elif word.startswith("lora_") and t.text(word).lower() in ("", "null", "false", "0", "0.0", "[]"):
+            t.ignore(word, f"{t.text(word) or 'empty'} says nothing")
+        elif word.startswith("lora_"):
+            t.refuse(word, "adapters that are new, and that alone are trained", is_essential=True)
 
 
 def deepspeed(t: Translation) -> None:

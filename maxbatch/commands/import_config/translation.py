@@ -206,7 +206,9 @@ class Translation:
         elif _says_nothing(name, value):
             self.ignore(word, f"{shown(value) or 'empty'} says nothing")
         else:
-            is_essential = row.changes_data or any(_states_run(key) for key in row.keys) or states_training(word)
+            is_schedule = name.startswith(("lr_", "learning_rate"))  # whose length is a key's as well
+            is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
+            is_essential = is_essential or states_training(word)
             self.refuse(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:

@@ -263,3 +263,25 @@ def test_tiktokens_tokenizer_needs_the_same_models_tokenizer_json(folder: Path) 
 def test_a_file_of_another_program_states_nothing(folder: Path) -> None:
     with pytest.raises(ConfigError, match="states nothing that MaxText knows"):
         imported("maxtext", folder / "m.yml", "server_host: localhost\nconcurrency: 3\n")
+
+
+def test_a_schedule_of_another_length_can_be_left_out(folder: Path) -> None:
+    _, fates = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n")
+    fate = fates["learning_rate_schedule_steps"]
+    assert fate.fate == "not supported" and not fate.is_essential
+
+
+def test_words_of_lora_without_its_switch_are_not_adapters(folder: Path) -> None:
+    _, fates = imported("axolotl", folder / "a.yml", f"{CHAT}lora_r: 8\nlora_model_dir:\n")
+    assert fates["lora_r"].fate == fates["lora_model_dir"].fate == "ignored"
+    _, fates = imported("hf", folder / "h.yml", "per_device_train_batch_size: 4\nlora_r: 8\n")
+    assert fates["lora_r"].fate == "not supported" and fates["lora_r"].is_essential
+    config, fates = imported("hf", folder / "p.yml", "use_peft: true\nmodel_name_or_path: someone/model\n")
+    assert (config.lora_rank, config.lora_alpha, config.lora_targets) == (16, 32, "query,value")
+    assert fates["lora_dropout"].fate == "not supported" and not fates["lora_dropout"].is_essential
+
+
+def test_an_empty_word_in_a_script_is_no_program(folder: Path) -> None:
+    text = "tool '' x train.py\npython3 -m maxtext.train base.yml dataset_type=synthetic per_device_batch_size=3\n"
+    config, _ = imported("maxtext", folder / "run.sh", text)
+    assert config.per_device_batch_size == 3
