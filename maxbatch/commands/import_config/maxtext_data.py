@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from maxbatch.commands.import_config.steps import hub_step, is_hub_name, take_tokenizer
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.translation import Translation
 
 _DATA_WORDS = (

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from maxbatch.commands.import_config.steps import hub_step, is_hub_name, take_tokenizer
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import PRETRAINING_BATCH

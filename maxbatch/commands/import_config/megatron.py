@@ -213,16 +213,20 @@ def _data(t: Translation) -> None:
     else:
         path = ";".join(items)
     if items:
-        why = "its .bin and .idx are not read: the same text as jsonl, or a store of maxbatch prepare"
-        t.map("data_path", why, dataset_path=path, dataset_type="jsonl")
+        step = "the same text as jsonl at that path, or a store of maxbatch prepare; its .bin and .idx are not read"
+        t.need("data_path", step, dataset_path=path, dataset_type="jsonl")
     kind = t.text("tokenizer_type")
     if kind and "tokenizer_model" in t:
         ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
         t.map("tokenizer_type", tokenizer_type=ours)
     elif kind:
         t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", is_essential=True)
-    if "load" in t:
+    if "load" in t and t.text("load") == t.text("save"):
         t.ignore("load", "a checkpoint in run_dir is resumed by itself")
+    for word in ("load", "pretrained_checkpoint"):
+        if word in t and t.is_left(word):
+            why = "Megatron's checkpoints are not read; a Hugging Face folder is, by load_parameters_path"
+            t.refuse(word, why, is_essential=True)
 
 
 def equation(t: Translation) -> tuple[str, str]:

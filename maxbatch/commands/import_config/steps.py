@@ -1,4 +1,4 @@
-"""Steps that a setting needs before it works: a download from Hugging Face's hub, a checkpoint to convert."""
+"""Tokenizers, models and checkpoints, with the step that each needs before it works."""
 
 from __future__ import annotations
 
@@ -6,32 +6,19 @@ import os
 import re
 import shlex
 
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import configs_dir
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 _OF_A_CHAT = re.compile(r"[-_](instruct|it|chat|base|hf|pt|bf16)\b", re.I)
 
 
-def is_hub_name(path: str) -> bool:
-    """Returns whether a path is `owner/name` of Hugging Face's hub, and nothing here has that path."""
-    return _HUB_NAME.fullmatch(path) is not None and not path.startswith("assets/") and not os.path.lexists(path)
-
-
-def hub_step(name: str, kind: str = "") -> str:
-    """Returns the step that brings a model or (`kind` dataset) a data set of the hub to the path that names it."""
-    download = f"huggingface-cli download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
-    if kind:
-        return f"{download}, in the folder where training starts"
-    return f"pip install huggingface_hub, or {download} and give the folder"
-
-
-def take_tokenizer(t: Translation, word: str, path: str, why: str = "") -> None:
+def take_tokenizer(t: Translation, word: str, path: str) -> None:
     """Takes a word as the path of a tokenizer."""
     if is_hub_name(path):
         t.need(word, hub_step(path), tokenizer_type="huggingface", tokenizer_path=path)
     else:
-        t.map(word, why, tokenizer_path=path)
+        t.map(word, tokenizer_path=path)
 
 
 def take_parameters(t: Translation, word: str, path: str) -> None:

@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from maxbatch.commands.import_config.steps import hub_step, is_hub_name, take_parameters
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.translation import Translation
 
 HF_DEFAULTS = {

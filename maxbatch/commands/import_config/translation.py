@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
@@ -217,8 +218,19 @@ class Translation:
         if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
             why = f"{self._written.get(other, other)} says {key}={shown(self.settings[key], 40)}"
             self.refuse(word, why, is_essential=_states_run(key))
+        elif key == "tokenizer_path" and "tokenizer_type" not in self.settings:
+            kind = "sentencepiece" if value.endswith(".model") else "huggingface"
+            self._from_hub(word, value, tokenizer_path=value, tokenizer_type=kind)
+        elif key in ("tokenizer_path", "load_parameters_path"):
+            self._from_hub(word, value, **{key: value})
         else:
             self.map(word, **{key: value})
+
+    def _from_hub(self, word: str, name: str, **settings: str) -> None:
+        if is_hub_name(name):
+            self.need(word, hub_step(name), **settings)
+        else:
+            self.map(word, **settings)
 
     def _row(self, word: str) -> Word | None:
         row = look_up(word, self.framework)

@@ -285,3 +285,27 @@ def test_an_empty_word_in_a_script_is_no_program(folder: Path) -> None:
     text = "tool '' x train.py\npython3 -m maxtext.train base.yml dataset_type=synthetic per_device_batch_size=3\n"
     config, _ = imported("maxtext", folder / "run.sh", text)
     assert config.per_device_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        ("hf", "per_device_train_batch_size: 4\ntokenizer_name: someone/tok\n", "tokenizer_name"),
+        ("hf", "per_device_train_batch_size: 4\nmodel_name_or_path: someone/model\n", "model_name_or_path"),
+        ("axolotl", f"{CHAT}tokenizer_config: someone/tok\n", "tokenizer_config"),
+        ("megatron", "micro_batch_size: 4\ntokenizer_type: HuggingFaceTokenizer\ntokenizer_model: someone/tok\n",
+         "tokenizer_model"),
+        ("megatron", "micro_batch_size: 4\ndata_path: corpus_text_document\n", "data_path"),
+    ],
+)  # fmt: skip
+def test_no_format_shows_a_name_on_the_hub_or_other_files_as_mapped(
+    folder: Path, name: str, text: str, word: str
+) -> None:
+    _, fates = imported(name, folder / "c.yml", text)
+    assert fates[word].fate == "needs you"
+
+
+def test_a_checkpoint_of_megatrons_is_resumed_or_refused(folder: Path) -> None:
+    text = "micro_batch_size: 4\nglobal_batch_size: 8\nload: a\nsave: {}\n"
+    fates = [imported("megatron", folder / "c.yml", text.format(place))[1]["load"] for place in ("a", "b")]
+    assert [(fate.fate, fate.is_essential) for fate in fates] == [("ignored", False), ("not supported", True)]
