@@ -147,11 +147,9 @@ def _chain(path: Path) -> dict[str, Stated]:
 def translate(t: Translation) -> None:
     """Takes the words whose values differ from ours; the table of words covers the others."""
     _retired(t)
-    if is_rl(t):
+    is_of_prompts = is_rl(t)
+    if is_of_prompts:
         translate_rl(t)
-    else:
-        translate_data(t)
-        _batch(t)
     _run(t)
     _model(t)
     _program(t)
@@ -160,6 +158,9 @@ def translate(t: Translation) -> None:
     _checkpoints(t)
     _preferences(t)
     _distillation(t)
+    if not is_of_prompts:
+        translate_data(t)
+        _batch(t)
 
 
 def _retired(t: Translation) -> None:
