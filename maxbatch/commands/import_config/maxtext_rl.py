@@ -13,6 +13,7 @@ from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import PRETRAINING_BATCH
 from maxbatch.config.values import exact, shown
+from maxbatch.config.words import look_up
 from maxbatch.system.errors import ConfigError
 
 # What its file of reinforcement learning has for unstated words.
@@ -25,11 +26,8 @@ _DEFAULTS = {"batch_size": "1", "num_generations": "2", "num_iterations": "1", "
              "data_template_path": ""}  # fmt: skip
 _BLOCK = "rl."
 _PAIRS = "pairs per chunk; the update does not depend on it"
-# Where another value than these changes what is trained.
-_ONLY = {
-    "use_agentic_rollout": ("false",), "off_policy_steps": ("0",), "system_prompt": ("", "null"),
-    "reshard_chunk_size": None, "max_concurrency": None,
-}  # fmt: skip
+# Words that change what is trained unless they have one of these values.
+_ONLY = {"use_agentic_rollout": ("false",), "off_policy_steps": ("0",), "system_prompt": ("", "null")}
 
 
 def is_rl(t: Translation) -> bool:
@@ -41,8 +39,10 @@ def translate_rl(t: Translation) -> None:
     """Takes the words of reinforcement learning, nested below `rl` or not."""
     for word in t.left():
         name = word.removeprefix(_BLOCK)
-        if name != word and (name in keys() or name in _DEFAULTS or name in _ONLY):
+        if name != word and (name in keys() or name in _DEFAULTS or name in _ONLY or look_up(name, "maxtext")):
             t.rename(word, name)
+        elif name != word:
+            t.refuse(word, "maxbatch rl has no such setting", is_essential=True)
     t.assume(_DEFAULTS)
     _batch(t)
     _length(t)
@@ -50,10 +50,10 @@ def translate_rl(t: Translation) -> None:
     _data(t)
     _rewards(t)
     for name, values in _ONLY.items():
-        if t.is_left(name) and (values is None or t.text(name).lower() in values):
-            t.ignore(name, "how its sampler runs" if values is None else "that is so here")
+        if t.is_left(name) and t.text(name).lower() in values:
+            t.ignore(name, "that is so here")
         elif t.is_left(name):
-            t.refuse(name, f"{' or '.join(filter(None, values or ()))} only", is_essential=True)
+            t.refuse(name, f"{values[0] or 'none'} only", is_essential=True)
 
 
 def _batch(t: Translation) -> None:

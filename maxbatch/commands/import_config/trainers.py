@@ -102,7 +102,7 @@ def _axolotl_data(t: Translation) -> None:
 def _axolotl_sources(t: Translation) -> None:
     """Takes the data sets: documents of plain text, or conversations in `messages`."""
     sources = t.mappings("datasets")
-    if not sources or not all(item.get("path") for item in sources):
+    if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
         return
     kinds = {str(item.get("type", "completion")) for item in sources}
     settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
@@ -317,7 +317,7 @@ def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) 
         else:
             t.drop("warmup_ratio")
         return share
-    share, why = updates or ratio, ""
+    share, why = min(1.0, updates or ratio), ""
     if share and steps:
         share = min(1.0, whole(share * steps) / steps)
         why = f"rounded {'up' if whole is math.ceil else 'down'} to whole steps, as there"

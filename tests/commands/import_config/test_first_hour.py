@@ -228,6 +228,15 @@ def test_axolotls_chats_are_use_sft(folder: Path, trains_on_inputs: str, only_an
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
+@pytest.mark.parametrize(
+    "text", ["datasets: [{path: [a], type: chat_template}]\n", "warmup_ratio: 1e308\nmax_steps: 9\n"]
+)
+def test_a_value_of_another_kind_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (folder / "a.yml").write_text(f"micro_batch_size: 2\n{text}")
+    assert main(["import", "axolotl", "a.yml"]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_axolotl_packs_only_when_it_is_told_to(folder: Path) -> None:
     config, _ = imported("axolotl", folder / "c.yml", CHAT)
     assert not config.packing
