@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from maxbatch.commands.arguments import count, local_path, note
 from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
-from maxbatch.commands.import_config.translation import UNSUPPORTED, Fate, Stated, Translation
+from maxbatch.commands.import_config.translation import (
+    IGNORED,
+    MAPPED,
+    NEEDS_YOU,
+    UNSUPPORTED,
+    Fate,
+    Stated,
+    Translation,
+)
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
@@ -58,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = "leave out words that are not supported, unless one of them sets the batch or the data"
+    skip = (
+        "leave out words that are not supported, unless one of them states the batch, the length, the data or the model"
+    )
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
@@ -84,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
     text = written(translation, f"{FRAMEWORKS[name]}'s {path.name}")
     _refuse_existing(output)
     write_atomically(output, text)
+    waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
+    if waits:
+        note(f"{waits} of the words need a step of yours before maxbatch train; the table gives each")
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0
 
@@ -92,7 +105,7 @@ def translated(name: str, path: Path, command: int | None = None) -> tuple[Trans
     """Returns a file in our words, and notes on how it was read; `command` chooses one of a shell file, from 1 on."""
     form = FORMATS[name]
     words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
-    if not words:
+    if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     translation = Translation(words, form.defaults, name)
     form.translate(translation)
@@ -130,6 +143,12 @@ _SIGNS = {
 }  # fmt: skip
 
 
+def _is_known(word: str, name: str) -> bool:
+    """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
+    names = (name, "nemo") if name == "megatron" else (name,)
+    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
+
+
 def _is_ours(word: str, name: str) -> bool:
     return name == "maxtext" and word in keys()
 
@@ -140,7 +159,7 @@ def _print(translation: Translation, name: str) -> None:
         (fate.fate, shown(fate.word, _WIDEST), shown(fate.value, _WIDEST), printable(fate.says, keep=""))
         for fate in translation.fates
     ]
-    rows.sort(key=lambda row: ("mapped", "not supported", "ignored").index(row[0]))
+    rows.sort(key=lambda row: (MAPPED, NEEDS_YOU, UNSUPPORTED, IGNORED).index(row[0]))
     heads = ("became", FRAMEWORKS[name], "value", "here")
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(3)]
     for row in (heads, *rows):
@@ -153,15 +172,17 @@ def _print(translation: Translation, name: str) -> None:
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
-    found = [fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.changes_data)]
+    found = [fate for fate in fates if fate.fate == UNSUPPORTED and (not skip or fate.is_essential)]
     if not found:
         return
     sys.stdout.flush()
     said = "; ".join(f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found[:8])
     rest = f"; and {len(found) - 8} more" if len(found) > 8 else ""
     if skip:
-        raise ConfigError(f"not supported, although they set the batch or the data: {said}{rest}")
-    works = "works: --skip-unsupported, which leaves them out" if not any(f.changes_data for f in found) else ""
+        raise ConfigError(
+            f"not supported, although they state the batch, the length, the data or the model: {said}{rest}"
+        )
+    works = "works: --skip-unsupported, which leaves them out" if not any(f.is_essential for f in found) else ""
     raise ConfigError(f"not supported: {said}{rest}" + (f"; {works}" if works else ""))
 
 

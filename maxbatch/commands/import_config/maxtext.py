@@ -5,17 +5,19 @@ Facts from MaxText's documentation and `configs/base.yml` (https://github.com/AI
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
 from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, translate_form
+from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
-from maxbatch.commands.import_config.translation import Stated, Translation
+from maxbatch.commands.import_config.steps import take_orbax
+from maxbatch.commands.import_config.translation import NameOfFile, Stated, Translation
 from maxbatch.config.loading import configs_dir, keys
-from maxbatch.config.rules import PRETRAINING_BATCH
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
@@ -43,6 +45,7 @@ MODEL_DEFAULTS = {
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
 _MOST_BASES = 8
+_RETIRED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 # Its policies by name that are lists of tensors, with where each is kept.
 _QKV = ("query_proj", "key_proj", "value_proj")
 _AS_CUSTOM = {
@@ -62,6 +65,7 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
       command: which of a recipe's commands, from 1 on; None: the only one.
     """
     notes: list[str] = []
+    named = None
     if is_yaml(path):
         words = _chain(path)
     else:
@@ -70,18 +74,17 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         words = {name: value for name, value in words.items() if name not in ("m", "c")}
         named = config_file_of(line)
         if named and Path(named).name != "base.yml":  # which holds MaxText's defaults
-            beside = _near(path.parent, re.sub(r"^.*configs/+|^\W*", "", named))
+            beside, where = _named(path.parent, named, is_stated="per_device_batch_size" in words)
             words = (_chain(beside) if beside else {}) | words
-            if beside is None:
-                notes.append(
-                    f"{shown_path(named)} is not beside {shown_path(path)}: only the command's own words are read"
-                )
+            if where:
+                notes.append(where)
     name = words.get("model_name", "default")
     if isinstance(name, str) and name not in ("", "default") and name not in _presets():
-        model = _near(path.parent, f"models/{name}.yml")
+        folders = [path.parent, *([Path(named).parent] if named and Path(named).is_absolute() else [])]
+        model = next(filter(None, (_near(folder, f"models/{name}.yml") for folder in folders)), None)
         if model:
             words = read_yaml(model) | words
-            words["model_name"] = "default"
+            words["model_name"] = NameOfFile(name)
             notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
     return words, notes
 
@@ -97,6 +100,26 @@ def _near(folder: Path, name: str) -> Path | None:
             if os.path.isfile(tried):  # False for a name that no file can have
                 return tried
     return None
+
+
+def _named(folder: Path, named: str, is_stated: bool) -> tuple[Path | None, str]:
+    """Returns the config file that a command names, and a note on where it is.
+
+    Raises:
+      ConfigError: there is none, and the command does not state the batch itself (`is_stated`).
+    """
+    beside = _near(folder, re.sub(r"^.*configs/+|^\W*", "", named))
+    if beside is not None:
+        return beside, ""
+    configs = next((above for above in folder.resolve().parents if above.name == "configs"), None)
+    found = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
+    if len(found) != 1 and is_stated:
+        return None, f"{shown_path(named)} is not beside {shown_path(folder)}: only the command's own words are read"
+    if len(found) != 1:
+        raise ConfigError(
+            f"{shown_path(named)}: is not beside {shown_path(folder)}, and states the batch; works: put it there"
+        )
+    return found[0], f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of that name"
 
 
 def _chain(path: Path) -> dict[str, Stated]:
@@ -123,11 +146,28 @@ def _chain(path: Path) -> dict[str, Stated]:
 
 def translate(t: Translation) -> None:
     """Takes the words whose values differ from ours; the table of words covers the others."""
+    _retired(t)
+    is_of_prompts = is_rl(t)
+    if is_of_prompts:
+        translate_rl(t)
     _run(t)
     _model(t)
     _program(t)
-    translate_data(t)
-    _batch(t)
+    _mesh(t)
+    _adapters(t)
+    _checkpoints(t)
+    _preferences(t)
+    _distillation(t)
+    if not is_of_prompts:
+        translate_data(t)
+        _batch(t)
+
+
+def _retired(t: Translation) -> None:
+    """Takes retired spellings as today's words."""
+    for old, new in _RETIRED.items():
+        if old in t:
+            t.rename(old, new)
 
 
 def _run(t: Translation) -> None:
@@ -170,18 +210,19 @@ def _model(t: Translation) -> None:
     if is_preset:
         differing = PRESET_DIFFERENCES.get(name, {})
         t.map("model_name", "our preset of these dimensions", model_name=name, **differing)
-    elif name in ("", "default"):
+    elif name in ("", "default") or t.is_read("model_name"):
         if "model_name" in t:
             t.ignore("model_name", "the model's keys say it")
     else:
-        t.refuse("model_name", f"no preset {shown(name)}; needed: its file models/{shown(name)}.yml beside this one")
+        why = f"no preset {shown(name)}; needed: its file models/{shown(name)}.yml beside this one"
+        t.refuse("model_name", why, is_essential=True)
     if not is_preset:
-        scale = max(0, int(t.number("global_parameter_scale") or 1))
         for word, default in MODEL_DEFAULTS.items():
             if word not in t:
                 t.settings.setdefault(word, default)
-        if scale > 1:
-            t.refuse("global_parameter_scale", "state the dimensions themselves")
+        _scale(t)
+    elif t.text("global_parameter_scale") not in ("", "1", "0"):
+        t.refuse("global_parameter_scale", "state the dimensions themselves", is_essential=True)
     if "global_parameter_scale" in t and t.text("global_parameter_scale") in ("1", "0"):
         t.ignore("global_parameter_scale", "1 says nothing")
     for word in _BATCH_DIMENSIONS:
@@ -190,10 +231,109 @@ def _model(t: Translation) -> None:
     translate_form(t, is_preset)
 
 
+def _scale(t: Translation) -> None:
+    """Takes the factor of all dimensions: powers of 2 in turn for heads and MLP, for the width, and for the layers."""
+    scale = t.number("global_parameter_scale") or 1.0
+    if scale <= 1:
+        return
+    if not scale.is_integer() or int(scale) & (int(scale) - 1):
+        t.refuse("global_parameter_scale", "a power of 2", is_essential=True)
+        return
+    each, rest = divmod(int(scale).bit_length() - 1, 3)
+    heads, width = each + (rest > 0), each + (rest > 1)
+    powers = {"base_emb_dim": width, "base_num_query_heads": heads, "base_num_kv_heads": heads, "base_mlp_dim": heads,
+              "base_num_decoder_layers": each}  # fmt: skip
+    scaled: dict[str, str] = {}
+    for word, power in powers.items():
+        number = t.number(word) if word in t else float(MODEL_DEFAULTS[word])
+        if number is None or not number.is_integer():
+            t.refuse(word, "a whole number", is_essential=True)
+            return
+        scaled[word] = str(int(number) << power)
+        if word in t:
+            t.map(word, f"x {1 << power} by global_parameter_scale", **{word: scaled[word]})
+    t.map("global_parameter_scale", **scaled)
+
+
+def _mesh(t: Translation) -> None:
+    """Takes the axes that MaxText has beside ours and that split the same things as one of ours."""
+    is_dense = (t.number("num_experts") or 1) <= 1
+    same = {"fsdp": ("fsdp_transpose", *(["expert"] if is_dense else [])), "tensor": ("tensor_sequence",)}
+    for net in ("ici", "dcn"):
+        for axis, beside in same.items():
+            ours = axis_key(net, axis)
+            words = [word for word in (axis_key(net, other) for other in beside) if (t.number(word) or 1) != 1]
+            sizes = [t.number(word) or 1 for word in (ours, *words)]
+            if words:
+                size = -1 if -1 in sizes else math.prod(sizes)
+                for word in (ours, *words):
+                    if word in t or word != ours:
+                        t.map(word, " x ".join((ours, *words)), **{ours: f"{size:g}"})
+    others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
+    if "-1" in [t.settings.get(word, t.text(word)) for word in others] and "dcn_data_parallelism" not in t:
+        t.drop("dcn_data_parallelism")
+
+
+def _adapters(t: Translation) -> None:
+    """Takes LoRA, nested below `lora` or not."""
+    words = [word for word in t.left() if word.startswith(("lora.", "lora_"))]
+    for word in words:
+        if word.startswith("lora."):
+            t.rename(word, word.removeprefix("lora."))
+    if not t.is_true("enable_lora"):
+        for word in [word for word in t.left() if word.startswith("lora_") or word == "enable_lora"]:
+            t.ignore(word, "enable_lora=false")
+        return
+    t.map("enable_lora", lora_rank=t.text("lora_rank"))
+    for word in ("lora_rank", "lora_alpha"):
+        t.map(word, **{word: t.text(word)})
+    named = {"query": "query", "key": "key", "value": "value", "out": "out", "wi_0": "gate", "wi_1": "up", "wo": "down"}
+    path = t.text("lora_module_path")
+    found = [ours for there, ours in named.items() if re.search(rf"(?<![a-z]){there}(?![a-z0-9])", path)]
+    if "lora_module_path" in t and not found:
+        t.refuse("lora_module_path", f"a pattern of {', '.join(named)}", is_essential=True)
+    else:
+        t.map("lora_module_path", lora_targets=",".join(found) if 0 < len(found) < len(named) else "all")
+    for word in ("lora_restore_path", "lora_weight_qtype", "lora_tile_size"):
+        if word in t:
+            t.refuse(word, "adapters that are new, over parameters of dtype", is_essential=True)
+        elif t.is_left(word):
+            t.ignore(word, "null says nothing")
+
+
+def _preferences(t: Translation) -> None:
+    for word in t.left() if not t.is_true("use_dpo") else []:
+        if word.startswith("dpo.") or word in ("dpo_beta", "dpo_label_smoothing", "orpo_lambda"):
+            t.ignore(word, "use_dpo=false")
+
+
+def _checkpoints(t: Translation) -> None:
+    if "load_parameters_path" in t:
+        take_orbax(t, "load_parameters_path")
+    if "load_full_state_path" in t:
+        why = "MaxText's optimizer state is not read; its parameters are, by load_parameters_path"
+        t.refuse("load_full_state_path", why, is_essential=True)
+
+
+def _distillation(t: Translation) -> None:
+    others = ("student_overrides.", "teacher_overrides.")
+    is_one = any(word.startswith(others) for word in t.left())
+    for word in t.left():
+        if word.startswith((*others, "distill_")):
+            if is_one:
+                t.refuse(word, "no distillation: a model is trained on tokens, not on another model", is_essential=True)
+            else:
+                t.ignore(word, "no teacher is stated, so nothing is distilled")
+
+
 def _program(t: Translation) -> None:
     for word in ("dtype", "weight_dtype"):
         if t.text(word) not in ("float32", "bfloat16"):
             t.refuse(word, "float32 or bfloat16")
+    if t.text("grad_dtype") == "float32":
+        t.ignore("grad_dtype", "gradients accumulate in float32")
+    if "mu_dtype" in t and t.text("mu_dtype") == t.text("weight_dtype"):
+        t.ignore("mu_dtype", "moments have the dtype of the parameters")
     _remat(t)
     attention = t.text("attention")
     if attention and attention not in ("dot_product",):
@@ -243,9 +383,7 @@ def _preset_layers(name: str) -> int:
 
 
 def _batch(t: Translation) -> None:
-    if "batch_size" in t:
-        _prompts(t)
-    elif t.is_true("enable_rampup_batch_size"):
+    if t.is_true("enable_rampup_batch_size"):
         g = t.number("gradient_accumulation_steps") or 1
         code = f"; its code leaves out the {g:g} accumulation steps while it ramps" if g > 1 else ""
         why = f"stage i begins at i x samples_per_increment; its code restarts the count at every stage{code}"
@@ -257,6 +395,9 @@ def _batch(t: Translation) -> None:
         for word in RAMP_DEFAULTS:
             if word in t:
                 t.ignore(word, "enable_rampup_batch_size is false")
+    if t.is_true("use_tunix_gradient_accumulation") and (t.number("gradient_accumulation_steps") or 1) > 1:
+        why = "its loss is then the mean of the passes' means; here it is the mean over all tokens"
+        t.map("gradient_accumulation_steps", why, gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
     p = t.number("per_device_batch_size")
     if p is not None and 0 < p < 1:
         why = "its code loads a row per device and trains on the share"
@@ -265,22 +406,11 @@ def _batch(t: Translation) -> None:
     if e is not None and 0 < e < 1:
         why = "the full batch is trained on; its code may train the share"
         t.map("expansion_factor_real_data", why, expansion_factor_real_data=t.text("expansion_factor_real_data"))
-    others = [axis_key("dcn", axis) for axis in AXES if axis != "data"]
-    if any(t.text(word) == "-1" for word in others) and "dcn_data_parallelism" not in t:
-        t.drop("dcn_data_parallelism")
     for word in ("tokenize_train_data", "tokenize_eval_data"):
         if t.is_true(word):
             t.ignore(word, "data are text")
     if "num_epoch" in t:
         t.ignore("num_epoch", "steps sets the length; epochs follow one another without a gap")
-
-
-def _prompts(t: Translation) -> None:
-    """Takes the batch of prompts of reinforcement learning, which replaces the rows per device."""
-    for name in PRETRAINING_BATCH:
-        if name in t:
-            t.ignore(name, "batch_size states the batch, in prompts")
-        t.drop(name)
 
 
 def equation(t: Translation) -> tuple[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.translation import Translation
 
 _DATA_WORDS = (
@@ -20,16 +22,21 @@ def translate_data(t: Translation) -> None:
     is_eval = (t.number("eval_interval") or -1) > 0
     reads = {"synthetic": _synthetic, "tfds": _tfds, "hf": _hf, "grain": _grain}.get(kind)
     if reads is None:
-        t.refuse("dataset_type", "synthetic, tfds, hf or grain", changes_data=True)
+        t.refuse("dataset_type", "synthetic, tfds, hf or grain", is_essential=True)
         return
     reads(t, is_eval)
+    columns = t.items("train_data_columns") or ["text"]
     if kind != "synthetic":
         _tokenizer(t)
-        columns = t.items("train_data_columns") or ["text"]
-        if len(columns) == 1:
+        if t.is_true("use_sft"):
+            _conversations(t, columns)
+        elif len(columns) == 1:
             t.map("train_data_columns", text_field=columns[0])
         else:
-            t.refuse("train_data_columns", "one field holds the text", changes_data=True)
+            t.refuse("train_data_columns", "one field holds the text", is_essential=True)
+    if "eval_data_columns" in t and kind != "synthetic" and t.items("eval_data_columns") == columns:
+        t.ignore("eval_data_columns", "held-out data have the fields of train_data_columns")
+    _rows(t, kind)
     for word in ("eval_data_columns", *_DATA_WORDS):
         if word in t and not is_eval and word.startswith(("eval_", "hf_eval", "grain_eval")):
             t.ignore(word, "eval_interval=-1: there is no eval")
@@ -47,6 +54,31 @@ def translate_data(t: Translation) -> None:
         t.map("grain_worker_count", "as many as read best is not found by itself", grain_worker_count="0")
 
 
+def _conversations(t: Translation, columns: list[str]) -> None:
+    """Takes the fields of conversations: their names are fixed here."""
+    if columns in (["messages"], ["prompt", "completion"]):
+        t.ignore("train_data_columns", "records with messages, or with prompt and completion, are read as they are")
+    elif "train_data_columns" in t:
+        t.refuse("train_data_columns", "messages, or prompt and completion", is_essential=True)
+
+
+def _rows(t: Translation, kind: str) -> None:
+    """Takes the words on documents that are longer than a row, and those of other pipelines."""
+    if t.is_true("use_truncation"):
+        if t.is_true("use_sft"):
+            t.map("use_truncation", overlong="truncate")
+        else:
+            t.ignore("use_truncation", "its default; here a document longer than a row is split, so no token is lost")
+    if "chat_template" in t and not t.is_true("use_sft"):
+        t.ignore("chat_template", "use_sft=false: documents are text")
+    elif "chat_template" in t:
+        t.need("chat_template", "put it into chat_template.jinja beside the tokenizer")
+    if kind != "olmo_grain":
+        for word in t.left():
+            if word.startswith("olmo_"):
+                t.ignore(word, f"dataset_type={kind} does not read it")
+
+
 def _synthetic(t: Translation, is_eval: bool) -> None:
     t.map("dataset_type", dataset_type="synthetic")
     for word in _DATA_WORDS:
@@ -59,11 +91,13 @@ def _tfds(t: Translation, is_eval: bool) -> None:
     name = t.text("dataset_name", "c4/en:3.1.0")
     folder = f"{t.text('dataset_path').rstrip('/')}/{name.replace(':', '/')}".lstrip("/")
     split = t.text("train_split", "train")
-    why = "TFDS's array_record files of that data set (tfds build --file_format=array_record)"
+    step = f"its array_record files in that folder (tfds build {name} --file_format=array_record)"
     path = {"dataset_path": f"{folder}/*-{split}.array_record*"}
-    t.map("dataset_type", why, dataset_type="arrayrecord", record_format="example")
+    t.map("dataset_type", dataset_type="arrayrecord", record_format="example")
     for word in ("dataset_path", "dataset_name", "train_split"):
-        if word in t or word == "dataset_name":
+        if word == "dataset_name":
+            t.need(word, step, **path)
+        elif word in t:
             t.map(word, **path)
     if is_eval:
         other = t.text("eval_dataset_name", name).replace(":", "/")
@@ -84,12 +118,14 @@ def _hf(t: Translation, is_eval: bool) -> None:
     parts = [part for part in (name, t.text("hf_name"), t.text("hf_data_dir")) if part]
     path = files or f"{'/'.join(parts)}/*{t.text('train_split', 'train')}*.{kind}"
     if not files and not name:
-        t.refuse("hf_path", "the files of the data set", changes_data=True)
+        t.refuse("hf_path", "the files of the data set", is_essential=True)
         return
-    why = "" if files else f"its {kind} files, downloaded into that folder"
     for word in ("hf_train_files", "hf_path", "hf_name", "hf_data_dir", "train_split"):
-        if word in t:
-            t.map(word, why, dataset_path=path)
+        if word in t and word == "hf_path" and not files:
+            step = hub_step(name, "dataset") if is_hub_name(name) else f"its {kind} files in that folder"
+            t.need(word, step, dataset_path=path)
+        elif word in t:
+            t.map(word, dataset_path=path)
     held_out = t.text("hf_eval_files") or f"{'/'.join(parts)}/*{t.text('hf_eval_split', 'validation')}*.{kind}"
     for word in ("hf_eval_files", "hf_eval_split"):
         if word in t and is_eval:
@@ -102,7 +138,7 @@ def _hf(t: Translation, is_eval: bool) -> None:
 def _grain(t: Translation, is_eval: bool) -> None:
     kind = t.text("grain_file_type") or "arrayrecord"
     if kind not in ("arrayrecord", "parquet"):
-        t.refuse("grain_file_type", "arrayrecord or parquet", changes_data=True)
+        t.refuse("grain_file_type", "arrayrecord or parquet", is_essential=True)
         return
     record = {"record_format": "example"} if kind == "arrayrecord" else {}
     t.map("dataset_type", dataset_type=kind, **record)
@@ -111,7 +147,7 @@ def _grain(t: Translation, is_eval: bool) -> None:
     if "grain_train_files" in t:
         t.map("grain_train_files", dataset_path=t.text("grain_train_files"))
     elif "grain_train_mixture_config_path" not in t:
-        t.refuse("grain_train_files", "the files of the data set", changes_data=True)
+        t.refuse("grain_train_files", "the files of the data set", is_essential=True)
     if is_eval and "grain_eval_files" in t:
         t.map("grain_eval_files", eval_dataset_path=t.text("grain_eval_files"))
     for word in ("dataset_path", "dataset_name", "eval_dataset_name", "train_split", "eval_split"):
@@ -121,12 +157,21 @@ def _grain(t: Translation, is_eval: bool) -> None:
 
 def _tokenizer(t: Translation) -> None:
     kind, path = t.text("tokenizer_type", "sentencepiece"), t.text("tokenizer_path")
-    if kind not in ("sentencepiece", "huggingface"):
-        t.refuse("tokenizer_type", "sentencepiece or huggingface", changes_data=True)
+    if kind not in ("sentencepiece", "huggingface", "tiktoken"):
+        t.refuse("tokenizer_type", "sentencepiece, huggingface or tiktoken", is_essential=True)
         return
-    ours = "huggingface" if kind == "huggingface" else "sentencepiece"
     name = t.text("model_name") or "default"
-    why = "" if path else "the tokenizer of the model, put there"
-    local = re.sub(r"^.*?(?=assets/)|^\$\{?\w+\}?/*", "", path) if path else f"tokenizers/{name}"
-    t.map("tokenizer_type", tokenizer_type=ours)
-    t.map("tokenizer_path", why, tokenizer_path=local)
+    if kind == "tiktoken":
+        step = "the tokenizer.json of the same model, which gives the same tokens, in that folder"
+        t.map("tokenizer_type", tokenizer_type="huggingface")
+        t.need("tokenizer_path", step, tokenizer_path=f"tokenizers/{name}")
+        return
+    t.map("tokenizer_type", tokenizer_type=kind)
+    local = re.sub(r"^.*?(?=assets/)|^\$\{?\w+\}?/*", "", path)
+    if not path:
+        t.need("tokenizer_path", "the tokenizer of the model at that path", tokenizer_path=f"tokenizers/{name}")
+    elif local.startswith("assets/"):
+        step = "MaxText's src/maxtext/assets, copied or linked as assets"
+        t.need("tokenizer_path", step, tokenizer_path=local)
+    else:
+        take_tokenizer(t, "tokenizer_path", local)

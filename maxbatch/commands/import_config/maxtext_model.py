@@ -8,6 +8,7 @@ from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import KEYS
 
+_OF_IMAGES = ("vision_encoder_block", "image_placeholder", "freeze_vision_encoder_params", "vision_output_dim_for_vit")
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 # Blocks whose windows are a pattern of the layers that attention_type does not state there.
 _PATTERNS = {name: FAMILIES[name].attention_type for name in ("gemma2", "gemma3")}
@@ -31,6 +32,7 @@ PRESET_DIFFERENCES = {
 def translate_form(t: Translation, is_preset: bool) -> None:
     """Takes the words of a layer's form; the rest of a block comes from our preset."""
     block = t.text("decoder_block")
+    _family(t, block)
     if block in _PATTERNS:
         _gemma(t, block, is_preset)
     elif block in _LLAMA_BLOCKS:
@@ -40,6 +42,22 @@ def translate_form(t: Translation, is_preset: bool) -> None:
     _rope(t)
     if t.text("attention_type") == "global":
         t.ignore("attention_type", "global is the default")
+
+
+def _family(t: Translation, block: str) -> None:
+    """Refuses models of other families by their names."""
+    if "decoder_block" in t and block not in (*_LLAMA_BLOCKS, *FAMILIES):
+        t.refuse("decoder_block", f"the family {block}; there are {', '.join(FAMILIES)}", is_essential=True)
+    if (t.number("num_experts") or 1) > 1:
+        t.refuse("num_experts", "mixtures of experts are not supported", is_essential=True)
+    elif "load_balance_loss_weight" in t:
+        t.ignore("load_balance_loss_weight", "there are no experts")
+    if t.is_true("use_multimodal"):
+        t.refuse("use_multimodal", "text only", is_essential=True)
+    else:
+        for word in t.left():
+            if word.endswith("_for_vit") or word in _OF_IMAGES:
+                t.ignore(word, "use_multimodal=false: text alone is read")
 
 
 def _gemma(t: Translation, block: str, is_preset: bool) -> None:
@@ -94,7 +112,7 @@ def _activations(t: Translation) -> None:
     elif stated in _ACTIVATIONS:
         t.map("mlp_activations", mlp_activations=stated)
     else:
-        t.refuse("mlp_activations", f"one of {' | '.join(_ACTIVATIONS)}")
+        t.refuse("mlp_activations", f"one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
 
 
 def _rope(t: Translation) -> None:
@@ -105,7 +123,7 @@ def _rope(t: Translation) -> None:
     elif "rope_type" in t and kind in ("default", "llama3.1"):
         t.ignore("rope_type", "RoPE that is not scaled is the default")
     elif "rope_type" in t:
-        t.refuse("rope_type", "default or llama3.1")
+        t.refuse("rope_type", "default or llama3.1", is_essential=True)
     if "rope_use_scale" in t:
         t.ignore("rope_use_scale", "it is of rope_type llama3.1, which is mapped")
     for word in _YARN_ONLY:

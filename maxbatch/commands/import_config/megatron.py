@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from maxbatch.commands.import_config.trainers import betas, optimizer, precision, seeds
-from maxbatch.commands.import_config.translation import Translation
+from maxbatch.commands.import_config.translation import Translation, states_training
 from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
 from maxbatch.config.words.convert import rampup_schedule
@@ -46,7 +46,7 @@ def translate(t: Translation) -> None:
 
 def _from_nemo(t: Translation) -> None:
     for word in list(t.left()):
-        if "." not in word or t.is_merged(word):
+        if "." not in word or t.is_merged(word) or states_training(word):
             continue
         path, _, last = word.rpartition(".")
         name = _NEMO.get(last, last)
@@ -79,13 +79,13 @@ def _batch(t: Translation, in_stage: int) -> None:
         start, rise, samples = map(int, ramp)
         schedule = rampup_schedule(start, rise, samples, int(batch))
         if schedule is None:
-            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", changes_data=True)
+            t.refuse("rampup_batch_size", "whole steps from its start to the global batch", is_essential=True)
         else:
             t.map("rampup_batch_size", "thresholds in samples", batch_size_schedule=schedule)
             t.ignore("global_batch_size", "the last batch of the schedule")
             return
     elif "rampup_batch_size" in t:
-        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", changes_data=True)
+        t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", is_essential=True)
     if "step_batch_size_schedule" in t:
         words = (word.partition(":") for word in t.text("step_batch_size_schedule").replace(",", " ").split())
         ours = " ".join(f"{left}:{right}" if left in ("0",) else f"{left}t:{right}" for left, _, right in words)
@@ -213,16 +213,20 @@ def _data(t: Translation) -> None:
     else:
         path = ";".join(items)
     if items:
-        why = "its .bin and .idx are not read: the same text as jsonl, or a store of maxbatch prepare"
-        t.map("data_path", why, dataset_path=path, dataset_type="jsonl")
+        step = "the same text as jsonl at that path, or a store of maxbatch prepare; its .bin and .idx are not read"
+        t.need("data_path", step, dataset_path=path, dataset_type="jsonl")
     kind = t.text("tokenizer_type")
     if kind and "tokenizer_model" in t:
         ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
         t.map("tokenizer_type", tokenizer_type=ours)
     elif kind:
-        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", changes_data=True)
-    if "load" in t:
+        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", is_essential=True)
+    if "load" in t and t.text("load") == t.text("save"):
         t.ignore("load", "a checkpoint in run_dir is resumed by itself")
+    for word in ("load", "pretrained_checkpoint"):
+        if word in t and t.is_left(word):
+            why = "Megatron's checkpoints are not read; a Hugging Face folder is, by load_parameters_path"
+            t.refuse(word, why, is_essential=True)
 
 
 def equation(t: Translation) -> tuple[str, str]:

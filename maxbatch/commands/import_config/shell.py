@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from maxbatch.commands.import_config.reading import state, text_of
@@ -27,9 +27,10 @@ _NAME = r"^[ \t]*(?:export\s+|declare -a\s+)?([A-Za-z_]\w*)(\+?)="
 _ARRAY = re.compile(_NAME + r"\(((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*)\)", re.M)
 _ASSIGNED = re.compile(_NAME + r"(.*)$")
 _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
-_PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py")
+_PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py|\.sh\b")
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
 _MOST_EXPANDED = 2**20  # characters that all variables of a file become
+_MOST_CALLS = 4  # scripts that call one another
 _MOST_LINES = 20_000  # commands, empty ones included
 _MOST_OF_LINE = 2**16  # characters of a command, its variables put in
 
@@ -53,7 +54,7 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
     found = [_arguments_of(words) for words in commands] or [script.loose]
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
-    if number is None and any(words != found[0] for words in found):
+    if number is None and any(_of_run(words) != _of_run(found[0]) for words in found):
         named = "; ".join(f"{i}: {shown(' '.join(words))}" for i, words in enumerate(commands[:8], 1))
         rest = f"; and {len(commands) - 8} more" if len(commands) > 8 else ""
         rule = f"{len(commands)} commands train, and one config comes out"
@@ -64,11 +65,11 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
 class _Script:
     """The commands and the loose settings of a shell file, its variables put in."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, arguments: Sequence[str] = (), depth: int = 0) -> None:
         self.commands: list[list[str]] = []  # those with settings
         self.loose: list[str] = []
-        self._path = path
-        self._variables: dict[str, str] = {}
+        self._path, self._depth = path, depth
+        self._variables = {str(i): text for i, text in enumerate(arguments, 1)}
         self._expanded = 0  # characters so far
         for number, line in enumerate(_lines(text_of(path))):
             if number == _MOST_LINES:
@@ -80,7 +81,7 @@ class _Script:
         expanded = self._expand(line)
         words = self._words(expanded)
         program = next((word for word in words if not _SETTING.match(word)), "-")
-        is_command = len(words) > 1 and program[0] not in "-+" and _PROGRAM.search(expanded) is not None
+        is_command = len(words) > 1 and program[:1] not in "-+" and _PROGRAM.search(expanded) is not None
         if assigned and (_ARRAY.match(line) or (len(words) <= 2 and not assigned[1].islower())):
             self._assign(assigned)
         elif is_command:
@@ -97,6 +98,12 @@ class _Script:
 
     def _take_command(self, words: list[str], text: str) -> None:
         """Keeps a command that may train, or those that it holds as a text: of `eval`, `bash -c` and `--command`."""
+        called = next((i for i, word in enumerate(words[:2]) if word.endswith((".sh", ".bash"))), None)
+        if called is not None and self._depth < _MOST_CALLS:
+            script = self._path.parent / Path(words[called]).name
+            if script.is_file():
+                self.commands += _Script(script, words[called + 1 :], self._depth + 1).commands
+                return
         nested = _nested(words, text)
         if nested is not None:
             for line in _lines(nested):
@@ -146,6 +153,11 @@ class _Script:
             if text == before:
                 break
         return _PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), text)
+
+
+def _of_run(words: list[str]) -> list[str]:
+    """Returns the words of a command without those that only say which machine it is compiled for."""
+    return [word for word in words if not word.lstrip("-").startswith("compile_topology")]
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -5,8 +5,12 @@ Facts from their documentation: transformers' TrainingArguments, Axolotl's confi
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable, Mapping
 
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.translation import Translation
 
 HF_DEFAULTS = {
@@ -19,7 +23,7 @@ AXOLOTL_DEFAULTS = {
     "micro_batch_size": "1", "num_epochs": "1", "learning_rate": "5e-5", "lr_scheduler": "cosine",
     "warmup_ratio": "0.03", "weight_decay": "0.0", "optimizer": "adamw_torch", "max_grad_norm": "1.0", "seed": "42",
     "adam_beta1": "0.9",
-    "adam_beta2": "0.999", "adam_epsilon": "1e-8",
+    "adam_beta2": "0.999", "adam_epsilon": "1e-8", "sample_packing": "false",
 }  # fmt: skip
 DEEPSPEED_DEFAULTS: dict[str, str] = {}
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "onebitadam": "",
@@ -32,7 +36,13 @@ def hf(t: Translation) -> None:
     _old_words(t)
     _batch_per_device(t, "per_device_train_batch_size")
     steps = _length(t, "max_steps", "num_train_epochs")
-    _rates(t, "lr_scheduler_type", steps)
+    _rates(t, "lr_scheduler_type", steps, math.ceil)
+    if "model_name_or_path" in t:
+        take_parameters(t, "model_name_or_path", t.text("model_name_or_path"))
+    _adapters(t, t.is_true("use_peft"), "use_peft", {"lora_r": "16", "lora_alpha": "32", "lora_dropout": "0.05"})
+    word = "average_tokens_across_devices"
+    if word in t and not t.is_true(word):
+        t.refuse(word, "true: the loss is the mean over the tokens of the global batch, not of the devices' means")
     optimizer(t, "optim")
     seeds(t, "seed", "data_seed")
     precision(t)
@@ -54,9 +64,9 @@ def axolotl(t: Translation) -> None:
         t.map("batch_size", "batch_size / micro_batch_size passes", gradient_accumulation_steps=f"{max(1, passes):g}")
     elif "gradient_accumulation_steps" not in t:
         t.settings["gradient_accumulation_steps"] = "1"
-    _batch_per_device(t, "micro_batch_size")
+    _batch_per_device(t, "micro_batch_size", "; its loss is the mean of the devices' means, here that over all tokens")
     steps = _length(t, "max_steps", "num_epochs")
-    _rates(t, "lr_scheduler", steps)
+    _rates(t, "lr_scheduler", steps, math.floor)
     optimizer(t, "optimizer")
     seeds(t, "seed", "")
     precision(t)
@@ -70,17 +80,119 @@ def _axolotl_data(t: Translation) -> None:
         t.map("val_set_size", eval_fraction=t.text("val_set_size"))
     elif size == 0:
         t.map("val_set_size", eval_fraction="0")
-    paths = t.mappings("datasets")
-    if paths and all(item.get("path") for item in paths):
-        kinds = {str(item.get("type", "completion")) for item in paths}
-        if kinds <= {"completion", "pretrain"}:
-            why = "its files, downloaded to that path; state dataset_type if they are not jsonl"
-            t.map("datasets", why, dataset_path=";".join(item["path"] for item in paths), dataset_type="jsonl")
-        else:
-            t.refuse("datasets", f"type {', '.join(sorted(kinds))}: documents of plain text (type: completion)", True)
+    _axolotl_sources(t)
+    t.map("sample_packing", packing="true" if t.is_true("sample_packing") else "false")
+    if "eval_sample_packing" in t:
+        t.ignore("eval_sample_packing", "the loss of held-out data is the mean over their tokens, however packed")
     base = t.text("base_model")
     if base:
-        t.map("base_model", "its folder, downloaded to that path", load_parameters_path=base)
+        take_parameters(t, "base_model", base)
+        t.settings |= {"tokenizer_type": "huggingface", "tokenizer_path": base}
+    adapter = t.text("adapter") if "adapter" in t else ""
+    if adapter not in ("", "lora"):
+        t.refuse("adapter", "lora, over parameters of float32 or bfloat16", is_essential=True)
+    _adapters(t, adapter == "lora", "adapter", {})
+    for word, end in (("model_type", "ForCausalLM"), ("tokenizer_type", "Tokenizer")):
+        if word in t and re.search(rf"{end}(Fast)?$", t.text(word)):
+            t.ignore(word, "the files of base_model say it")
+    if "rl" in t:
+        t.refuse("rl", "documents and conversations; preference pairs are not supported", is_essential=True)
+
+
+def _axolotl_sources(t: Translation) -> None:
+    """Takes the data sets: documents of plain text, or conversations in `messages`."""
+    sources = t.mappings("datasets")
+    if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
+        return
+    kinds = {str(item.get("type", "completion")) for item in sources}
+    settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
+    if kinds <= {"completion", "pretrain"}:
+        for word in ("train_on_inputs", "chat_template"):
+            if word in t:
+                t.ignore(word, "documents are plain text, and every token of them is trained on")
+    elif kinds == {"chat_template"} and not (others := _unlike_ours(sources)):
+        on_answers = "false" if t.is_true("train_on_inputs") else "true"
+        settings |= {"use_sft": "true", "sft_train_on_completion_only": on_answers}
+        if "train_on_inputs" in t:
+            t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
+        _axolotl_template(t)
+    elif kinds == {"chat_template"}:
+        t.refuse(
+            "datasets", f"records with messages of role and content, without {', '.join(others)}", is_essential=True
+        )
+        return
+    else:
+        rule = f"type {', '.join(sorted(kinds))}: completion or chat_template"
+        t.refuse("datasets", rule, is_essential=True)
+        return
+    hub = [item["path"] for item in sources if is_hub_name(item["path"])]
+    if hub:
+        steps = " and ".join(hub_step(name, "dataset") for name in hub)
+        t.need("datasets", f"{steps}; dataset_type=parquet if the files are", **settings)
+    else:
+        t.map("datasets", "its files, at that path; state dataset_type if they are not jsonl", **settings)
+
+
+_OURS_OF_A_SOURCE = {
+    "type": ("chat_template",), "field_messages": ("messages",), "roles_to_train": (["assistant"],),
+    "train_on_eos": ("turn",), "split": ("train",),
+    "message_property_mappings": ({"role": "role", "content": "content"},),
+    "chat_template": ("tokenizer_default",), "ds_type": ("json",),
+}  # fmt: skip
+
+
+def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
+    """Returns the settings of chat data sets that would change records or weights, and that have no counterpart."""
+    stated = ((name, value) for item in sources for name, value in item.items() if name not in ("path", "name"))
+    return sorted({name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())})
+
+
+def _axolotl_template(t: Translation) -> None:
+    for word in ("chat_template", "chat_template_jinja"):
+        if word in t and t.text(word) != "tokenizer_default":
+            t.need(word, "put that template into chat_template.jinja beside the tokenizer")
+        elif word in t:
+            t.ignore(word, "the tokenizer's own template makes the tokens")
+
+
+_TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate",
+            "up_proj": "up", "down_proj": "down"}  # fmt: skip
+
+
+def _adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, str]) -> None:
+    """Takes LoRA, as `switch` turns it on; `defaults` are those of its words."""
+    if not is_on:
+        for word in t.left():
+            if word.startswith("lora_") and (switch == "adapter" or switch in t or word not in t):
+                t.ignore(word, f"{switch} is not on")
+            elif word.startswith("lora_"):
+                t.refuse(word, f"{switch}=true beside it", is_essential=True)
+        return
+    t.assume(defaults)
+    t.map(switch, lora_rank=t.text("lora_r"))
+    t.map("lora_r", lora_rank=t.text("lora_r"))
+    if t.text("lora_alpha"):
+        t.map("lora_alpha", lora_alpha=t.text("lora_alpha"))
+    names = t.items("lora_target_modules")
+    t.settings["lora_targets"] = "query,value"  # PEFT's where no module is stated
+    if t.is_true("lora_target_linear") or names == ["all-linear"]:
+        for word in ("lora_target_linear", "lora_target_modules"):
+            if word in t:
+                t.map(word, lora_targets="all")
+    elif not set(names) <= set(_TARGETS):
+        t.refuse("lora_target_modules", f"a list of {', '.join(_TARGETS)}", is_essential=True)
+    elif names:
+        targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
+        t.map("lora_target_modules", lora_targets=targets)
+    if (t.number("lora_dropout") or 0) > 0:
+        t.refuse("lora_dropout", "0: there is no dropout")
+    for word in t.left():
+        if word.startswith("lora_") and (word.endswith("_kernel") or word == "lora_fan_in_fan_out"):
+            t.ignore(word, "how the same is computed")
+        elif word.startswith("lora_") and t.text(word).lower() in ("", "null", "false", "0", "0.0", "[]"):
+            t.ignore(word, f"{t.text(word) or 'empty'} says nothing")
+        elif word.startswith("lora_"):
+            t.refuse(word, "adapters that are new, and that alone are trained", is_essential=True)
 
 
 def deepspeed(t: Translation) -> None:
@@ -90,7 +202,7 @@ def deepspeed(t: Translation) -> None:
     for word in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
                  "gradient_clipping"):  # fmt: skip
         if t.text(word) == "auto":
-            t.refuse(word, _AUTO, changes_data=word != "gradient_clipping")
+            t.refuse(word, _AUTO, is_essential=word != "gradient_clipping")
     if batch and "auto" not in (batch, micro, steps):
         t.map("train_batch_size", "kept on any number of devices", global_batch_size=batch)
         if micro:
@@ -149,8 +261,8 @@ def _deepspeed_optimizer(t: Translation) -> None:
 # --- what they share ----------------------------------------------------------------------------------------
 
 
-def _batch_per_device(t: Translation, word: str) -> None:
-    t.map(word, "rows of a device in one pass", per_device_batch_size=t.text(word))
+def _batch_per_device(t: Translation, word: str, differs: str = "") -> None:
+    t.map(word, f"rows of a device in one pass{differs}", per_device_batch_size=t.text(word))
     if t.text("gradient_accumulation_steps"):
         t.map("gradient_accumulation_steps", gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
 
@@ -171,10 +283,10 @@ def _length(t: Translation, steps: str, epochs: str) -> float | None:
     return None
 
 
-def _rates(t: Translation, word: str, steps: float | None) -> None:
-    """Takes the schedule of the learning rate and its warmup."""
+def _rates(t: Translation, word: str, steps: float | None, whole: Callable[[float], int]) -> None:
+    """Takes the schedule of the learning rate and its warmup, whose share of the steps `whole` rounds there."""
     kind = t.text(word).lower()
-    warmup = _warmup(t, steps)
+    warmup = _warmup(t, steps, whole)
     schedule = {
         "linear": {"learning_rate_schedule": "wsd", "learning_rate_final_fraction": "0",
                    "wsd_decay_steps_fraction": f"{1 - warmup:.12g}"},
@@ -191,7 +303,7 @@ def _rates(t: Translation, word: str, steps: float | None) -> None:
         t.map("cosine_min_lr_ratio", learning_rate_final_fraction=t.text("cosine_min_lr_ratio"))
 
 
-def _warmup(t: Translation, steps: float | None) -> float:
+def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) -> float:
     """Takes the warmup; returns it as a share of the run."""
     updates, ratio = t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
     if updates >= 1:
@@ -205,11 +317,18 @@ def _warmup(t: Translation, steps: float | None) -> float:
         else:
             t.drop("warmup_ratio")
         return share
-    share = updates or ratio
-    if "warmup_steps" in t or "warmup_ratio" not in t:
-        t.map("warmup_steps", warmup_steps_fraction=f"{share:.12g}")
-    if t.text("warmup_ratio"):
-        t.map("warmup_ratio", warmup_steps_fraction=f"{share:.12g}")
+    share, why = min(1.0, updates or ratio), ""
+    if share and steps:
+        share = min(1.0, whole(share * steps) / steps)
+        why = f"rounded {'up' if whole is math.ceil else 'down'} to whole steps, as there"
+    elif share:
+        why = f"there rounded {'up' if whole is math.ceil else 'down'} to whole steps; max_steps would fix it here"
+    source = "warmup_ratio" if ratio and not updates else "warmup_steps"
+    for word in ("warmup_steps", "warmup_ratio"):
+        if word in t or word == source:
+            t.map(word, why, warmup_steps_fraction=f"{share:.12g}")
+        else:
+            t.drop(word)
     return share
 
 

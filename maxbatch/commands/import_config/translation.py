@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
@@ -18,9 +20,14 @@ from maxbatch.system.errors import ConfigError
 
 Stated = str | list[object]  # a value as it is written, or a list
 
-MAPPED, IGNORED, UNSUPPORTED = "mapped", "ignored", "not supported"
+MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
+_OF_THE_OPTIMIZER = ("opt_type", "init_weights_seed", "weight_dtype")  # they fix parameters, not which model it is
+# Words that state adapters or another objective; MaxText's q_lora_rank and its like are of latent attention.
+_OBJECTIVE = re.compile(
+    r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
+)
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
@@ -28,14 +35,18 @@ class Merged(str):
     """A value that YAML's `<<` has put into another mapping as well."""
 
 
+class NameOfFile(str):
+    """A name whose file has been read: the words of the file are among the others."""
+
+
 class Fate(NamedTuple):
     """What became of a word."""
 
     word: str
     value: str
-    fate: str  # MAPPED, IGNORED or UNSUPPORTED
+    fate: str  # MAPPED, NEEDS_YOU (mapped, and works after the step that `says` gives), IGNORED or UNSUPPORTED
     says: str  # the result of the mapping, why it is ignored, or the missing feature
-    changes_data: bool = False  # if not supported: whether the batch or the data would differ without it
+    is_essential: bool = False  # if not supported: whether another batch, length, data or model is trained without it
 
 
 class Translation:
@@ -91,11 +102,16 @@ class Translation:
         """Returns whether a word is not taken yet."""
         return word in self._left
 
+    def assume(self, defaults: Mapping[str, str]) -> None:
+        """Takes further defaults of the other program, above those that it has."""
+        self._defaults |= defaults
+        self._left |= dict.fromkeys(name for name in defaults if name not in self._left)
+
     def rename(self, word: str, name: str) -> None:
         """Takes a word as another one of the same framework; where that one has another value, neither is supported."""
         if name in self and self._stated[name] != self._stated[word]:
             other = self._written.get(name, name)
-            self.refuse(word, f"{other} is {shown(self.text(name), 40)}", changes_data=_may_state_data(name))
+            self.refuse(word, f"{other} is {shown(self.text(name), 40)}", is_essential=_may_state_run(name))
             return
         self._stated[name] = self._stated.pop(word)
         self._written[name] = word
@@ -106,6 +122,10 @@ class Translation:
         last = word.rpartition(".")[2]
         others = (other for other in self._stated if other != word and other.rpartition(".")[2] == last)
         return "." in word and isinstance(self._stated.get(word), Merged) and any(others)
+
+    def is_read(self, word: str) -> bool:
+        """Returns whether a word names a file whose words are among the others."""
+        return isinstance(self._stated.get(word), NameOfFile)
 
     def drop(self, word: str) -> None:
         """Takes a default that does not apply."""
@@ -118,24 +138,31 @@ class Translation:
 
     def map(self, word: str, why: str = "", **settings: str) -> None:
         """Takes a word as these settings of ours; one that our keys refuse is not supported."""
+        self._settle(word, MAPPED, why, settings)
+
+    def need(self, word: str, step: str, **settings: str) -> None:
+        """Takes a word as these settings of ours, which work after a step of the user's."""
+        self._settle(word, NEEDS_YOU, step, settings)
+
+    def _settle(self, word: str, fate: str, why: str, settings: Mapping[str, str]) -> None:
         try:
             for name, text in settings.items():
                 keys()[name].read(text)
         except ConfigError as error:
-            self.refuse(word, str(error), changes_data=any(_states_data(name) for name in settings))
+            self.refuse(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
         self.settings |= settings
         self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
-        self._tell(word, MAPPED, f"{said}: {why}" if why else said)
+        self._tell(word, fate, ": ".join(text for text in (said, why) if text))
 
     def ignore(self, word: str, why: str) -> None:
         """Takes a word that changes nothing that is trained."""
         self._tell(word, IGNORED, why)
 
-    def refuse(self, word: str, why: str, changes_data: bool = False) -> None:
-        """Takes a word that has no counterpart and would change training."""
-        self._tell(word, UNSUPPORTED, why, changes_data)
+    def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
+        """Takes a word that has no counterpart and would change training; an essential one is never left out."""
+        self._tell(word, UNSUPPORTED, why, is_essential)
 
     def finish(self) -> None:
         """Takes all remaining words by the table of words."""
@@ -153,7 +180,7 @@ class Translation:
         for name in names:
             del self._words[name], self.settings[name]
         self.fates = [fate for fate in self.fates if fate.word != self._written.get(word, word)]
-        self.refuse(word, fault, changes_data=any(_states_data(name) for name in names))
+        self.refuse(word, fault, is_essential=any(_states_run(name) for name in names))
 
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
@@ -164,12 +191,15 @@ class Translation:
             self.ignore(word, "<< states it elsewhere")
             return
         name = word.rpartition(".")[2]
+        if "." in word and self.framework != "maxtext" and states_training(word) and not _says_nothing(name, value):
+            self.refuse(word, "it is of adapters or of another objective, which are not read", is_essential=True)
+            return
         is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
             self.map(word, **{word: value})
         elif row is None:
             why = "not in the table of words; maxbatch config lists what there is"
-            self.refuse(word, why, changes_data=_may_state_data(name))
+            self.refuse(word, why, _may_state_run(name) or states_training(word))
         elif row.is_same:
             self._map_same(word, row.keys[0], value)
         elif row.is_ignored:
@@ -177,22 +207,36 @@ class Translation:
         elif _says_nothing(name, value):
             self.ignore(word, f"{shown(value) or 'empty'} says nothing")
         else:
-            self.refuse(word, row.why, row.changes_data or any(_states_data(key) for key in row.keys))
+            is_schedule = name.startswith(("lr_", "learning_rate"))  # whose length is a key's as well
+            is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
+            is_essential = is_essential or states_training(word)
+            self.refuse(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
         """Takes a word as one key of ours, unless another word that the file states gave it another value."""
         other = self._words.get(key, word)
         if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
             why = f"{self._written.get(other, other)} says {key}={shown(self.settings[key], 40)}"
-            self.refuse(word, why, changes_data=_states_data(key))
+            self.refuse(word, why, is_essential=_states_run(key))
+        elif key == "tokenizer_path" and "tokenizer_type" not in self.settings:
+            kind = "sentencepiece" if value.endswith(".model") else "huggingface"
+            self._from_hub(word, value, tokenizer_path=value, tokenizer_type=kind)
+        elif key in ("tokenizer_path", "load_parameters_path"):
+            self._from_hub(word, value, **{key: value})
         else:
             self.map(word, **{key: value})
+
+    def _from_hub(self, word: str, name: str, **settings: str) -> None:
+        if is_hub_name(name):
+            self.need(word, hub_step(name), **settings)
+        else:
+            self.map(word, **settings)
 
     def _row(self, word: str) -> Word | None:
         row = look_up(word, self.framework)
         return look_up(word, "nemo") if row is None and self.framework == "megatron" else row
 
-    def _tell(self, word: str, fate: str, says: str, changes_data: bool = False) -> None:
+    def _tell(self, word: str, fate: str, says: str, is_essential: bool = False) -> None:
         if word in self._left:
             del self._left[word]
         given = word in self._stated
@@ -201,7 +245,7 @@ class Translation:
         text = f"[{', '.join(self.items(word))}]" if is_plain else self.text(word)
         value = shown(text, 40) if given or word in self._defaults else ""
         self.fates.append(
-            Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, changes_data)
+            Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, is_essential)
         )
 
 
@@ -225,14 +269,22 @@ def _is_equal(key: str, left: str, right: str) -> bool:
         return False
 
 
-def _may_state_data(name: str) -> bool:
-    """Returns whether a name, below an unknown one, is a key of the batch or the data, here or in any framework."""
+def states_training(word: str) -> bool:
+    """Returns whether a word states what is trained: adapters, or another objective."""
+    return _OBJECTIVE.search(word.lower()) is not None
+
+
+def _may_state_run(name: str) -> bool:
+    """Returns whether a name, below an unknown one, is a key of ours, or such a word of any framework."""
     row = look_up(name)
-    names = [name, *(row.keys if row else ())]
-    return (row is not None and row.changes_data) or any(key in keys() and _states_data(key) for key in names)
+    return name in keys() or (row is not None and (row.changes_data or any(_states_run(key) for key in row.keys)))
 
 
-def _states_data(name: str) -> bool:
-    from maxbatch.config.keys import Fixes
+def _states_run(name: str) -> bool:
+    """Returns whether a key states the batch, the length, the data or the model."""
+    from maxbatch.config.keys import Fixes, Part
 
-    return bool(keys()[name].fixes & (Fixes.BATCH | Fixes.STREAM))
+    key = keys()[name]
+    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.MODEL
+    is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
+    return is_model or key.part is Part.LENGTH or (bool(key.fixes & stated) and name not in _OF_THE_OPTIMIZER)

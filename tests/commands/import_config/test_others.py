@@ -68,7 +68,7 @@ def test_deepspeeds_batch_is_kept_and_its_passes_follow(tmp_path: Path) -> None:
 
 def test_what_deepspeed_leaves_to_the_trainer_is_not_supported(tmp_path: Path) -> None:
     _, fates = imported("deepspeed", tmp_path / "ds.json", json.dumps({"train_batch_size": "auto"}))
-    assert fates["train_batch_size"].changes_data
+    assert fates["train_batch_size"].is_essential
 
 
 def test_axolotls_example_is_a_batch_of_18(tmp_path: Path) -> None:

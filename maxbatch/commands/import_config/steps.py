@@ -1,0 +1,66 @@
+"""Tokenizers, models and checkpoints, with the step that each needs before it works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+
+from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.loading import configs_dir
+
+_OF_A_CHAT = re.compile(r"[-_](instruct|it|chat|base|hf|pt|bf16)\b", re.I)
+
+
+def take_tokenizer(t: Translation, word: str, path: str) -> None:
+    """Takes a word as the path of a tokenizer."""
+    if is_hub_name(path):
+        t.need(word, hub_step(path), tokenizer_type="huggingface", tokenizer_path=path)
+    else:
+        t.map(word, tokenizer_path=path)
+
+
+def take_parameters(t: Translation, word: str, path: str) -> None:
+    """Takes a word as the model, by its folder or its name on the hub, that training starts from."""
+    model = _preset_of(path)
+    if os.path.isfile(f"{path}/config.json"):
+        t.map(word, load_parameters_path=path, model_name="auto")
+    elif is_hub_name(path):
+        form = {"model_name": model} if model else {}
+        then = "" if model else "; then maxbatch train FILE model_name=auto"
+        t.need(word, f"{hub_step(path)}{then}", load_parameters_path=path, **form)
+    else:
+        step = "its folder at that path, with config.json; then maxbatch train FILE model_name=auto"
+        t.need(word, step, load_parameters_path=path)
+
+
+def _preset_of(path: str) -> str | None:
+    """Returns our preset that a model on the hub has the form of, by its name, or None."""
+    name = path.rpartition("/")[2]
+    while _OF_A_CHAT.search(name):
+        name = _OF_A_CHAT.sub("", name)
+    plain = _plain(name).removeprefix("meta")
+    presets = {_plain(preset.stem): preset.stem for preset in (configs_dir() / "models").glob("*.yml")}
+    return presets.get(plain)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]", "", name.lower())
+
+
+def take_orbax(t: Translation, word: str) -> None:
+    """Takes a checkpoint of MaxText's, by its converter to a Hugging Face folder."""
+    path = t.text(word)
+    if os.path.isfile(f"{path}/config.json"):
+        t.map(word, **{word: path})
+        return
+    model = t.text("model_name") or "default"
+    scan = t.text("scan_layers", "true").lower()
+    folder = f"converted/{model}"
+    command = (
+        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={shlex.quote(model)} "
+        f"load_parameters_path={shlex.quote(path)} base_output_directory={folder} scan_layers={scan} "
+        "hardware=cpu skip_jax_distributed_system=true"
+    )
+    t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)
