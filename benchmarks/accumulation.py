@@ -22,7 +22,7 @@ from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 1.05
@@ -36,7 +36,7 @@ def measure(quick: bool) -> list[Measurement]:
     mesh = make_mesh(config)
     abstract = abstract_state(UpdateConfig.of(config), mesh)
     train_step = make_train_step(UpdateConfig.of(config), mesh, abstract)
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
+    scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
 
     placement = Placement(batch_sharding(mesh), config.max_target_length)
 

@@ -13,7 +13,7 @@ from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 1.01
@@ -22,7 +22,7 @@ _MICRO_BATCHES = 4
 
 def measure(quick: bool) -> list[Measurement]:
     """The ratio of seconds per update, four micro-batches each."""
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
+    scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
     trainers = {}
     for measures in ("true", "false"):
         model = QUICK_MODEL if quick else MODEL

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -75,7 +76,7 @@ class TrainerStep:
         """Takes one update; returns its loss and gradient norm once it is done."""
         batch = self._placement.stage(rows, len(rows["tokens"]), self._shape)
         self.state, metrics = self._executable(
-            self.state, batch, np.int32(num_micro_batches), LEARNING_RATE, np.float32(1)
+            self.state, batch, np.int32(num_micro_batches), UpdateSettings(LEARNING_RATE)
         )
         loss, norm = jax.device_get((metrics.loss, metrics.grad_norm))
         return float(loss), float(norm)

@@ -10,7 +10,7 @@ from maxbatch.config.families import GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.sections import customised_tensors, names_of
-from maxbatch.config.values import Value, shown
+from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
 
 # In reinforcement learning batch_size states the batch, in prompts and in place of these.
@@ -19,6 +19,13 @@ _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic")
 _WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
+# A decay per update, and the same stated in tokens.
+_IN_TOKENS = {
+    "adam_b1": "adam_b1_half_life",
+    "adam_b2": "adam_b2_half_life",
+    "adam_weight_decay": "weight_decay_timescale",
+}
+_MOST_TOKENS = 2**63
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
@@ -65,6 +72,13 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
         if not accumulation:
             yield Displaced("gradient_accumulation_steps", batches[0])
     yield from _displaced_rows(values, stated)
+    for per_update, in_words in _IN_TOKENS.items():
+        if {per_update, in_words} <= stated:
+            raise ConfigError(f"{in_words}={shown(str(values[in_words]))}: must not be stated beside {per_update}="
+                              f"{values[per_update]}, which says the same per update; works: {per_update}=null, or "
+                              f"{in_words} left out")  # fmt: skip
+        yield from (Displaced(per_update, name) for name in {in_words} & stated)
+        yield from (Displaced(in_words, name) for name in {per_update} & stated)
     if "remat_policy" in stated and values["remat_policy"] != "custom":
         below = [name for name in customised_tensors(values) if name not in stated]
         yield from (Displaced(name, "remat_policy", to_default=True) for name in below)
@@ -173,6 +187,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         if values["enable_rampup_batch_size"] and values[name] is not None:
             raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside "
                               f"enable_rampup_batch_size=true; works: {name}=null")  # fmt: skip
+    _check_decays(values, keys, fault)
     if values["adam_scaling"] == "sde":
         for name, needed in (("opt_type", "adamw"), ("learning_rate_scaling", "sqrt")):
             if values[name] != needed:
@@ -216,6 +231,23 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
     if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
         raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+
+
+def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for a decay that is stated neither per update nor in tokens, or in no number of them."""
+    for per_update, name in _IN_TOKENS.items():
+        text = values[name]
+        if text is None:
+            if values[per_update] is None:
+                raise fault(per_update, f"a number unless {name} is stated", keys[per_update].default)
+            continue
+        takes_runs, example = name == "weight_decay_timescale", "1.0run" if name == "weight_decay_timescale" else "2Mt"
+        runs = in_runs(str(text)) if takes_runs else None
+        if not (1 <= in_tokens(str(text)) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
+            rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
+            raise fault(name, rule, example)
+        if values["adam_scaling"] == "sde" and not takes_runs:
+            raise fault(name, "null beside adam_scaling=sde, which makes the decays follow the batch as well", "null")
 
 
 def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:

@@ -348,17 +348,33 @@ class OptimizerConfig(Section):
     opt_type: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = key(
         "adamw | lion | adafactor | muon | sgd", fixes=_MODEL
     )
-    adam_b1: float = key(
+    adam_b1: float | None = key(
         "decay of the first moment, per update (also lion's b1, muon's and sgd's momentum)",
         fixes=_PROGRAM,
         bounds=_BELOW_ONE,
     )
-    adam_b2: float = key("decay of the second moment, per update", fixes=_PROGRAM, bounds=_BELOW_ONE)
+    adam_b1_half_life: str | None = key(
+        "instead of adam_b1: tokens in which the moment halves, such as 2Mt, at any batch; null: adam_b1 holds",
+        fixes=_MODEL,
+        maxtext=OURS,
+    )
+    adam_b2: float | None = key("decay of the second moment, per update", fixes=_PROGRAM, bounds=_BELOW_ONE)
+    adam_b2_half_life: str | None = key(
+        "instead of adam_b2: tokens in which the moment halves, such as 20Mt; null: adam_b2 holds",
+        fixes=_MODEL,
+        maxtext=OURS,
+    )
     adam_eps: float = key("added to the root of the second moment", fixes=_PROGRAM, bounds=_POSITIVE)
-    adam_weight_decay: float = key(
+    adam_weight_decay: float | None = key(
         "decoupled, x learning rate, per update; matrices only (norm scales are left out)",
         fixes=_PROGRAM,
         bounds=_FROM_ZERO,
+        warm_start=False,
+    )
+    weight_decay_timescale: str | None = key(
+        "instead of adam_weight_decay: tokens over which it averages the updates, such as 5Bt, or 1.0run",
+        fixes=_PROGRAM,
+        maxtext=OURS,
         warm_start=False,
     )
     adam_scaling: Literal["none", "sde"] = key(

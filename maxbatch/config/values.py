@@ -198,6 +198,18 @@ def amount(text: str) -> Fraction | None:
     return None if number is None else number * _SUFFIXES[suffix]
 
 
+def in_tokens(text: str | None) -> Fraction:
+    """Returns the tokens that `2Mt` or `6725.5t` says, the `t` left out or not; 0 for a text that says none."""
+    value = None if text is None else amount(text.strip().removesuffix("t"))
+    return Fraction(0) if value is None else value
+
+
+def in_runs(text: str | None) -> Fraction | None:
+    """Returns the multiple of a run that `0.5run` says; None for any other text."""
+    stripped = "" if text is None else text.strip()
+    return amount(stripped.removesuffix("run").strip()) if stripped.endswith("run") else None
+
+
 def _exact(text: str) -> _Parsed:
     top, slash, bottom = text.partition("/")
     number, divisor = _decimal(top.strip()), _decimal(bottom.strip()) if slash else Fraction(1)

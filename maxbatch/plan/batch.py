@@ -24,6 +24,7 @@ from maxbatch.plan.refusal import Refusal, accepted, in_words
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_rows, stated_batches
 from maxbatch.plan.unused_keys import unused_keys
+from maxbatch.plan.update_settings import DecayPlan, Decays
 from maxbatch.system.errors import ConfigError
 
 
@@ -97,6 +98,7 @@ class BatchPlan:
     rampup_end_sample: int
     warnings: tuple[str, ...]
     rl: RLBatch | None
+    decays: tuple[Decays, ...]
     manager: RampupBatchManager
     meshes: RunMeshes
 
@@ -211,6 +213,7 @@ class BatchPlan:
                 *(rl.warnings if rl else ()),
             ),
             rl=rl,
+            decays=tuple(map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))),
             manager=manager,
             meshes=meshes,
         )
@@ -232,8 +235,8 @@ class BatchPlan:
         plan |= self.rl._asdict() if self.rl else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
-            {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"}
-            for stage in self.stages
+            {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"} | decays._asdict()
+            for stage, decays in zip(self.stages, self.decays, strict=True)
         ]
         return plan
 
@@ -252,7 +255,7 @@ class BatchPlan:
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_NUMBERS = ("manager", "meshes", "warnings", "rl")
+_NOT_NUMBERS = ("decays", "manager", "meshes", "warnings", "rl")
 
 
 def _json(number: Number | None) -> int | float | None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
+from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
@@ -129,6 +130,9 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
         f"global{of_pairs}",
     ]
     heads += ["lr scale"] if scaled else []
+    # A ramp changes those that are stated in tokens, and with adam_scaling=sde the moments'.
+    decays = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
+    heads += [name.removeprefix("adam_") for name in decays]
     heads += ["lr first", "lr last"] if rate else []
     table = PlainTable(*heads, justify="right")
     for index in _abridged(len(plan.stages), _MOST_STAGES):
@@ -138,6 +142,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
         stage = plan.stages[index]
         cells = [str(index), *(_number(getattr(stage, name)) for name in _STAGE_NUMBERS)]
         cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
+        cells += [f"{getattr(plan.decays[index], name):.4g}" for name in decays]
         cells += _first_and_last_rate(plan, stage, rate) if rate else []
         table.add_row(*cells, style="dim" if stage.num_steps == 0 else None)
     return table

@@ -19,6 +19,7 @@ from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.rl.objective import Pairs, policy_objective
 from maxbatch.training.update.gradients import Accumulation, Sums
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
@@ -47,8 +48,8 @@ class Learner:
             sums = accumulation.add(accumulation.staged(params), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
-        def step(state: TrainState, sums: Sums, *rates: jax.Array) -> tuple[TrainState, StepMetrics]:
-            return update(keys.optimizer, state, accumulation.total(sums), *rates)
+        def step(state: TrainState, sums: Sums, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
+            return update(keys.optimizer, state, accumulation.total(sums), settings)
 
         model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
 
@@ -98,10 +99,10 @@ class Learner:
         self._sums, done = added
         return done
 
-    def step(self, state: TrainState, learning_rate: float, batch_ratio: float) -> tuple[TrainState, StepMetrics]:
+    def step(self, state: TrainState, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
         """Takes the update of all chunks that were added."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None
-        rates = jnp.float32(learning_rate), jnp.float32(batch_ratio)
-        stepped: tuple[TrainState, StepMetrics] = self._step(state, sums, *rates)
+        numbers = jax.tree.map(jnp.float32, settings)
+        stepped: tuple[TrainState, StepMetrics] = self._step(state, sums, numbers)
         return stepped

@@ -19,6 +19,7 @@ from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
@@ -161,9 +162,7 @@ class PolicyTraining:
             )
         return state
 
-    def step(
-        self, state: TrainState, batch: PolicyBatch, learning_rate: float, batch_ratio: float
-    ) -> tuple[TrainState, Dispatched]:
+    def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
         started, collected = time.perf_counter(), batch.collected
         for pairs in collected.chunks(state.params):
@@ -174,7 +173,7 @@ class PolicyTraining:
         if collected.problem and not self._warned:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
-        state, metrics = self._learner.step(state, learning_rate, batch_ratio)
+        state, metrics = self._learner.step(state, settings)
         jax.block_until_ready(metrics)
         shares = self._timeline.shares(started, time.perf_counter())
         figures = collected.figures() | _objective_figures(metrics) | self._before_training
@@ -184,7 +183,7 @@ class PolicyTraining:
             planned=batch.planned,
             micro_batch_size=self._workshop.batch.micro_batch_size,
             num_micro_batches=collected.num_chunks,
-            learning_rate=learning_rate,
+            learning_rate=settings.learning_rate,
             data_wait_s=0.0,
             metrics=metrics,
             figures=figures,

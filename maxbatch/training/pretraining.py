@@ -25,6 +25,7 @@ from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
@@ -38,6 +39,7 @@ from maxbatch.training.own import Parts, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData
+from maxbatch.training.update.optimizers import AT_REST
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
@@ -174,7 +176,7 @@ class Pretraining:
         state: TrainState = making_state.result()
         for shape, step in compiled:
             # A batch without weight changes nothing.
-            nothing = (self.placement.padding(shape), np.int32(1), np.float32(0), np.float32(1))
+            nothing = (self.placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         if self.abstract.frozen is not None:
@@ -214,17 +216,15 @@ class Pretraining:
         update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
-    def step(
-        self, state: TrainState, batch: StagedBatch, learning_rate: float, batch_ratio: float
-    ) -> tuple[TrainState, Dispatched]:
-        numbers = np.int32(batch.num_micro_batches), np.float32(learning_rate), np.float32(batch_ratio)
+    def step(self, state: TrainState, batch: StagedBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
+        numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, settings)
         state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
         counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream else None
         return state, Dispatched(
             planned=batch.planned,
             micro_batch_size=batch.shape.micro_batch,
             num_micro_batches=batch.num_micro_batches,
-            learning_rate=learning_rate,
+            learning_rate=settings.learning_rate,
             data_wait_s=batch.waited_s,
             metrics=metrics,
             figures={} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts},

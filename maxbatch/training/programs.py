@@ -24,7 +24,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
-from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checksums import CHECKSUMS, lower_checksums
 
@@ -85,8 +85,9 @@ class Programs:
         """Returns the update on batches of a shape (`make_train_step`)."""
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(self.config, self.mesh, self.abstract, arrange, self._objective)
-        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
-        lowered: jax.stages.Lowered = train_step.lower(self.abstract, self.placement.abstract_batch(shape), *scalars)
+        count, settings = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
+        batch = self.placement.abstract_batch(shape)
+        lowered: jax.stages.Lowered = train_step.lower(self.abstract, batch, count, settings)
         return lowered
 
     def init(self) -> jax.stages.Lowered:

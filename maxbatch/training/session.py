@@ -24,7 +24,8 @@ from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
-from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog
@@ -241,7 +242,7 @@ class Session(Generic[B]):
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
         """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
         config, task = self.config, self.task
-        rate = LearningRate.from_config(config, self.plan.manager)
+        settings = UpdatePlan.from_config(PlanConfig.of(config), self.plan.manager)
         first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
         recorder.restart_clock()
         for batch in feed:
@@ -250,9 +251,8 @@ class Session(Generic[B]):
                 break
             self.folder.check()
             profiler.before(step)
-            rates = rate.at(first_sample), rate.batch_ratio_at(first_sample)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-                self.state, update = task.step(self.state, batch, *rates)
+                self.state, update = task.step(self.state, batch, settings.at(first_sample))
             recorder.add(update)
             self._context.background.check()
             if step == first_step:

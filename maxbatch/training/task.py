@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.position import Position
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
@@ -109,10 +110,8 @@ class Task(Protocol[B]):
     def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Returns the state to start from, a restored or a first one, once the first update is compiled."""
 
-    def step(
-        self, state: TrainState, batch: B, learning_rate: float, batch_ratio: float
-    ) -> tuple[TrainState, Dispatched]:
-        """Dispatches one update; `batch_ratio` is its batch over the reference batch."""
+    def step(self, state: TrainState, batch: B, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
+        """Dispatches one update."""
 
     def compile_rest(self) -> None:
         """Starts compiling in the background the programs that training needs after its first update."""

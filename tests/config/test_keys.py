@@ -66,6 +66,7 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "local_rope_max_timescale", "rope_type", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
         "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_attention_factor",
         "attention_out_bias", "mlp_projection_bias", "rope_short_factors", "rope_long_factors",
+        "adam_b1_half_life", "adam_b2_half_life",
     }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
-        "profile_steps", "use_sft", "lora_rank",
+        "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank",
     }  # fmt: skip
 
 

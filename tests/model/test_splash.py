@@ -20,7 +20,7 @@ from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.step import make_train_step
+from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
@@ -192,7 +192,7 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
     abstract = abstract_state(UpdateConfig.of(config), mesh)
     rows = (1, 8, 512)
     batch = Batch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in ("int32", "int32", "float32")))
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in ("int32", "float32", "float32")]
+    scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
     compiled = make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, batch, *scalars).compile()
     kernels = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 3, "forward, its recomputation or backward in queries, backward in keys"

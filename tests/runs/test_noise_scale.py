@@ -15,6 +15,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
@@ -67,7 +68,7 @@ def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_dev
     for _ in range(100):
         rows = stream.batch(rng.integers(0, ROWS, 32))
         batch = placement.stage(rows, 32, shape)
-        scalars = (np.int32(shape.max_micro_batches), np.float32(0), np.float32(1))
+        scalars = (np.int32(shape.max_micro_batches), UpdateSettings(np.float32(0)))
         state, metrics = step(state, batch, *scalars)  # at rate 0 the parameters stay
         measured = measured.after(
             float(metrics.grad_norm), float(metrics.weight), 32, *(float(figure) for figure in metrics.noise_parts)

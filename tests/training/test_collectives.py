@@ -11,6 +11,7 @@ import pytest
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
@@ -24,7 +25,7 @@ def sent(steps: int, micro_batch: int, *overrides: str) -> tuple[list[Collective
     mesh = make_mesh(config)
     abstract = abstract_state(UpdateConfig.of(config), mesh)
     batch = Placement(batch_sharding(mesh), LENGTH).abstract_batch(BatchShape(micro_batch, steps))
-    scalars = (np.int32(steps), np.float32(0), np.float32(1))
+    scalars = (np.int32(steps), UpdateSettings(np.float32(0)))
     text = make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, batch, *scalars).compile().as_text()
     return collectives(text, dict(mesh.shape), trips=steps), abstract
 

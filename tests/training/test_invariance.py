@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,28 @@ def test_a_resume_onto_another_layout_is_not_noticed(
     for stop, layout in zip((*stops, 12), layouts, strict=True):
         metrics = run(tmp_path, layout, BATCHES[batch], f"steps={stop}")
     assert_same_run(metrics, reference[batch], (*SAME, "tokens_seen", "learning_rate"))
+
+
+def test_decays_in_tokens_follow_the_ramp_on_any_layout_and_over_a_resume(
+    tmp_path: Path, reference: dict[str, list[dict[str, Any]]]
+) -> None:
+    stated = "adam_b1_half_life=2000t", "adam_b2_half_life=9Kt", "weight_decay_timescale=20Kt"
+    whole = run(tmp_path / "whole", "one device, one pass", BATCHES["ramp"], *stated, "steps=12")
+    assert abs(whole[-1]["loss"] - reference["ramp"][-1]["loss"]) > 1e-3, "they differ from decays per update"
+    run(tmp_path / "cut", "four devices, data", BATCHES["ramp"], *stated, "steps=5")
+    cut = run(tmp_path / "cut", "two devices", BATCHES["ramp"], *stated, "steps=12")
+    assert_same_run(cut, whole, (*SAME, "tokens_seen", "learning_rate"))
+
+
+def test_with_one_batch_decays_in_tokens_are_those_per_update(
+    tmp_path: Path, reference: dict[str, list[dict[str, Any]]]
+) -> None:
+    tokens = reference["constant"][0]["tokens_seen"]
+    half_lives = [f"adam_b{i}_half_life={-tokens / math.log2(decay)!r}t" for i, decay in ((1, 0.9), (2, 0.95))]
+    timescale = f"weight_decay_timescale={tokens / (0.1 * 1e-2)!r}t"
+    metrics = run(tmp_path, "one device, one pass", BATCHES["constant"], *half_lives, timescale, "steps=12")
+    losses, wanted = ([m["loss"] for m in some] for some in (metrics, reference["constant"]))
+    assert losses == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_resume_with_another_batch_goes_on_in_the_same_stream(

@@ -19,6 +19,7 @@ from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
@@ -97,7 +98,7 @@ def update(rows: Rows, rate: float, overrides: tuple[str, ...] = SGD) -> TrainSt
     mesh, step, shardings, state = _program(overrides)
     batch = Placement(batch_sharding(mesh), LENGTH).stage(rows, len(rows["tokens"]), BatchShape(B // G, G))
     passes = np.int32(-(-len(rows["tokens"]) // (B // G)))
-    after, _ = step(jax.device_put(state, shardings), batch, passes, np.float32(rate), np.float32(1))
+    after, _ = step(jax.device_put(state, shardings), batch, passes, UpdateSettings(np.float32(rate)))
     return jax.device_get(after)
 
 

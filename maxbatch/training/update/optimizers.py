@@ -6,7 +6,9 @@ each layer by itself, though layers are stacked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +18,12 @@ import optax.contrib
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.parallel.trees import KeyPath, Tree
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
 
 
-def make_optimizer(
-    config: OptimizerConfig, learning_rate: jax.typing.ArrayLike, batch_ratio: jax.typing.ArrayLike = 1.0
-) -> optax.GradientTransformation:
-    """Returns the optimizer that `opt_type` names, at one update's learning rate and batch.
+def make_optimizer(config: OptimizerConfig, settings: UpdateSettings) -> optax.GradientTransformation:
+    """Returns the optimizer that `opt_type` names, with one update's settings.
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
     Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
@@ -30,35 +31,133 @@ def make_optimizer(
 
     Args:
       config: the optimizer and its constants.
-      learning_rate: a scalar, traced or not. It is no part of the state, so make one optimizer inside the step for
-        its update, and one with any rate for `init`.
-      batch_ratio: the update's batch over the reference batch, which `adam_scaling=sde` goes by.
+      settings: of the update. They are no part of the state, so make one optimizer inside the step for its update, and
+        one with any settings (`AT_REST`) for `init`.
 
     Returns:
-      A transformation of gradients that are already averaged and clipped. Of the state, every array but counts
-      and Muon's coefficients belongs to one parameter; stacked layers have stacked state.
+      A transformation of gradients that are already averaged and clipped. Of the state, every array but counts,
+      halvings and Muon's coefficients belongs to one parameter; stacked layers have stacked state.
 
     Raises:
       ConfigError: there is no optimizer of that name.
     """
     if config.opt_type not in DIRECTIONS:
         raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
-    by_sde = config.adam_scaling == "sde"
+    if config.adam_b1 is None or config.adam_b2 is None:
+        direction = _with_half_lives(config, settings)
+    elif config.adam_scaling == "sde":
+        direction = _adam_by_sde(config, config.adam_b1, config.adam_b2, settings.batch_ratio)
+    else:
+        direction = DIRECTIONS[config.opt_type](config, config.adam_b1, config.adam_b2)
+    decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     return _with_standard_promotion(
         optax.chain(
-            _adam_by_sde(config, batch_ratio) if by_sde else DIRECTIONS[config.opt_type](config),
-            optax.add_decayed_weights(config.adam_weight_decay, mask=_is_matrix),
-            optax.scale_by_learning_rate(learning_rate),
+            direction,
+            optax.add_decayed_weights(decay, mask=_is_matrix),
+            optax.scale_by_learning_rate(settings.learning_rate),
         )
     )
 
 
-def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+AT_REST = UpdateSettings(0.0)
+
+
+class HalvedState(NamedTuple):
+    """State of a direction whose decays follow the tokens of an update."""
+
+    halvings: jax.Array  # float32[2], of both moments over all updates that were applied: their product is 2^-halvings
+    direction: optax.OptState
+
+
+def _with_half_lives(config: OptimizerConfig, settings: UpdateSettings) -> optax.GradientTransformation:
+    """Makes a direction whose moments halve in the stated tokens, whatever the batch of an update.
+
+    The correction of the moments' bias goes by the product of the decays that were applied. Reference for half-lives
+    in tokens: Marek et al. 2025 (https://arxiv.org/abs/2507.07101).
+    """
+    halvings = jnp.stack([jnp.asarray(x, jnp.float32) for x in (settings.adam_b1_halvings, settings.adam_b2_halvings)])
+    b1, b2 = jnp.exp2(-halvings)
+
+    def init(parameters: Tree) -> HalvedState:
+        return HalvedState(jnp.zeros(2, jnp.float32), _directed(config, b1, b2, halvings, halvings).init(parameters))
+
+    def update(gradients: Tree, state: HalvedState, parameters: Tree = None) -> tuple[Tree, HalvedState]:
+        total = state.halvings + halvings
+        direction = _directed(config, b1, b2, halvings, total)
+        updates, after = direction.update(gradients, state.direction, parameters)
+        return updates, HalvedState(total, optax.tree.cast_like(after, state.direction))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _directed(
+    config: OptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array
+) -> optax.GradientTransformation:
+    """Returns `opt_type`'s direction for one update, `halvings` of the moments long, `total` with those before it."""
+    if config.opt_type == "adamw":
+        return _adam_after(config, halvings, total)
+    direction = DIRECTIONS[config.opt_type](config, b1, b2)
+    if config.opt_type != "muon":
+        return direction
+
+    def is_muons(parameters: Tree) -> Tree:
+        def is_leaf(numbers: object) -> bool:
+            return numbers is None or isinstance(numbers, optax.contrib.MuonDimensionNumbers)
+
+        return jax.tree.map(lambda numbers: numbers is not None, _muon_matrices(parameters), is_leaf=is_leaf)
+
+    adam = _adam_after(config, halvings, total, nesterov=True)  # as the Adam of optax.contrib.muon
+    # Muon corrects by b1 to the power of its count. Counted in updates as long as this one, that is the product.
+    count = total[0] / halvings[0] - 1.0
+    counted = optax.GradientTransformation(
+        lambda parameters: optax.tree.set(direction.init(parameters), count=jnp.float32(0)),
+        lambda gradients, state, parameters: direction.update(
+            gradients, optax.tree.set(state, count=count), parameters
+        ),
+    )
+    return optax.partition({True: counted, False: adam}, is_muons)
+
+
+def _adam_after(
+    config: OptimizerConfig, halvings: jax.Array, total: jax.Array, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Makes Adam for an update that lasts `halvings` of its two moments, `total` with the updates before it.
+
+    With Nesterov's momentum as optax has it (Dozat 2016): the next update is taken to have the same decay.
+    """
+
+    def lost(halvings: jax.Array) -> jax.Array:
+        """Returns 1 - 2^-halvings, without the digits that a subtraction from 1 would lose."""
+        return -jnp.expm1(-math.log(2) * halvings)
+
+    new, known = lost(halvings), lost(total)
+
+    def first_moment(mu: jax.Array, gradient: jax.Array) -> jax.Array:
+        if not nesterov:
+            return mu / known[0]
+        return jnp.exp2(-halvings[0]) * mu / lost(total[0] + halvings[0]) + new[0] * gradient / known[0]
+
+    def update(
+        gradients: Tree, state: optax.ScaleByAdamState, parameters: Tree = None
+    ) -> tuple[Tree, optax.ScaleByAdamState]:
+        del parameters
+        mu = jax.tree.map(lambda m, g: m + new[0] * (g - m), state.mu, gradients)
+        nu = jax.tree.map(lambda v, g: v + new[1] * (g * g - v), state.nu, gradients)
+        roots = jax.tree.map(lambda v: jnp.sqrt(v / known[1]) + config.adam_eps, nu)
+        directions = jax.tree.map(lambda m, g, root: first_moment(m, g) / root, mu, gradients, roots)
+        return directions, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    return optax.GradientTransformation(optax.scale_by_adam().init, update)
+
+
+def _adam(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980): 8 bytes of state per float32 parameter."""
-    return optax.scale_by_adam(config.adam_b1, config.adam_b2, config.adam_eps)
+    return optax.scale_by_adam(b1, b2, config.adam_eps)
 
 
-def _adam_by_sde(config: OptimizerConfig, batch_ratio: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _adam_by_sde(
+    config: OptimizerConfig, b1: float, b2: float, batch_ratio: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
 
     At k times the batch (https://arxiv.org/abs/2205.10287, definition 4): rate x sqrt(k), which is
@@ -66,17 +165,17 @@ def _adam_by_sde(config: OptimizerConfig, batch_ratio: jax.typing.ArrayLike) -> 
     the update for those of all updates, so for some 1 / (1 - beta) updates after a change it is approximate.
     """
     k = jnp.asarray(batch_ratio, jnp.float32)
-    return optax.scale_by_adam(
-        1 - k * (1 - config.adam_b1), 1 - k * (1 - config.adam_b2), config.adam_eps / jnp.sqrt(k)
-    )
+    return optax.scale_by_adam(1 - k * (1 - b1), 1 - k * (1 - b2), config.adam_eps / jnp.sqrt(k))
 
 
-def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; `adam_eps` has no place in it."""
-    return optax.scale_by_lion(config.adam_b1, config.adam_b2)
+    return optax.scale_by_lion(b1, b2)
 
 
-def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+def _adafactor(
+    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) as in Zhai et al. 2021.
 
     That is (https://arxiv.org/abs/2106.04560, section 3.4): steps not scaled by the parameter, a momentum
@@ -85,18 +184,18 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     """
 
     def decay(step: jax.Array, exponent: float) -> jax.Array:
-        return jnp.minimum(1.0 - (step + 1.0) ** -exponent, config.adam_b2)
+        return jnp.minimum(1.0 - (step + 1.0) ** -exponent, b2)
 
-    momentum = optax.ema(config.adam_b1, debias=False, accumulator_dtype=jnp.bfloat16)
+    momentum = optax.ema(b1, debias=False, accumulator_dtype=jnp.bfloat16)
     one_layer = optax.chain(
         optax.scale_by_factored_rms(epsilon=config.adam_eps**2, decay_rate_fn=decay),
         optax.clip_by_block_rms(1.0),
-        momentum if config.adam_b1 else optax.identity(),
+        optax.identity() if config.adam_b1 == 0 else momentum,
     )
     return optax.partition({True: _layer_by_layer(one_layer), False: one_layer}, _is_stacked)
 
 
-def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `adam_b1`; Adam elsewhere.
 
     Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982). 4 bytes per
@@ -104,10 +203,10 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     """
     muon = optax.contrib.muon(
         1.0,
-        beta=config.adam_b1,
+        beta=b1,
         eps=config.adam_eps,
-        adam_b1=config.adam_b1,
-        adam_b2=config.adam_b2,
+        adam_b1=b1,
+        adam_b2=b2,
         muon_weight_dimension_numbers=_muon_matrices,
         consistent_rms=0.2,
     )
@@ -115,18 +214,14 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(muon, optax.scale(-1.0))
 
 
-def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes SGD with momentum `adam_b1` (Sutskever et al. 2013): 4 bytes, without `adam_b2` and `adam_eps`."""
-    return optax.trace(config.adam_b1)
+    return optax.trace(b1)
 
 
-DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
-    "adamw": _adam,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "muon": _muon,
-    "sgd": _sgd,
-}
+DIRECTIONS: dict[
+    str, Callable[[OptimizerConfig, jax.typing.ArrayLike, jax.typing.ArrayLike], optax.GradientTransformation]
+] = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}
 
 
 def _names(path: KeyPath) -> list[object]:

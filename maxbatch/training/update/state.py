@@ -24,7 +24,7 @@ from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstra
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
-from maxbatch.training.update.optimizers import make_optimizer
+from maxbatch.training.update.optimizers import AT_REST, make_optimizer
 from maxbatch.training.update.update_config import UpdateConfig
 
 
@@ -109,7 +109,7 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
-    optimizer = make_optimizer(config.optimizer, 0.0)
+    optimizer = make_optimizer(config.optimizer, AT_REST)
     opt_state = jax.eval_shape(optimizer.init, params)
     whole = NamedSharding(mesh, P())
 
@@ -167,7 +167,7 @@ def init_opt_state(config: UpdateConfig, abstract: TrainState, params: State) ->
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     if abstract.frozen is None:
-        opt_state = jax.jit(make_optimizer(config.optimizer, 0.0).init, out_shardings=shardings.opt_state)(params)
+        opt_state = jax.jit(make_optimizer(config.optimizer, AT_REST).init, out_shardings=shardings.opt_state)(params)
         return TrainState(params, opt_state)
 
     def start(seed: jax.Array) -> TrainState:
@@ -181,7 +181,7 @@ def _started(config: UpdateConfig, model: State, seed: jax.Array) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
-    return TrainState(params, make_optimizer(config.optimizer, 0.0).init(params), model if adapters else None)
+    return TrainState(params, make_optimizer(config.optimizer, AT_REST).init(params), model if adapters else None)
 
 
 def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:

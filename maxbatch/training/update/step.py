@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
-from maxbatch.training.update.optimizers import make_optimizer
+from maxbatch.training.update.optimizers import AT_REST, make_optimizer
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -57,14 +58,13 @@ def make_train_step(
       objective: the loss to minimise.
 
     Returns:
-      `train_step(state, batch, num_micro_batches, learning_rate, batch_ratio) -> (state, StepMetrics)`, with
-      `state` donated, `num_micro_batches` an int32 scalar, `learning_rate` and `batch_ratio` (of the batch to the
-      reference batch, for `adam_scaling=sde`) float32 scalars.
+      `train_step(state, batch, num_micro_batches, settings) -> (state, StepMetrics)`, with `state` donated,
+      `num_micro_batches` an int32 scalar, and `settings` (`UpdateSettings`) float32 scalars.
     """
     accumulation = Accumulation(config, mesh, objective)
 
     def train_step(
-        state: TrainState, batch: Batch, num_micro_batches: jax.Array, learning_rate: jax.Array, batch_ratio: jax.Array
+        state: TrainState, batch: Batch, num_micro_batches: jax.Array, settings: UpdateSettings
     ) -> tuple[TrainState, StepMetrics]:
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
@@ -79,20 +79,23 @@ def make_train_step(
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(config.optimizer, state, accumulation.total(sums), learning_rate, batch_ratio)
+        return update(config.optimizer, state, accumulation.total(sums), settings)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
     return jax.jit(
-        train_step,
-        donate_argnums=0,
-        in_shardings=(shardings, None, whole, whole, whole),
-        out_shardings=(shardings, whole),
+        train_step, donate_argnums=0, in_shardings=(shardings, None, whole, whole), out_shardings=(shardings, whole)
     )
 
 
+def abstract_settings() -> UpdateSettings:
+    """Returns the shapes of the settings that a compiled update takes."""
+    settings: UpdateSettings = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), AT_REST)
+    return settings
+
+
 def update(
-    config: OptimizerConfig, state: TrainState, totals: Totals, learning_rate: jax.Array, batch_ratio: jax.Array
+    config: OptimizerConfig, state: TrainState, totals: Totals, settings: UpdateSettings
 ) -> tuple[TrainState, StepMetrics]:
     """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped."""
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
@@ -104,13 +107,13 @@ def update(
             shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = optax.tree.cast_like(gradient, state.params)
-        optimizer = make_optimizer(config, learning_rate, batch_ratio)
+        optimizer = make_optimizer(config, settings)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
-        finite & _may_overflow(config, learning_rate),
+        finite & _may_overflow(config, settings),
         lambda *inputs: _all_finite(stepped(*inputs).saved),
         lambda *inputs: jnp.bool_(True),
         state,
@@ -124,7 +127,7 @@ def update(
     return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others)
 
 
-def _may_overflow(config: OptimizerConfig, learning_rate: jax.Array) -> jax.Array | bool:
+def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
     """Returns whether a finite gradient can give a state that is not finite, for which the state must be checked.
 
     The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an
@@ -132,11 +135,16 @@ def _may_overflow(config: OptimizerConfig, learning_rate: jax.Array) -> jax.Arra
     """
     has_usual_settings = (
         1e-12 <= config.adam_eps <= 1
-        and max(config.adam_b1, config.adam_b2) <= 1 - 1e-6
+        and max(config.adam_b1 or 0.0, config.adam_b2 or 0.0) <= 1 - 1e-6
         and config.adam_scaling == "none"
     )
-    rate = learning_rate * min(max(1.0, config.adam_weight_decay), 1e30)
-    return ~(rate <= 1) if has_usual_settings else True
+    if not has_usual_settings:
+        return True
+    decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
+    is_usual = settings.learning_rate * jnp.clip(decay, 1.0, 1e30) <= 1
+    if config.adam_b1 is None or config.adam_b2 is None:  # those of usual decays: at most 1 - 1e-6
+        is_usual &= jnp.minimum(settings.adam_b1_halvings, settings.adam_b2_halvings) >= 1.5e-6
+    return ~is_usual
 
 
 def _all_finite(state: TrainState) -> jax.Array:

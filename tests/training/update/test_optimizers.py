@@ -17,8 +17,9 @@ from maxbatch import load_config
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.update.optimizers import DIRECTIONS, make_optimizer
+from maxbatch.training.update.optimizers import AT_REST, DIRECTIONS, make_optimizer
 from tests.helpers.tiny import TINY_MODEL
 
 NUM_LAYERS = 2
@@ -50,12 +51,14 @@ def random_like(tree: Any, seed: int) -> Any:
 @partial(jax.jit, static_argnums=0)
 def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
     config = optimizer_config(*opt)
-    updates, state = make_optimizer(OptimizerConfig.of(config), learning_rate).update(gradient, state, parameters)
+    updates, state = make_optimizer(OptimizerConfig.of(config), UpdateSettings(learning_rate)).update(
+        gradient, state, parameters
+    )
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    state = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), AT_REST).init(parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
     return parameters
@@ -88,7 +91,7 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
             for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
         )
 
-    state = make_optimizer(OptimizerConfig.of(optimizer_config(opt_type)), 0.0).init(parameters)
+    state = make_optimizer(OptimizerConfig.of(optimizer_config(opt_type)), AT_REST).init(parameters)
     start = float(loss(parameters))
     moved = parameters
     for _ in range(5):
@@ -117,7 +120,7 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
 def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type, "adam_weight_decay=0"))
     gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
-    start = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), 0.0).init(parameters)
+    start = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), AT_REST).init(parameters)
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
@@ -132,7 +135,7 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
     config = optimizer_config(opt_type)
     parameters = jax.eval_shape(lambda: parameters_of(config))
-    state = jax.eval_shape(make_optimizer(OptimizerConfig.of(config), 0.0).init, parameters)
+    state = jax.eval_shape(make_optimizer(OptimizerConfig.of(config), AT_REST).init, parameters)
     size = sum(x.size for x in jax.tree.leaves(parameters))
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert least * size <= state_bytes <= most * size + 64
@@ -164,7 +167,7 @@ def test_bfloat16_parameters_keep_their_dtype() -> None:
 def test_an_unknown_name_is_refused() -> None:
     config = OptimizerConfig.of(optimizer_config("adamw")).replaced({"opt_type": "adam"})
     with pytest.raises(ConfigError, match=r"opt_type='adam'.*adamw"):
-        make_optimizer(config, 0.1)
+        make_optimizer(config, UpdateSettings(0.1))
 
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
@@ -175,8 +178,8 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     gradient = random_like(parameters, 1)
     results = []
     for optimizer in (
-        make_optimizer(OptimizerConfig.of(scaled), 0.1, np.float32(4)),
-        make_optimizer(OptimizerConfig.of(plain), 0.1),
+        make_optimizer(OptimizerConfig.of(scaled), UpdateSettings(0.1, np.float32(4))),
+        make_optimizer(OptimizerConfig.of(plain), UpdateSettings(0.1)),
     ):
         state = optimizer.init(parameters)
         for _ in range(3):
@@ -184,3 +187,43 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
         results.append(updates)
     for ours, wanted in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2e-5)
+
+
+def updates_of(opt: tuple[str, ...], settings: list[UpdateSettings], gradients: list[Any]) -> list[Any]:
+    """Returns the updates of the first parameters by gradients, each with its settings."""
+    config = OptimizerConfig.of(optimizer_config(*opt))
+    parameters = parameters_of(optimizer_config(*opt))
+    state, found = make_optimizer(config, AT_REST).init(parameters), []
+    for own, gradient in zip(settings, gradients, strict=True):
+        updates, state = make_optimizer(config, own).update(gradient, state, parameters)
+        found.append(updates)
+    return found
+
+
+@pytest.mark.parametrize("opt_type", ALL)
+def test_with_one_batch_half_lives_are_decays(opt_type: str) -> None:
+    """An update of 500 tokens and half-lives of 1,000 and 10,000: b1 = 2^-0.5, b2 = 2^-0.05."""
+    gradients = [random_like(parameters_of(optimizer_config(opt_type)), seed) for seed in range(3)]
+    settings = UpdateSettings(0.1, 1.0, 0.5, 0.05, 0.3)
+    in_tokens = ("adam_b1_half_life=1000", "adam_b2_half_life=10Kt", "weight_decay_timescale=1Mt")
+    per_update = (f"adam_b1={2**-0.5}", f"adam_b2={2**-0.05}", "adam_weight_decay=0.3")
+    found = updates_of((opt_type, *in_tokens), [settings] * 3, gradients)
+    wanted = updates_of((opt_type, *per_update), [settings] * 3, gradients)
+    tolerance = 2e-3 if opt_type == "adafactor" else 2e-6  # of which the momentum is bfloat16
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=tolerance)
+
+
+def test_the_correction_of_the_bias_goes_by_the_decays_that_were_applied() -> None:
+    """Norm scales against float64; the second update has four times the batch."""
+    stated = ("adamw", "adam_b1=0.8", "adam_b2_half_life=1Mt")
+    gradients = [random_like(parameters_of(optimizer_config("adamw")), seed) for seed in range(3)]
+    halvings = [0.001, 0.004, 0.002]
+    settings = [UpdateSettings(1.0, 1.0, -float(np.log2(0.8)), x) for x in halvings]
+    found = updates_of(stated, settings, gradients)
+    m = v = np.zeros(())
+    for index, own in enumerate(halvings):
+        g = np.asarray(gradients[index]["final_norm"]["scale"], np.float64)
+        m, v = 0.8 * m + 0.2 * g, 2**-own * v + (1 - 2**-own) * g * g
+        wanted = -m / (1 - 0.8 ** (index + 1)) / np.sqrt(v / (1 - 2 ** -sum(halvings[: index + 1])))
+        np.testing.assert_allclose(found[index]["final_norm"]["scale"], wanted, rtol=2e-5)

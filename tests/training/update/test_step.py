@@ -19,6 +19,7 @@ from maxbatch.data.stream.fingerprint import limb_sums, row_hashes, to_hex
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
@@ -66,7 +67,7 @@ def run_steps(
             rows, len(rows["tokens"]), BatchShape(micro_batch, max_micro_batches)
         )
         num = -(-len(rows["tokens"]) // micro_batch)
-        state, result = step(state, batch, np.int32(num), np.float32(learning_rate), np.float32(1))
+        state, result = step(state, batch, np.int32(num), UpdateSettings(np.float32(learning_rate)))
         # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
         state, result = jax.block_until_ready((state, result))
         metrics.append(jax.device_get(result))
@@ -246,7 +247,7 @@ def test_gradients_cross_the_data_axis_once_per_update() -> None:
     """No collective in the loop over micro-batches where parameters are replicated, and some after it."""
     _, mesh, abstract, step = _program(8, ("ici_data_parallelism=8", "ici_fsdp_parallelism=1"))
     batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS), ROWS, BatchShape(8, 2))
-    text = step.lower(abstract, batch, np.int32(2), np.float32(0), np.float32(1)).compile().as_text()
+    text = step.lower(abstract, batch, np.int32(2), UpdateSettings(np.float32(0))).compile().as_text()
     computations = dict(re.findall(r"^(?:ENTRY )?%([\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S))
     called = re.findall(r" while\(.*body=%([\w.-]+)", text)
     for name in called:
@@ -269,7 +270,7 @@ def test_strict_types() -> None:
         config, mesh, abstract, _ = _program(1, ())
         batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS), ROWS, BatchShape(4, 4))
         make_train_step(UpdateConfig.of(config), mesh, abstract).lower(
-            abstract, batch, jnp.int32(4), jnp.float32(0), jnp.float32(1)
+            abstract, batch, jnp.int32(4), UpdateSettings(np.float32(0))
         )
 
 
