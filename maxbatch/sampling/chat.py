@@ -94,20 +94,19 @@ class Chat:
 
     def _prompt(self) -> np.ndarray:
         """Returns the ids of the conversation, without its oldest turns if they leave an answer no room."""
-        room = min(self._most, max(1, self._context // 4))
-        while True:
-            ids = self._prompts.ids([*self._system, *self._turns])
-            if len(ids) + room <= self._context:
-                return ids
-            if len(self._turns) == 1:
-                if len(ids) < self._context:
-                    return ids
-                raise ConfigError(
-                    f"the message has {len(ids)} tokens with the chat template, and the model reads at most "
-                    f"{self._context}; works: a shorter message"
-                )
-            del self._turns[:2]
-            self.forgotten += 2
+        room, turns = min(self._most, max(1, self._context // 4)), self._turns
+        ids = self._prompts.ids([*self._system, *turns])
+        while len(ids) + room > self._context and len(turns) > 1:
+            turns = turns[2:]
+            ids = self._prompts.ids([*self._system, *turns])
+        if len(ids) >= self._context:
+            raise ConfigError(
+                f"the message has {len(ids)} tokens with the chat template, and the model reads at most "
+                f"{self._context}; works: a shorter message"
+            )
+        self.forgotten += len(self._turns) - len(turns)
+        self._turns = turns
+        return ids
 
     def _pieces(self, prompt: np.ndarray) -> Iterator[list[int]]:
         # Powers of two, so that few programs serve a conversation.

@@ -153,7 +153,9 @@ def test_a_message_of_weight_zero_is_read_and_not_trained_on(tmp_path: Path) -> 
         for field, off, on in (("weight", 0, 1), ("train", False, True)):
             messages = talk("a", "b", "c", "d", "e", "f")["messages"]
             messages[1][field], messages[3][field] = off, on
-            stream = open_stream(chat_config(folder, [{"messages": messages}], "packing=false"))
+            stream = open_stream(
+                chat_config(folder, [{"messages": messages}], "packing=false", "max_target_length=128")
+            )
             assert trained(stream) == "d<|im_end|>f<|im_end|>"
     with pytest.raises(ConfigError, match="message 2 states that it is not trained on, and sft_train_on_completion"):
         open_stream(chat_config(folder, None, "sft_train_on_completion_only=false"))
