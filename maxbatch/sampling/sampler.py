@@ -10,7 +10,7 @@ Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -126,6 +126,7 @@ class Sampler:
         # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
+        self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
@@ -146,8 +147,15 @@ class Sampler:
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
         program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, draw_ids_Bx3, rules)
-        placed: Responses = _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, tensors)
+        respond = self.executable or partial(_respond, program)
+        placed: Responses = respond(params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, tensors)
         return placed
+
+    def lower(self, abstract_params: State, num_rows: int, rules: SamplingRules) -> jax.stages.Lowered:
+        """Returns the lowered program of a call with such parameters and rules, for `executable`."""
+        prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
+        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
+        return _respond.lower(program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors)
 
     def pieces(
         self,

@@ -242,6 +242,8 @@ class Pretraining:
         self.steps.compile_rest(self._context.background)
         if self._evaluator:
             self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
+        if self._answers:
+            self._answers.compile(self.abstract.model, self._context.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         assert self._evaluator is not None, "an eval was asked for"

@@ -17,6 +17,7 @@ from maxbatch.cli import main
 from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, talk
 from tests.helpers.terminals import Terminal, plain
+from tests.helpers.tiny import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
         "learning_rate=3e-3", "gradient_noise_scale=false", "log_to=tensorboard", f"run_dir={run_dir}",
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train(config, jax.devices()[:1])
+        train(config, jax.devices()[:2])
     return Tuned(run_dir, printed.getvalue())
 
 
@@ -67,6 +68,7 @@ def test_the_closing_sample_and_the_next_line_are_a_chat_turn(tuned: Tuned) -> N
 def test_held_out_records_are_answered_at_each_eval_in_tensorboard_and_the_report(
     tuned: Tuned, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert len({line["compiles"] for line in read_metrics(tuned.run_dir)[1:]}) == 1, "no eval waits for the sampler"
     lines = [json.loads(line) for line in (tuned.run_dir / "answers.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [100, 200]
     expected = [f"{record['messages'][1]['content']}<|im_end|>" for record in HELD_OUT[:4]]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -23,6 +25,7 @@ from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError
+from maxbatch.training.compile.background import Background, MakeExecutable
 from maxbatch.training.record.board import Board
 
 MOST_QUESTIONS = 4
@@ -74,6 +77,12 @@ class Answers:
         self._length = config.max_target_length
         config = dataclasses.replace(config, scan_layers=True)
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._length, rescores=False)
+        self._compiled: Future[jax.stages.Compiled] | None = None
+
+    def compile(self, abstract_params: State, background: Background, make: MakeExecutable) -> None:
+        """Starts compiling ahead of the first eval."""
+        lower = partial(self._sampler.lower, abstract_params, 1, self._rules)
+        self._compiled = background.start(partial(make, "answers", lower))
 
     def __call__(self, params: State) -> list[Answer]:
         """Returns the answers of parameters to all questions; every host calls it.
@@ -88,6 +97,7 @@ class Answers:
         begin = len(question.prompt)
         prompt_1xP = np.full((1, self._length), self.tokenizer.pad_id, np.int32)
         prompt_1xP[0, :begin] = question.prompt
+        self._sampler.executable = self._compiled.result() if self._compiled else None
         lengths_1, draw_ids_1x3 = np.array([begin], np.int32), np.zeros((1, 3), np.uint32)
         found = jax.device_get(self._sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules))
         drawn = slice(begin, int(found.lengths_B[0]))
