@@ -76,7 +76,8 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         "maxbatch.commands.generate",
         "Continue a prompt with the model of a run, or talk with it.",
-        'MODEL [--prompt "..."] [--chat] [--system "..."] [--max-new-tokens N] [--temperature T] [--seed S]',
+        'MODEL [--prompt "..."] [--chat] [--system "..."] [--max-new-tokens N] [--temperature T] [--top-k K] '
+        "[--top-p P] [--seed S]",
         ('maxbatch generate runs/default --prompt "def main("',
          'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7',
          'maxbatch generate runs/sft --chat --prompt "Capital of France?"',

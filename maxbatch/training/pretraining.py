@@ -323,7 +323,7 @@ def _prompt_flag(prompt: str) -> str:
     """Returns a flag that a shell reads as a prompt."""
     if not prompt:
         return ""
-    if "\n" in prompt or '"' in prompt:
+    if set(prompt) & set('"$`!\\\n'):
         escaped = prompt.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
         return f" --prompt $'{escaped}'"
     return f' --prompt "{prompt}"'

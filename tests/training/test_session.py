@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import metric_value
 from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.training.own import Parts, Rows, next_token_loss
-from maxbatch.training.pretraining import train
+from maxbatch.training.pretraining import _prompt_flag, train
 from maxbatch.training.session import _parameters, is_due
 from maxbatch.training.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
@@ -245,3 +246,10 @@ def test_a_run_with_adapters_states_how_many_parameters_it_trains() -> None:
         "2.4M of 134.5M parameters trained"
     )
     assert _parameters(TrainState(shapes(134_515_008), ())) == "134,515,008 parameters"
+
+
+def test_the_next_command_asks_a_shell_for_the_prompt_as_it_is() -> None:
+    assert _prompt_flag("") == "" and _prompt_flag("it's def ") == ' --prompt "it\'s def "'
+    for prompt in ("Q: a\nA:", 'say "it\'s"', "$HOME `ls` \\n!"):
+        typed = ["bash", "-c", f"printf %s{_prompt_flag(prompt).replace(' --prompt', '', 1)}"]
+        assert subprocess.run(typed, capture_output=True, text=True, check=True).stdout == prompt
