@@ -75,10 +75,13 @@ COMMANDS: dict[str, Command] = {
          "maxbatch prepare --verify tokens")),
     "generate": Command(
         "maxbatch.commands.generate",
-        "Continue a prompt with the model of a run.",
-        'RUN_DIR [--prompt "..."] [--max-new-tokens N] [--temperature T] [--top-k K] [--seed S]',
+        "Continue a prompt with the model of a run, or talk with it.",
+        'MODEL [--prompt "..."] [--chat] [--system "..."] [--max-new-tokens N] [--temperature T] [--top-k K] '
+        "[--top-p P] [--seed S]",
         ('maxbatch generate runs/default --prompt "def main("',
-         'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7')),
+         'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7',
+         'maxbatch generate runs/sft --chat --prompt "Capital of France?"',
+         "maxbatch generate smollm2 --chat")),
     "export": Command(
         "maxbatch.commands.export",
         "Write a model as a Hugging Face folder.",

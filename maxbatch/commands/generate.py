@@ -1,25 +1,45 @@
-"""`maxbatch generate`: continues a prompt with the model of a run."""
+"""`maxbatch generate`: continues a prompt with the model of a run, or talks with it."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import io
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import count, place, real, whole
-from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
-from maxbatch.config.values import Bounds
-from maxbatch.system.errors import EXIT_DONE
+from maxbatch.config.huggingface import end_tokens, is_huggingface_folder, most_positions
+from maxbatch.config.values import Bounds, shown
+from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.sampling.chat import Chat
+
+_TEXT_TOKENS = 128
+_MOST_CONTEXT = 8192  # tokens of a conversation; a longer context would take gigabytes
+_PLAIN_FORMATS = ("completion", "text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
-    parser.add_argument("run_dir", type=place, metavar="RUN_DIR", help=run_dir)
-    parser.add_argument("--prompt", default="", help="text to continue; none: the beginning of a document")
+    parser.add_argument("run_dir", type=place, metavar="MODEL", help=run_dir)
+    prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
+    parser.add_argument("--prompt", help=prompt)
+    chat = "ask by the chat template of the model's tokenizer; without --prompt: a conversation, from standard input"
+    parser.add_argument("--chat", action="store_true", help=chat)
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the message of the system before all others")
     parser.add_argument(
-        "--max-new-tokens", type=count, default=128, metavar="N",
-        help="most tokens to add, also beyond max_target_length: a full window continues from its last half (128)",
+        "--max-new-tokens", type=count, metavar="N",
+        help="most tokens to add (128), also beyond max_target_length: a full window continues from its last half; "
+        "with --chat: most tokens of an answer (512)",
     )  # fmt: skip
     temperature = "0: the likeliest token; 1: as trained (0.8)"
     parser.add_argument(
@@ -35,10 +55,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation by the newest checkpoint of a run; returns the exit code."""
+    """Prints what the newest checkpoint of a run writes: a prompt and its continuation, or answers; returns 0."""
+    if args.system is not None and not args.chat:
+        raise ConfigError(f"--system {shown(args.system)}: belongs to --chat; works: --chat --system ...")
+    if args.chat and args.prompt is not None and not args.prompt.strip():
+        raise ConfigError("--prompt: must not be empty beside --chat; works: a message, or no --prompt")
     from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import make_tokenizer
     from maxbatch.model.decoder_config import DecoderConfig
+    from maxbatch.sampling.chat import Chat
     from maxbatch.sampling.sampler import SamplingRules
     from maxbatch.sampling.text import TextConfig, generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
@@ -48,11 +73,102 @@ def run(args: argparse.Namespace) -> int:
     config = source.config()
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    if args.chat:
+        tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer has it
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower()])
-    _, params = restored(source, DecoderConfig.of(config))
+    model = DecoderConfig.of(config)
+    _, params = restored(source, model)
     ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
-    rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
-    text = generate_text(params, tokenizer, args.prompt, TextConfig.of(config), rules)
-    print(printable(text) if sys.stdout.isatty() else text)
+    if args.chat:
+        rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
+        return _talk(Chat(params, tokenizer, model, rules, _context(config), args.system or ""), args)
+    most = args.max_new_tokens or _TEXT_TOKENS
+    rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, most, ends)
+    prompt = args.prompt or ""
+    text = generate_text(params, tokenizer, prompt, TextConfig.of(config), rules)
+    print(_shown(text), flush=True)
+    if text == tokenizer.decode(tokenizer.encode(prompt)):
+        _note("the text ends at once: the first token that was drawn is the end of the text")
+    if _is_chat_model(config, tokenizer, args.run_dir):
+        _note("this model's tokenizer has a chat template; --chat asks the model by it")
     return EXIT_DONE
+
+
+def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
+    """Returns whether a model was trained on conversations, as far as its config tells."""
+    from maxbatch.data.store.chat_prompts import chat_prompts
+
+    if not config.use_sft and not is_huggingface_folder(path):
+        return False
+    return config.sft_format not in _PLAIN_FORMATS and chat_prompts(tokenizer) is not None
+
+
+def _context(config: ConfigDict) -> int:
+    """Returns the most tokens of a conversation: those of a row in training, or more if the model's folder says so."""
+    stated = min(most_positions(config.load_parameters_path), _MOST_CONTEXT)
+    if config.trainable_position_size > 0:
+        stated = min(stated, config.trainable_position_size)
+    return int(max(config.max_target_length, stated))
+
+
+def _talk(chat: Chat, args: argparse.Namespace) -> int:
+    """Prints the answer to the prompt, or to each line of standard input."""
+    on_terminal = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    if on_terminal:
+        print(f"A conversation with {_shown(args.run_dir)}; Ctrl-D ends it.")
+    forgotten, is_asked = 0, False
+    for message in _lines() if args.prompt is None else [args.prompt]:
+        is_asked = True
+        try:
+            _answer(chat, message)
+        except ConfigError as error:
+            if not on_terminal:
+                raise
+            report(error)
+        if chat.forgotten > forgotten:
+            forgotten = chat.forgotten
+            _note(f"the conversation no longer fits into the model's context: it sees all but the first {forgotten} "
+                  "messages")  # fmt: skip
+    if not is_asked and not on_terminal:
+        raise ConfigError("--chat: has no message; works: --prompt TEXT, a terminal, or lines on standard input")
+    return EXIT_DONE
+
+
+def _answer(chat: Chat, message: str) -> None:
+    answer = ""
+    for piece in chat.say(message):
+        print(_shown(piece), end="", flush=True)
+        answer += piece
+    print(flush=True)
+    if chat.ended and not answer.strip():
+        _note("the answer is empty: the model ended its turn at once")
+    if not chat.ended:
+        _note("the answer is cut off; --max-new-tokens and the model's context bound it")
+
+
+def _lines() -> Iterator[str]:
+    """Yields the lines of standard input that are not blank; a terminal asks for each, and lets it be edited."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
+        with contextlib.suppress(ImportError):  # Pythons without it have a plain input()
+            importlib.import_module("readline")
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, RuntimeError):  # RuntimeError: standard input is closed
+            break
+        if line.strip():
+            yield line
+    if is_terminal:
+        print()
+
+
+def _shown(text: str) -> str:
+    return printable(text) if sys.stdout.isatty() else text
+
+
+def _note(text: str) -> None:
+    print(f"maxbatch: note: {text}", file=sys.stderr, flush=True)

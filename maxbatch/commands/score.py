@@ -143,7 +143,7 @@ class _Encoder:
             tokens = self._ids(line["tokens"])
         elif "text" in line:
             tokens = self._text(line["text"])
-        elif {"messages", "prompt"} & line.keys():
+        elif {"messages", "conversations", "prompt", "instruction"} & line.keys():
             found = self._conversations.encode_batch([json.dumps(line).encode()])[0]
             assert found is not None, "no record is left out"
             return Scored(found[0], found[1].astype(np.float32))

@@ -77,6 +77,19 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
+def most_positions(path: str | os.PathLike[str]) -> int:
+    """Returns the most tokens that a model reads at once by its folder's `config.json`; 0 if none is stated.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    if not path or not is_huggingface_folder(path):
+        return 0
+    stated = read_config_json(path)
+    found = stated.get("max_position_embeddings", stated.get("n_positions"))
+    return found if type(found) is int and found > 0 else 0
+
+
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns the texts of the keys that a Hugging Face folder states, for the model and for its tokenizer.
 

@@ -138,7 +138,7 @@ def check_data_paths(values: Keyed) -> None:
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
     if values["use_sft"] and kind not in _WITH_CONVERSATIONS and not is_mixture_file(str(values["dataset_path"])):
-        raise ConfigError(f"dataset_type={kind}: use_sft=true reads records with messages, or prompt and completion, "
+        raise ConfigError(f"dataset_type={kind}: use_sft=true reads records (sft_format names their fields) "
                           "of jsonl, parquet or prepared tokens; works: use_sft=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
@@ -211,6 +211,11 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     for name in customised_tensors(values):
         if values["remat_policy"] != "custom":
             raise ConfigError(f"{name}={values[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
+    if values["early_stopping_patience"] is not None:
+        if values["batch_size"] is not None:
+            raise fault("early_stopping_patience", "null beside batch_size: maxbatch rl has no eval loss", "null")
+        if values["eval_interval"] == -1:
+            raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
     if values["lora_rank"]:
         _check_adapters(values, fault)
     if not values["run_dir"]:

@@ -640,9 +640,15 @@ class DataConfig(Section):
         'tokenizer.json, a .model file, or a folder that holds one; "" for byte', fixes=Fixes.CONTENT
     )
     use_sft: bool = key(
-        "true: records are conversations (messages, or prompt and completion); best_fit where packed",
+        "true: records are conversations, in a form of sft_format; best_fit where packed",
         fixes=Fixes.CHAT,
         warm_start=False,
+    )
+    sft_format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = key(
+        "use_sft, the fields of a record: auto (the first that fits) | messages | sharegpt (conversations) | "
+        "completion (prompt, completion) | alpaca (instruction, input, output) | text (text_field)",
+        fixes=Fixes.CHAT,
+        maxtext=OURS,
     )
     sft_train_on_completion_only: bool = key(
         "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all have",
@@ -753,6 +759,14 @@ class EvaluationConfig(Section):
         bounds=_COUNT,
         unit="samples",
         maxtext=OURS,
+    )
+    early_stopping_patience: int | None = key(
+        "the run ends once the eval loss has not fallen for so many evals in a row; null: it runs its whole length",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="evals",
+        maxtext=OURS,
+        warm_start=False,
     )
 
 

@@ -176,7 +176,8 @@ def _cell(value: object) -> str:
         return '<td class="number">–</td>'
     if isinstance(value, bool) or not isinstance(value, int | float):
         text = str(value)
-        return f"<td{' class=long' if len(text) > _LONG else ''}>{html.escape(text)}</td>"
+        is_long = len(text) > _LONG or "\n" in text
+        return f"<td{' class=long' if is_long else ''}>{html.escape(text)}</td>"
     is_large = isinstance(value, int) or abs(value) >= 1000
     return f'<td class="number">{f"{value:,.0f}" if is_large else f"{value:.5g}"}</td>'
 

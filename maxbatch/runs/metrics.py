@@ -156,6 +156,15 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
 
 
+def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
+    """Returns the records of a file of JSON lines that each belong to an update; a torn or garbled line is left out.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    return [record for line in _lines(path) if (record := _parse(line)) is not None]
+
+
 def _lines(path: AnyPath) -> list[bytes]:
     with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
         return list(_bounded_lines(file))

@@ -23,6 +23,20 @@ _MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
 COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
+class BestEval(NamedTuple):
+    """The lowest eval loss so far, by which a run may stop early."""
+
+    loss: float | None = None  # None: no eval had a finite one
+    step: int = 0  # completed updates at that eval
+    evals_since: int = 0  # later evals, none of which was lower
+
+    def after(self, loss: float, step: int) -> BestEval:
+        """Returns it after one more eval."""
+        if math.isfinite(loss) and (self.loss is None or loss < self.loss):
+            return BestEval(loss, step)
+        return self._replace(evals_since=self.evals_since + 1)
+
+
 class Position(NamedTuple):
     """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
 
@@ -32,6 +46,7 @@ class Position(NamedTuple):
     consecutive_skips: int = 0  # of those, the ones in a row at the end
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
+    best_eval: BestEval = BestEval()
 
     @property
     def trained_updates(self) -> int:
@@ -72,7 +87,8 @@ class CheckpointRecord(NamedTuple):
         step, samples_seen, skipped, in_a_row = (_whole(saved["position"][name]) for name in Position._fields[:4])
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
         weightless = _whole(saved["position"].get("weightless_updates", 0))
-        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass), weightless)
+        best = _best_eval(saved["position"].get("best_eval", BestEval()))
+        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass), weightless, best)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         if not (
             in_a_row <= skipped <= step - weightless
@@ -195,6 +211,11 @@ def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
         str(name): StoredParameter(tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"]))
         for name, one in saved.items()
     }
+
+
+def _best_eval(saved: Sequence[Any]) -> BestEval:
+    loss, step, evals_since = saved
+    return BestEval(None if loss is None else _finite(loss), _whole(step), _whole(evals_since))
 
 
 def _finite(value: object) -> float:

@@ -10,6 +10,7 @@ Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,8 +28,10 @@ from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
+_PIECE_TOKENS = 4  # of a response that is drawn in pieces; weights are cast once for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Sampler:
         # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
+        self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
@@ -142,9 +146,49 @@ class Sampler:
           prompt_lengths_B: int32 in [1, P]. A prompt of L tokens has no response.
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
+        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, draw_ids_Bx3, rules)
+        respond = self.executable or partial(_respond, program)
+        placed: Responses = respond(params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, tensors)
+        return placed
+
+    def lower(self, abstract_params: State, num_rows: int, rules: SamplingRules) -> jax.stages.Lowered:
+        """Returns the lowered program of a call with such parameters and rules, for `executable`."""
+        prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
+        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
+        return _respond.lower(program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors)
+
+    def pieces(
+        self,
+        params: State,
+        prompt_1xP: np.ndarray,
+        prompt_lengths_1: np.ndarray,
+        draw_ids_1x3: np.ndarray,
+        rules: SamplingRules,
+    ) -> Iterator[list[int]]:
+        """Yields the response to one prompt as it is drawn, in pieces of a few ids.
+
+        It is that of a call with the same arguments; the end token is part of it if it was drawn.
+
+        Raises:
+          TrainingError: a token has no finite log-probability.
+        """
+        program, draw_ids_1x3, tensors = self._arguments(prompt_1xP, draw_ids_1x3, rules)
+        limits_1 = _limits(program, prompt_lengths_1, tensors)
+        loop, read = _begin(program, params, prompt_1xP, prompt_lengths_1, limits_1), int(prompt_lengths_1[0])
+        while not loop.done_B[0]:
+            loop = _continue(program, params, loop, draw_ids_1x3, limits_1, tensors)
+            new = slice(read, int(loop.lengths_B[0]))
+            if not np.isfinite(loop.logprobs_BxL[0, new]).all():
+                raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+            yield np.asarray(loop.tokens_BxL[0, new]).tolist()
+            read = new.stop
+
+    def _arguments(
+        self, prompts_BxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
+    ) -> tuple[_Program, np.ndarray, _Rules]:
+        """Returns the program of the rules, and its last two arguments."""
         if prompts_BxP.shape[1] != self._prompt_length:
             raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
-        draw_ids_Bx3 = np.asarray(draw_ids_Bx3, np.uint32)
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
         ends_V = np.isin(np.arange(vocabulary), [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None])
         program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
@@ -157,8 +201,7 @@ class Sampler:
             self._drawable_V | ends_V,
             ends_V,
         ]
-        placed: Responses = _respond(program, params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, _Rules(*arguments))
-        return placed
+        return program, np.asarray(draw_ids_Bx3, np.uint32), _Rules(*arguments)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -177,22 +220,13 @@ def _respond(
     more = -rows % program.row_shards
     prompts_BxP = jnp.pad(prompts_BxP, ((0, more), (0, 0)))
     prompt_lengths_B = jnp.pad(prompt_lengths_B, (0, more), constant_values=1)
-    limits_B = jnp.minimum(prompt_lengths_B + rules.max_new_tokens, length)
+    limits_B = _limits(program, prompt_lengths_B, rules)
     limits_B = jnp.where(jnp.arange(rows + more) < rows, limits_B, 1)
 
     slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows + more, length), 1)
-    tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
-    tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
-    tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
-    w_DxV = decoder.output_projection().astype(decoder.dtype)
-    keys_B = _keys(rules.seed, jnp.pad(draw_ids_Bx3, ((0, more), (0, 0))))
-    next_token = _NextToken(program, decoder, w_DxV, keys_B, limits_B, rules)
-    # Slots after a prompt are overwritten before any token sees them.
-    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, prompts_BxP.shape, 1)
-    empty = decoder.empty_cache(*prompts_BxP.shape)
-    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, empty, limits_B)
-    cache, logprobs_BxL = cache.with_room_for(length), jnp.zeros(tokens_BxL.shape, jnp.float32)
-    start = _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
+    draw_ids_Bx3 = jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))
+    next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
+    start = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B)
     end = jax.lax.while_loop(lambda loop: jnp.any(~loop.done_B), next_token, start)
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
@@ -206,6 +240,52 @@ def _respond(
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
     return placed
+
+
+def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
+    """Returns the most tokens of prompt and response."""
+    return jnp.minimum(prompt_lengths_B + rules.max_new_tokens, program.length)
+
+
+def _prefilled(
+    program: _Program, decoder: Decoder, prompts_BxP: jax.Array, prompt_lengths_B: jax.Array, limits_B: jax.Array
+) -> _Loop:
+    """Returns the state before the first token: the prompts in one pass."""
+    rows, length = prompts_BxP.shape[0], program.length
+    slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
+    tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
+    tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
+    tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
+    # Slots after a prompt are overwritten before any token sees them.
+    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, prompts_BxP.shape, 1)
+    empty = decoder.empty_cache(*prompts_BxP.shape)
+    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, empty, limits_B)
+    cache, logprobs_BxL = cache.with_room_for(length), jnp.zeros(tokens_BxL.shape, jnp.float32)
+    return _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
+
+
+@partial(jax.jit, static_argnums=0)
+def _begin(
+    program: _Program, params: State, prompts_BxP: jax.Array, prompt_lengths_B: jax.Array, limits_B: jax.Array
+) -> _Loop:
+    """Returns the state before the first token of a response that is drawn in pieces."""
+    decoder = _gathered(nnx.merge(program.graphdef, params))
+    return _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _continue(
+    program: _Program, params: State, loop: _Loop, draw_ids_Bx3: jax.Array, limits_B: jax.Array, rules: _Rules
+) -> _Loop:
+    """Returns the state after `_PIECE_TOKENS` more tokens, or fewer where the responses end."""
+    decoder = _gathered(nnx.merge(program.graphdef, params))
+    next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
+
+    def is_going_on(carry: tuple[jax.Array, _Loop]) -> jax.Array:
+        drawn, state = carry
+        return (drawn < _PIECE_TOKENS) & jnp.any(~state.done_B)
+
+    return jax.lax.while_loop(is_going_on, lambda carry: (carry[0] + 1, next_token(carry[1])), (jnp.int32(0), loop))[1]
 
 
 class _Loop(NamedTuple):
@@ -228,6 +308,14 @@ class _NextToken:
     keys_B: jax.Array
     limits_B: jax.Array
     rules: _Rules
+
+    @classmethod
+    def of(
+        cls, program: _Program, decoder: Decoder, draw_ids_Bx3: jax.Array, limits_B: jax.Array, rules: _Rules
+    ) -> _NextToken:
+        """Returns the body for a decoder whose weights are gathered."""
+        w_DxV = decoder.output_projection().astype(decoder.dtype)
+        return cls(program, decoder, w_DxV, _keys(rules.seed, draw_ids_Bx3), limits_B, rules)
 
     def __call__(self, loop: _Loop) -> _Loop:
         """Returns the state with one more token in each row that is not done.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
+from maxbatch.config.loading import keys
 from maxbatch.config.sections import AdapterConfig, EvaluationConfig
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
@@ -20,7 +21,7 @@ from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
-from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.parallel.hosts import broadcast, gather, is_first
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
@@ -37,6 +38,7 @@ from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.own import Parts, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
+from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData
 from maxbatch.training.update.optimizers import AT_REST
@@ -97,6 +99,8 @@ class Pretraining:
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None
+        self._answers: Answers | None = None  # to held-out records at each eval
+        self._answers_log: AnswersLog | None = None  # on the first host
 
     def _open_stream(self) -> Stream:
         config, own = self._context.config, self._parts.stream
@@ -183,6 +187,9 @@ class Pretraining:
             self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
         self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
         self.evaluates = self._evaluator is not None
+        if self._answers and self._evaluator and is_first():
+            log = AnswersLog(self._context.folder, self._context.board, start.position.step)
+            self._answers_log = self._context.stack.enter_context(closing(log))
         return state
 
     def _state(self, restored: TrainState | None) -> TrainState:
@@ -213,6 +220,7 @@ class Pretraining:
         num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
         if not num_rows:
             return None
+        self._answers = self._open_answers(held_out)
         update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
@@ -234,28 +242,88 @@ class Pretraining:
         self.steps.compile_rest(self._context.background)
         if self._evaluator:
             self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
+        if self._answers:
+            self._answers.compile(self.abstract.model, self._context.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         assert self._evaluator is not None, "an eval was asked for"
-        return {Metric.EVAL_LOSS: self._evaluator(self._merged(state)).loss}
+        params = self._merged(state)
+        if self._answers:
+            with suppress(TrainingError):  # answers are no part of what the run is for
+                answers = self._answers(params)
+                if self._answers_log:
+                    self._answers_log.write(step, answers)
+        return {Metric.EVAL_LOSS: self._evaluator(params).loss}
 
     def _merged(self, state: TrainState) -> State:
         """Returns the parameters of the model, its adapters merged into them."""
         return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 
+    def _open_answers(self, stream: Stream | None) -> Answers | None:
+        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text."""
+        config = self._context.config
+        if not (config.use_sft and config.generate_prompt) or self._parts.model or self._parts.stream:
+            return None
+        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream else [])]
+        if not questions:
+            return None
+        tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+        ends = end_tokens(config.load_parameters_path)
+        return Answers(DecoderConfig.of(config), tokenizer, self.mesh, ends, questions)
+
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of the model's text, and the next command to type."""
-        config, prompt = self._context.config, self._context.config.generate_prompt
+        config = self._context.config
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = self._parts.model is not None or self._parts.stream is not None
-        if prompt and not is_own and not self._context.stop.is_asked:
-            rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-            tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+        asks = _prompt_flag(config.generate_prompt)
+        if config.generate_prompt and not is_own and not self._context.stop.is_asked:
+            params = self._merged(state)
             try:
-                text = generate_text(self._merged(state), tokenizer, prompt, TextConfig.of(config), rules, self.mesh)
+                found = self._answer_sample(params) if config.use_sft else None
+                text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         if config.enable_checkpointing and not is_own:
-            yield f"next: maxbatch generate {config.run_dir}" + (f' --prompt "{prompt}"' if prompt else "")
+            yield f"next: maxbatch generate {config.run_dir}{asks}"
         yield f"      pip install tensorboard && tensorboard --logdir {config.run_dir}"
+
+    def _text_sample(self, params: State) -> str:
+        """Returns a text that continues `generate_prompt`."""
+        config = self._context.config
+        rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
+        tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+        return generate_text(params, tokenizer, config.generate_prompt, TextConfig.of(config), rules, self.mesh)
+
+    def _answer_sample(self, params: State) -> tuple[str, str] | None:
+        """Returns an answer in the form of the data, and the flags of `generate` that ask for the like.
+
+        The question is `generate_prompt` if the config states one and the data are chats, else that of a record; None
+        if no record has a question.
+        """
+        config = self._context.config
+        self._answers = self._answers or self._open_answers(self.stream)
+        if self._answers is None:
+            return None
+        question, prompts = self._answers.questions[0], self._answers.prompts
+        if prompts is None or not prompts.is_prompt(question.prompt):
+            asks = _prompt_flag(self._answers.tokenizer.decode(question.prompt))
+        else:
+            asks = " --chat"
+            if config.generate_prompt != keys()["generate_prompt"].default:
+                asks += _prompt_flag(config.generate_prompt)
+                ids = prompts.ids([{"role": "user", "content": config.generate_prompt}])
+                question = Question(ids.tolist()[: config.max_target_length - 1], [])
+        answer = self._answers.to(question, params)
+        return f"{answer.question}{answer.answer}", asks
+
+
+def _prompt_flag(prompt: str) -> str:
+    """Returns a flag that a shell reads as a prompt."""
+    if not prompt:
+        return ""
+    if set(prompt) & set('"$`!\\\n'):
+        escaped = prompt.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+        return f" --prompt $'{escaped}'"
+    return f' --prompt "{prompt}"'

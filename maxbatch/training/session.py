@@ -181,8 +181,33 @@ class Session(Generic[B]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no update is left."""
-        return self.position.step >= self.total_steps
+        """Whether no update is left, or the run has ended early."""
+        return self.position.step >= self.total_steps or self._ends_early(self.position)
+
+    def _ends_early(self, position: Position) -> bool:
+        """Returns whether the eval loss has not fallen for `early_stopping_patience` evals in a row."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and position.best_eval.evals_since >= patience
+
+    def _refuse_patience_without_eval(self) -> None:
+        patience = self.config.early_stopping_patience
+        if patience is not None and not self.task.evaluates:
+            raise ConfigError(
+                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: eval_fraction=0.1, "
+                "or eval_dataset_path"
+            )
+
+    @property
+    def _early_end(self) -> str:
+        """The reason why a run ended before its length, as the end of a line; empty if it did not."""
+        if not self._ends_early(self.position):
+            return ""
+        best = self.position.best_eval
+        lowest = (
+            "no eval had a finite loss" if best.loss is None else f"the lowest is {best.loss:.4f}, of step {best.step}"
+        )
+        evals = "eval" if best.evals_since == 1 else f"{best.evals_since} evals in a row"
+        return f"; ended early: the eval loss has not fallen for {evals} ({lowest})"
 
     def run(self) -> Outcome:
         """Takes all remaining updates, or those until a stop is requested.
@@ -193,9 +218,10 @@ class Session(Generic[B]):
         """
         if self.is_complete:
             self._check_result()
+            longer = "early_stopping_patience" if self._early_end else "its length"
             self.console.print(
-                f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
-                "To continue, raise its length; for a new run, give another run_dir."
+                f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}"
+                f"{self._early_end}. To continue, raise {longer}; for a new run, give another run_dir."
             )
             return Outcome(self.position, None)
         with (
@@ -210,6 +236,7 @@ class Session(Generic[B]):
             started = time.perf_counter()
             restored, self._restored = self._restored, None
             self.state = self.task.prepare(restored, self.start)
+            self._refuse_patience_without_eval()
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             self.train(feed, recorder, profiler)
         if self.checkpoints:
@@ -265,12 +292,15 @@ class Session(Generic[B]):
             pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
             if pauses or task.takes_turns:
                 recorder.catch_up(partial(task.evaluate, self.state, step) if evaluates else None)
+            ends_early = evaluates and self._ends_early(recorder.position)
             if pauses:
                 profiler.after(step)
-                if saves:
+                if saves or ends_early:
                     self._save(recorder)
                 recorder.restart_clock()
             last_end = step if ends_batch else last_end
+            if ends_early:
+                break
         recorder.catch_up()
         self._save(recorder)
         recorder.sync()
@@ -307,8 +337,7 @@ class Session(Generic[B]):
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         resumed = f", resumed at step {step}, sample {samples_seen:,}" if step else ""
         self.console.print(
-            f"{num_parameters(self.task.abstract.params):,} parameters | {self.config.dataset_type}{epoch} | "
-            f"{self.config.run_dir}{resumed}"
+            f"{_parameters(self.task.abstract)} | {self.config.dataset_type}{epoch} | {self.config.run_dir}{resumed}"
         )
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name
@@ -334,7 +363,7 @@ class Session(Generic[B]):
             self._check_result()
         where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"
         if stopped_by is None:
-            self.console.print(f"done: {where}")
+            self.console.print(f"done: {where}{self._early_end}")
             for line in self.task.conclusion(self.state):
                 self.console.print(line)
         else:
@@ -345,6 +374,22 @@ class Session(Generic[B]):
     @property
     def _samples_seen(self) -> str:
         return f"{self.position.samples_seen:,} {self.task.data.unit}"
+
+
+def _parameters(abstract: TrainState) -> str:
+    """Returns the number of a model's parameters in words, and of adapters how many are trained."""
+    model, trained = num_parameters(abstract.model), num_parameters(abstract.params)
+    if abstract.frozen is None:
+        return f"{model:,} parameters"
+    return f"{_short(trained)} of {_short(model)} parameters trained"
+
+
+def _short(number: int) -> str:
+    """Returns a number of parameters with at most one decimal."""
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.1f}{letter}"
+    return str(number)
 
 
 def is_due(period: int, last_end: int, step: int) -> bool:

@@ -117,7 +117,7 @@ def test_texts_are_tokenised_by_the_models_tokenizer(run_dir: Path, capsys) -> N
         ({"tokens": "ab"}, "record 2: field tokens must be a list of whole numbers"),
         ({"text": 3}, "record 2: field text is a int"),
         ({"body": 3}, "record 2: needs text, tokens, messages, or prompt and completion; its fields: 'body'"),
-        (talk("a"), "record 2: has no message of the assistant"),
+        (talk("a"), "record 2: ends with a message of the user, and no message of the assistant"),
     ],
 )
 def test_a_record_that_cannot_be_scored_is_one_line(run_dir: Path, capsys, record: Any, problem: str) -> None:

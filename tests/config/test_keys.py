@@ -91,10 +91,10 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos",
         "tokenizer_type", "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
         "grain_prefetch_buffer_size", "data_cache_dir",
-        "use_sft", "sft_train_on_completion_only", "overlong",
+        "use_sft", "sft_format", "sft_train_on_completion_only", "overlong",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "eval_interval", "eval_steps",
-        "eval_samples", "log_to", "log_period", "profile_steps", "generate_prompt", "peak_tflops_per_device",
-        "compilation_cache_dir",
+        "eval_samples", "early_stopping_patience", "log_to", "log_period", "profile_steps", "generate_prompt",
+        "peak_tflops_per_device", "compilation_cache_dir",
     }  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
-        "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank",
+        "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank", "early_stopping_patience",
     }  # fmt: skip
 
 

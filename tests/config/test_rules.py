@@ -95,6 +95,8 @@ def test_a_ramp_beside_another_batch_in_one_layer_is_refused(tmp_path: Path) -> 
         (("adam_scaling=sde", "learning_rate_scaling=sqrt", "opt_type=lion"), "opt_type=adamw"),
         (("packing=false", "packing_strategy=best_fit"), "packing_strategy=concatenate"),
         (("batch_size=8", "warm_start_steps=2", "enable_checkpointing=false"), "enable_checkpointing=true"),
+        (("early_stopping_patience=3", "eval_interval=-1"), "eval_interval=100"),
+        (("batch_size=8", "early_stopping_patience=3"), "early_stopping_patience=null"),
     ],
 )
 def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...], works: str) -> None:

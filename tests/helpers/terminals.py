@@ -46,6 +46,10 @@ class Terminal:
             self.written += chunk.decode(errors="replace")
         return self.written
 
+    def type(self, text: str) -> None:
+        """Types a text; \\n is the return key."""
+        os.write(self._controller, text.encode())
+
     def end(self) -> int:
         """Waits for the end of the command; returns its exit code."""
         self.read()

@@ -14,6 +14,7 @@ import pytest
 from maxbatch import ConfigError
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.runs.position import (
+    BestEval,
     CheckpointRecord,
     DamagedError,
     Position,
@@ -25,7 +26,10 @@ from maxbatch.runs.position import (
 RECORD = CheckpointRecord(
     Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)), {"data": {"seed": 0}, "model": {"vocab": 3}}, 7, (2, 1)
 )
-SUMMED = RECORD._replace(parameters={"embedding": StoredParameter((3, 2), "float32", 11)})
+SUMMED = RECORD._replace(
+    parameters={"embedding": StoredParameter((3, 2), "float32", 11)},
+    position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1)),
+)
 
 
 def write(run_dir: Path, saved: Any, step: int = 4) -> Path:
@@ -39,6 +43,7 @@ def old() -> dict[str, Any]:
     """The JSON of a version that knew no checksum over it."""
     saved = json.loads(json.dumps(RECORD.to_json()))
     del saved["json_checksum"], saved["parameters"], saved["position"]["weightless_updates"]
+    del saved["position"]["best_eval"]
     return saved
 
 
@@ -46,6 +51,14 @@ def changed(part: str | None, field: str, value: Any) -> dict[str, Any]:
     saved = old()
     (saved[part] if part else saved)[field] = value
     return saved
+
+
+def test_the_lowest_eval_loss_is_kept_and_the_evals_since_are_counted() -> None:
+    best = BestEval()
+    for step, loss in enumerate((float("nan"), 2.0, 1.5, 1.5, float("inf"), 1.6), 1):
+        best = best.after(loss, step)
+    assert best == BestEval(1.5, 3, 3)
+    assert BestEval().after(float("nan"), 1) == BestEval(None, 0, 1)
 
 
 def test_what_was_written_is_read_and_only_gains_fields(tmp_path: Path) -> None:

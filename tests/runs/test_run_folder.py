@@ -65,6 +65,7 @@ def test_a_run_dir_that_cannot_be_made_is_the_users_fault(tmp_path: Path) -> Non
         ("metrics.jsonl", os.mkfifo),
         ("metrics.jsonl", lambda path: path.symlink_to("nowhere")),
         ("transcripts.jsonl", Path.mkdir),
+        ("answers.jsonl", Path.mkdir),
         ("config.yml", Path.mkdir),
         (".lock", os.mkfifo),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import metric_value
 from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.training.own import Parts, Rows, next_token_loss
-from maxbatch.training.pretraining import train
-from maxbatch.training.session import is_due
+from maxbatch.training.pretraining import _prompt_flag, train
+from maxbatch.training.session import _parameters, is_due
+from maxbatch.training.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
 
@@ -215,3 +217,42 @@ def test_a_batch_without_loss_weight_has_no_loss_and_a_run_of_them_fails(
     assert "step 3/3 | loss - |" in capsys.readouterr().out
     assert metric_value([{"loss": 2.0, "loss_weight": 3.0}, records[0]], Metric.LOSS) is None
     assert metric_value([{"loss": 2.0, "loss_weight": 3.0}] * 19 + [records[0]], Metric.LOSS) == 2.0
+
+
+def test_a_run_whose_eval_loss_no_longer_falls_ends_early_and_a_resume_counts_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = ("eval_fraction=0.05", "eval_interval=2", f"run_dir={tmp_path}", "learning_rate=1e-15")
+    patient = (*stated, "early_stopping_patience=2")
+    assert train(tiny_config(*patient, "steps=4"), ONE).position.best_eval.evals_since == 1
+    assert "ended early" not in capsys.readouterr().out
+    outcome = train(tiny_config(*patient, "steps=20"), ONE)
+    assert (outcome.position.step, outcome.stopped_by) == (6, None)
+    why = "ended early: the eval loss has not fallen for 2 evals in a row (the lowest is "
+    assert f"done: step 6, 96 samples, in {tmp_path}; {why}" in capsys.readouterr().out
+    assert train(tiny_config(*patient, "steps=20"), ONE).position.step == 6
+    assert f"is complete: 6 updates, 96 samples; {why}" in capsys.readouterr().out
+
+
+def test_patience_without_held_out_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="early_stopping_patience=2: counts evals, and nothing is held out; works: ev"
+    ):
+        train(tiny_config("early_stopping_patience=2", "eval_interval=2", f"run_dir={tmp_path}"), ONE)
+
+
+def test_a_run_with_adapters_states_how_many_parameters_it_trains() -> None:
+    def shapes(*sizes: int) -> Any:
+        return [jax.ShapeDtypeStruct((size,), "float32") for size in sizes]
+
+    assert _parameters(TrainState(shapes(2_000_000, 442_240), (), shapes(134_515_008))) == (
+        "2.4M of 134.5M parameters trained"
+    )
+    assert _parameters(TrainState(shapes(134_515_008), ())) == "134,515,008 parameters"
+
+
+def test_the_next_command_asks_a_shell_for_the_prompt_as_it_is() -> None:
+    assert _prompt_flag("") == "" and _prompt_flag("it's def ") == ' --prompt "it\'s def "'
+    for prompt in ("Q: a\nA:", 'say "it\'s"', "$HOME `ls` \\n!"):
+        typed = ["bash", "-c", f"printf %s{_prompt_flag(prompt).replace(' --prompt', '', 1)}"]
+        assert subprocess.run(typed, capture_output=True, text=True, check=True).stdout == prompt

@@ -110,9 +110,11 @@ def _axolotl_sources(t: Translation) -> None:
         for word in ("train_on_inputs", "chat_template"):
             if word in t:
                 t.ignore(word, "documents are plain text, and every token of them is trained on")
-    elif kinds == {"chat_template"} and not (others := _unlike_ours(sources)):
+    elif kinds == {"chat_template"} and not (others := _unlike_ours(_without_sharegpt(sources))):
         on_answers = "false" if t.is_true("train_on_inputs") else "true"
         settings |= {"use_sft": "true", "sft_train_on_completion_only": on_answers}
+        if all(_is_sharegpt(item) for item in sources):
+            settings["sft_format"] = "sharegpt"
         if "train_on_inputs" in t:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         _axolotl_template(t)
@@ -139,6 +141,20 @@ _OURS_OF_A_SOURCE = {
     "message_property_mappings": ({"role": "role", "content": "content"},),
     "chat_template": ("tokenizer_default",), "ds_type": ("json",),
 }  # fmt: skip
+
+
+_SHAREGPT = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
+
+
+def _is_sharegpt(source: Mapping[str, object]) -> bool:
+    return all(source.get(name) == value for name, value in _SHAREGPT.items())
+
+
+def _without_sharegpt(sources: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns the data sets, without the settings of ShareGPT's form where all of them have it."""
+    if not all(_is_sharegpt(source) for source in sources):
+        return sources
+    return [{name: value for name, value in source.items() if name not in _SHAREGPT} for source in sources]
 
 
 def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:

@@ -19,6 +19,7 @@ from maxbatch.pages.page import Page, details, heading, paragraph, table
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
+from maxbatch.runs.answers import read_answers
 from maxbatch.runs.devices import DevicesUsed
 from maxbatch.runs.json_file import checked, read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
@@ -159,6 +160,14 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             "finite, or larger than 1e100. They are left out."
         ))  # fmt: skip
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
+    for run in runs:
+        if found := read_answers(run.path):
+            step, answers = found
+            title = f"{run.name}: answers" if len(runs) > 1 else "Answers"
+            page.add(
+                heading(f"{title} to held-out records, after {step:,} updates"),
+                table(("question", "answer", "the record"), answers),
+            )
     plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
     page.add(heading("Batch plan"), *plans, config_differences(runs))
 

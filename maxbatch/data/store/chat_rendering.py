@@ -30,7 +30,7 @@ class ConversationError(ValueError):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the spans of the assistant's parts, as begin and end in characters."""
+    """A conversation as text, and the spans of its trained parts, as begin and end in characters."""
 
     text: str
     spans: list[Span]
@@ -43,11 +43,15 @@ class Question(NamedTuple):
       messages: each has a `role`; the rest is up to the template.
       extras: further variables of the template, such as `tools`.
       first: messages before this one belong to the prompt, whoever wrote them.
+      untrained: numbers, from 0, of messages of which no part is trained on.
+      prompts: ask for the generation prompt after the last message, and for no spans.
     """
 
     messages: Sequence[Message]
     extras: Mapping[str, object]
     first: int = 0
+    untrained: frozenset[int] = frozenset()
+    prompts: bool = False
 
 
 class Renderer:
@@ -63,19 +67,29 @@ class Renderer:
         Raises:
           ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
         """
-        messages, extras, first = question
+        messages, extras, first, untrained, prompts = question
         source = self._sources.get("tool_use") if extras.get("tools") else None
         source = source or self._sources.get("default", "")
-        text, spans = self._text(source, messages, extras)
+        text, spans = self._text(source, messages, extras, add_generation_prompt=prompts)
+        if prompts:
+            return Rendered(text, [])
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if spans is not None:
+            if untrained.intersection(turns):
+                if len(spans) != len(turns):
+                    raise ConversationError(
+                        f"the chat template marks {len(spans)} parts of {len(turns)} messages of the assistant, so "
+                        "that the weight of a message cannot be followed"
+                    )
+                spans = [span for turn, span in zip(turns, spans, strict=True) if turn not in untrained]
             begin = len(self._text(source, messages[:first], extras).text) if first else 0
             return Rendered(text, [span for span in spans if span[0] >= begin])
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-        return Rendered(text, [self._turn(source, text, question, turn) for turn in turns])
+        trained = [turn for turn in turns if turn >= first and turn not in untrained]
+        return Rendered(text, [self._turn(source, text, question, turn) for turn in trained])
 
     def _turn(self, source: str, text: str, question: Question, turn: int) -> Span:
         """Returns the span of the assistant's message number `turn`."""
-        messages, extras, _ = question
+        messages, extras = question.messages, question.extras
         prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True).text
         so_far = self._text(source, messages[: turn + 1], extras).text
         end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)

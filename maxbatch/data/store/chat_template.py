@@ -103,8 +103,8 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     sources = _sources(settings.get("chat_template") if stated is None else stated)
     if sources is None:
         raise error(
-            "has no chat template, which records with messages need (chat_template.jinja, or tokenizer_config.json, "
-            "beside it); records with prompt and completion need none"
+            "has no chat template, which messages need (chat_template.jinja, or tokenizer_config.json, beside it); "
+            "plain prompts, and records with prompt and completion, need none"
         )
     if "default" not in sources:
         raise error(f"has no chat template named default, only {shown(', '.join(map(str, sources)))}")
@@ -122,7 +122,7 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
             check_syntax(source)
         except ImportError as problem:
             raise ConfigError(
-                "use_sft=true: chat templates need jinja2, which is not installed; pip install 'maxbatch[text]'"
+                "chat templates need jinja2, which is not installed; pip install 'maxbatch[text]'"
             ) from problem
         except Exception as problem:  # jinja2's errors of syntax
             raise error(f"its chat template cannot be read ({' '.join(str(problem).split())[:400]})") from problem

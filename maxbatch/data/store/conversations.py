@@ -1,12 +1,19 @@
 """Records for supervised fine-tuning (`use_sft`): conversations as tokens, each of them trained on or not.
 
-A record has `messages` (each with `role` and `content`, written by the tokenizer's chat template) or `prompt` and
-`completion`: two texts, after which the end-of-text token follows, or two lists of messages. The special tokens that
-such a text spells out become those tokens, as in transformers; nothing else is added. Of the fields of the record
-besides, the template sees `tools` (a list, or JSON of one) and those of `chat_template_kwargs`.
+A record has one of the forms of `sft_format`; `auto` takes the first of them whose fields it has:
+
+- `messages`: each has `role` and `content`; the tokenizer's chat template writes them.
+- `sharegpt`: the same in `conversations`, as `from` and `value`, with an optional `system`.
+- `completion`: `prompt` and `completion`, two texts, after which the end-of-text token follows, or two lists of
+  messages.
+- `alpaca`: `instruction`, an optional `input`, and `output`: a message of the user and one of the assistant.
+- `text`: a text in `text_field`, all of which is trained on, and the end-of-text token.
+
+The special tokens that such a text spells out become those tokens, as in transformers; nothing else is added. Of the
+fields of the record besides, the template sees `tools` (a list, or JSON of one) and those of `chat_template_kwargs`.
 
 With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn included: those of every
-assistant message, or of the completion. Without, all tokens are.
+assistant message (but not of one with `weight` 0 or `train` false), or of the completion. Without, all tokens are.
 
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
 that the prompt has by itself, or else generation would begin differently from training.
@@ -29,7 +36,17 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
-_NEEDED = "messages, or prompt and completion"
+_VERSION = 2  # increment it when the same records give other tokens
+# The forms of a record and the fields that they need, in the order in which `auto` tries them.
+_FIELDS = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("",),  # text_field
+}
+_WEIGHTS = ("weight", "train")  # fields of a message
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
 
 
 class RecordError(ConfigError):
@@ -47,13 +64,16 @@ class Conversations:
     tokenizer: Tokenizer
     completion_only: bool
     skip_bad_records: bool
+    form: str = "auto"  # a key of _FIELDS, or auto
+    text_field: str = "text"
 
     @classmethod
     def from_config(cls, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
         """Returns None unless `use_sft` is set."""
         if not config.use_sft:
             return None
-        return cls(tokenizer, config.sft_train_on_completion_only, config.skip_bad_records)
+        completion_only, skips = config.sft_train_on_completion_only, config.skip_bad_records
+        return cls(tokenizer, completion_only, skips, config.sft_format, config.text_field)
 
     @property
     def identity(self) -> dict[str, object]:
@@ -62,7 +82,8 @@ class Conversations:
             template = self.tokenizer.chat_template().identity
         except ConfigError:  # raised once a record needs the template
             template = None
-        return {"completion_only": self.completion_only, "template": template}
+        stated = {"completion_only": self.completion_only, "format": self.form, "text_field": self.text_field}
+        return {"version": _VERSION, **stated, "template": template}
 
     def encode_batch(self, records: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Returns the ids (int32[n]) and whether they are trained on (bool[n]) of records, which are JSON objects.
@@ -89,7 +110,8 @@ class Conversations:
     def _read(self, utf8: bytes) -> Question | _Texts | ConversationError:
         """Returns the conversation of a record, or why it has none."""
         try:
-            return _conversation(json.loads(utf8))
+            found = self._conversation(json.loads(utf8))
+            return found if isinstance(found, _Texts) else _checked(found, self.completion_only)
         except ConversationError as error:
             return error
 
@@ -101,7 +123,7 @@ class Conversations:
         if not self.completion_only:
             found = Rendered(found.text, [(0, len(found.text))])
         if not any(begin < end for begin, end in found.spans):
-            raise ConversationError("has no message of the assistant, so that nothing would be trained on")
+            raise ConversationError("has no message of the assistant to train on")
         return self._split(found)
 
     @property
@@ -141,6 +163,34 @@ class Conversations:
             whole = np.append(whole, np.int32(end))
         return whole, np.arange(len(whole)) >= (begin if self.completion_only else 0)
 
+    def _conversation(self, record: Mapping[str, object]) -> Question | _Texts:
+        """Returns the conversation of a record in the form that is stated, or found."""
+        fields = {form: tuple(name or self.text_field for name in names) for form, names in _FIELDS.items()}
+
+        def has(form: str) -> bool:
+            return all(record.get(name) is not None for name in fields[form])
+
+        form = next(filter(has, fields), None) if self.form == "auto" else self.form
+        if form is None or not has(form):
+            ways = [" and ".join(names) for names in fields.values()] if form is None else [" and ".join(fields[form])]
+            key = "use_sft=true" if form is None else f"sft_format={form}"
+            held = shown(", ".join(map(repr, list(record)[:8])) or "none")
+            raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {held}")
+        if form == "text":
+            return _Texts("", _text(record, self.text_field))
+        if form == "alpaca":
+            asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input", ""))))
+            turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", _text(record, "output"))]
+            return Question([{"role": role, "content": text} for role, text in turns if text or role != "system"],
+                            _extras(record))  # fmt: skip
+        if form == "completion":
+            return _prompted(record)
+        messages = _messages(record[fields[form][0]], fields[form][0])
+        system = _text(record, "system", "") if form == "sharegpt" else ""
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return Question(messages, _extras(record))
+
 
 class _Texts(NamedTuple):
     """A record of two texts."""
@@ -149,31 +199,77 @@ class _Texts(NamedTuple):
     completion: str
 
 
-def _conversation(record: Mapping[str, object]) -> Question | _Texts:
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if record.get("messages") is not None:
-        return Question(_messages(record["messages"], "messages"), _extras(record))
+def _prompted(record: Mapping[str, object]) -> Question | _Texts:
+    """Returns the conversation of a record with prompt and completion."""
+    prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Texts(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = _messages(prompt, "prompt"), _messages(completion, "completion")
         return Question([*asked, *answered], _extras(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
-        if value is not None and not isinstance(value, str | list):
+        if not isinstance(value, str | list):
             raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
-    fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
-    raise ConversationError(f"use_sft=true needs {_NEEDED} (both texts, or both lists); its fields: {fields}")
+    raise ConversationError("fields prompt and completion must be both texts, or both lists of messages")
+
+
+def _text(record: Mapping[str, object], name: str, default: str | None = None) -> str:
+    value = record.get(name)
+    value = default if value is None else value
+    if not isinstance(value, str):
+        raise ConversationError(f"field {name} is a {type(value).__name__}, not a text")
+    return value
+
+
+def _checked(question: Question, completion_only: bool) -> Question:
+    """Returns a conversation with the messages to leave out of training; raises ConversationError if it has no end."""
+    messages = question.messages
+    if messages[-1]["role"] == "user":
+        raise ConversationError("ends with a message of the user, and no message of the assistant answers it")
+    stated = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
+    for number, (message, trained) in enumerate(zip(messages, stated, strict=True), 1):
+        if trained and completion_only and message["role"] != "assistant":
+            raise ConversationError(f"message {number} states that it is trained on, and it is not the assistant's")
+        if trained is False and not completion_only:
+            raise ConversationError(
+                f"message {number} states that it is not trained on, and sft_train_on_completion_only=false trains on "
+                "all; works: sft_train_on_completion_only=true"
+            )
+    plain = [{key: value for key, value in message.items() if key not in _WEIGHTS} for message in messages]
+    return question._replace(messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False))
+
+
+def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
+    """Returns whether a message states that it is trained on (`weight`, `train`); None if it states nothing."""
+    found = {bool(message[name]) for name in _WEIGHTS if message.get(name) is not None}
+    for name in _WEIGHTS:
+        if message.get(name) not in (None, 0, 1):  # False and True too
+            value = shown(repr(message[name]))
+            raise ConversationError(f"message {number}: {name} is {value}, and it must be 0 or 1, or false or true")
+    if len(found) > 1:
+        raise ConversationError(f"message {number}: weight and train contradict each other")
+    return next(iter(found), None)
 
 
 def _messages(value: object, field: str) -> list[dict[str, object]]:
     """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
     if not isinstance(value, list) or not value:
         raise ConversationError(f"field {field} is {_kind(value)}, not a list of messages")
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConversationError(f"message {number} of field {field} is not an object with a role, which is a text")
-    kept = ("role", "content")
-    return [{k: v for k, v in message.items() if v is not None or k in kept} for message in value]
+    return [_message(message, f"message {number} of field {field}") for number, message in enumerate(value, 1)]
+
+
+def _message(message: object, where: str) -> dict[str, object]:
+    """Returns a message with `role` and `content`, which ShareGPT calls `from` and `value`."""
+    if not isinstance(message, dict):
+        raise ConversationError(f"{where} is not an object")
+    kept = {key: value for key, value in message.items() if value is not None or key in ("role", "content")}
+    if "role" not in kept and "from" in kept:
+        role = kept.pop("from")
+        kept["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
+        kept["content"] = kept.pop("value", None)
+    if not isinstance(kept.get("role"), str):
+        raise ConversationError(f"{where} is not an object with a role, which is a text")
+    return kept
 
 
 def _extras(record: Mapping[str, object]) -> dict[str, object]:

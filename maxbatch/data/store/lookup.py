@@ -111,11 +111,12 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
 def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
     """Raises ConfigError for a store of documents or conversations that were made with other settings."""
     made = manifest.get("conversations")
-    prepared = {"use_sft": made is not None}
+    prepared: dict[str, object] = {"use_sft": made is not None}
     if not config.use_sft:
         prepared |= {key: bool(tokens) for key, tokens in (("add_bos", manifest["bos"]), ("add_eos", manifest["eos"]))}
     elif made:
         prepared["sft_train_on_completion_only"] = bool(made["completion_only"])
+        prepared["sft_format"] = made.get("format", "auto")
     for key, value in prepared.items():
         if config[key] != value:
             stated, works = (str(flag).lower() for flag in (config[key], value))

@@ -85,8 +85,8 @@ class ByteTokenizer:
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError: bytes have no chat template."""
         raise ConfigError(
-            "tokenizer_type=byte: has no chat template, which records with messages need; records with prompt and "
-            "completion need none; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
+            "tokenizer_type=byte: has no chat template, which messages need; plain prompts, and records with prompt "
+            "and completion, need none; works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
         )
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -103,6 +103,8 @@ def _row_identity(config: StreamConfig) -> Identity:
     if not config.use_sft:
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
     identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
+    if identity["sft_format"] == "auto":  # what was found is in the content; streams from before the key had no other
+        del identity["sft_format"]
     return identity | {"packing_strategy": _strategy(config)}
 
 

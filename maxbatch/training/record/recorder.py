@@ -131,7 +131,11 @@ class Recorder:
         metrics = jax.device_get(update.metrics)
         seconds, self._last_done = time.perf_counter() - self._last_done, time.perf_counter()
         self._advance(update, metrics)
-        record = self._record(update, metrics, seconds) | dict(evaluate() if evaluate else {})
+        evaluated = dict(evaluate() if evaluate else {})
+        if isinstance(eval_loss := evaluated.get(Metric.EVAL_LOSS), float):
+            best = self.position.best_eval.after(eval_loss, self.position.step)
+            self.position = self.position._replace(best_eval=best)
+        record = self._record(update, metrics, seconds) | evaluated
         for output in self._outputs:
             output.append(record)
         if self.position.consecutive_skips >= self._max_skips:
@@ -179,6 +183,7 @@ class Recorder:
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
             weightless_updates=before.weightless_updates + is_weightless,
+            best_eval=before.best_eval,
         )
 
     def sync(self) -> None:

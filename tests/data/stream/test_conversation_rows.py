@@ -19,6 +19,7 @@ from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tok
 from tests.helpers.corpus import write_jsonl
 
 TALKS = some_talks(40)
+ANSWER = [{"role": "assistant", "content": "b"}]
 
 
 def trained(stream: Stream, index: int = 0) -> str:
@@ -93,7 +94,14 @@ def test_prompts_and_completions_are_texts_with_markup_or_messages(tmp_path: Pat
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"text": "a"}, r"needs messages, or prompt and completion.*its fields: 'text'"),
+        ({"body": "a"}, r"needs messages, or conversations, or prompt and completion, or .*its fields: 'body'"),
+        (talk("a", "b", "c"), "ends with a message of the user, and no message of the assistant answers it"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}, *ANSWER]}, "message 1 states that it is trai"),
+        ({"messages": [{**ANSWER[0], "weight": 0.5}]}, "message 1: weight is 0.5, and it must be 0 or 1"),
+        ({"messages": [{**ANSWER[0], "weight": 0, "train": True}]}, "message 1: weight and train contradict"),
+        ({"messages": [{**ANSWER[0], "weight": 0}]}, "no message of the assistant to train on"),
+        ({"conversations": [{"from": 3, "value": "a"}]}, "message 1 of field conversations"),
+        ({"instruction": "a", "output": 3}, "field output is a int"),
         ({"messages": []}, "field messages is empty"),
         ({"messages": [{"content": "a"}]}, "message 1 of field messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
@@ -105,6 +113,52 @@ def test_a_record_that_cannot_be_used_is_refused_by_its_number(tmp_path: Path, r
         open_stream(chat_config(tmp_path, [*TALKS[:3], record]))
     stats = open_stream(chat_config(tmp_path, None, "skip_bad_records=true")).stats()
     assert (stats["skipped_records"], stats["documents"]) == (1, 3)
+
+
+def test_records_of_other_programs_are_the_conversations_that_they_state(tmp_path: Path) -> None:
+    asked, answered = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}
+    records = [
+        talk("hi", "hello", system="s"),
+        {"system": "s", "conversations": [asked, answered]},
+        {"conversations": talk("hi", "hello", system="s")["messages"]},
+        {"system": "s", "instruction": "hi", "output": "hello"},
+        {"instruction": "say", "input": "hi", "output": "hello"},
+        {"text": "<|im_start|>user", "other": 1},
+    ]
+    stream = open_stream(chat_config(tmp_path, records, "packing=false"))
+    rows = stream.read(0, 6)["tokens"]
+    assert all(np.array_equal(rows[0], row) for row in rows[1:4])
+    assert "user\nsay\n\nhi<|im_end|>" in stream.tokenizer.decode_markup(rows[4])
+    assert [trained(stream, i) for i in (3, 4, 5)] == ["hello<|im_end|>"] * 2 + ["user<|im_end|>"]
+
+
+def test_a_stated_form_is_the_one_that_is_read_and_part_of_the_identity(tmp_path: Path) -> None:
+    records = [{**talk("hi", "hello"), "instruction": "do", "output": "done", "text": "all of it"}] * 2
+    found = open_stream(chat_config(tmp_path, records, "packing=false"))
+    alpaca = open_stream(chat_config(tmp_path, None, "packing=false", "sft_format=alpaca"))
+    assert (trained(found), trained(alpaca)) == ("hello<|im_end|>", "done<|im_end|>")
+    assert "sft_format" not in found.identity and alpaca.identity["sft_format"] == "alpaca"
+    assert trained(open_stream(chat_config(tmp_path, None, "sft_format=text"))).startswith("ll of it")
+    with pytest.raises(ConfigError, match="record 1: sft_format=sharegpt needs conversations; its fields: 'instr"):
+        open_stream(chat_config(tmp_path, None, "sft_format=sharegpt"))
+
+
+def test_a_message_of_weight_zero_is_read_and_not_trained_on(tmp_path: Path) -> None:
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    marked += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    for number, template in enumerate((CHATML, marked)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_tokenizer(folder / "tokenizer", template)
+        for field, off, on in (("weight", 0, 1), ("train", False, True)):
+            messages = talk("a", "b", "c", "d", "e", "f")["messages"]
+            messages[1][field], messages[3][field] = off, on
+            stream = open_stream(
+                chat_config(folder, [{"messages": messages}], "packing=false", "max_target_length=128")
+            )
+            assert trained(stream) == "d<|im_end|>f<|im_end|>"
+    with pytest.raises(ConfigError, match="message 2 states that it is not trained on, and sft_train_on_completion"):
+        open_stream(chat_config(folder, None, "sft_train_on_completion_only=false"))
 
 
 def test_a_token_that_is_partly_the_prompts_is_refused_by_the_number_of_its_record(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Conversations as prompts: the tokens of the messages so far, after which the assistant's turn begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from maxbatch.data.store.chat_rendering import ConversationError, Message, Question, Rendered
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.system.errors import ConfigError
+
+_ASKED, _ANSWERED = "question", "answer"
+
+
+class ChatPrompts:
+    """The chat template of a tokenizer, as generation uses it.
+
+    Raises:
+      ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._template = tokenizer, tokenizer.chat_template()
+
+    def ids(self, messages: Sequence[Message]) -> np.ndarray:
+        """Returns the ids (int32[n]) of a conversation that the assistant is to answer.
+
+        Raises:
+          ConfigError: the template refuses the conversation.
+        """
+        text = self._rendered(Question(messages, {}, prompts=True)).text
+        return self._tokenizer.encode_markup_batch([text])[0]
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The id of the special token that ends a turn of the assistant, if the template writes one."""
+        messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
+        try:
+            text, spans = self._rendered(Question(messages, {}))
+        except ConfigError:  # of a template that refuses the two messages; the tokenizer's end of text is left
+            return ()
+        turn = text[slice(*spans[-1])].rstrip() if spans else ""
+        end = next((end for end in self._template.ends if turn.endswith(end)), None)
+        ids = self._tokenizer.encode_markup_batch([end])[0] if end else np.zeros(0, np.int32)
+        return (int(ids[0]),) if len(ids) == 1 else ()
+
+    def is_prompt(self, ids: Sequence[int]) -> bool:
+        """Returns whether tokens end as the template begins a turn of the assistant."""
+        try:
+            text = self._rendered(Question([{"role": "user", "content": _ASKED}], {}, prompts=True)).text
+        except ConfigError:
+            return False
+        begin = self._tokenizer.encode_markup_batch([text.rpartition(_ASKED)[2]])[0].tolist()
+        return bool(begin) and list(ids[-len(begin) :]) == begin
+
+    def _rendered(self, question: Question) -> Rendered:
+        [found] = self._template.render([question])
+        if isinstance(found, ConversationError):
+            raise ConfigError(f"the conversation cannot be written: {found}")
+        return found
+
+
+def chat_prompts(tokenizer: Tokenizer) -> ChatPrompts | None:
+    """Returns the prompts of a tokenizer with a chat template; None if it has none that can be used."""
+    try:
+        return ChatPrompts(tokenizer)
+    except ConfigError:
+        return None

@@ -1,0 +1,131 @@
+"""A conversation with a model: each answer is drawn after all turns so far, as far as they fit into its context.
+
+Shapes: L slots of a row, P slots of its prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.store.chat_rendering import Message
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.trees import State
+from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.system.errors import ConfigError
+
+_MAX_NEW_TOKENS = 512
+_LEAST_PROMPT = 32  # slots; fewer would save little, and need programs of their own
+_TORN = "\ufffd"  # the end of a text whose last character has more bytes to come
+
+
+class Chat:
+    """The turns of a conversation, and the model that answers.
+
+    Args:
+      params: parameters of a `Decoder`; the config and the tokenizer are their run's.
+      context: the most tokens that the model reads at once.
+      system: the message that precedes all turns; empty: none.
+      rules: how tokens are drawn; without `max_new_tokens` an answer has at most 512.
+
+    Raises:
+      ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        params: State,
+        tokenizer: Tokenizer,
+        config: DecoderConfig,
+        rules: SamplingRules,
+        context: int,
+        system: str = "",
+    ) -> None:
+        self._params, self._tokenizer, self._config, self._context = params, tokenizer, config, context
+        self._prompts = ChatPrompts(tokenizer)
+        ends = (*rules.end_ids, *self._prompts.end_ids)
+        self._most = rules.max_new_tokens or _MAX_NEW_TOKENS
+        self._rules = dataclasses.replace(rules, end_ids=ends, max_new_tokens=self._most)
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._turns: list[Message] = []
+        self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
+        self._answers = 0
+        self.forgotten = 0  # turns that no longer fit into the context
+        self.ended = False  # whether the last answer ended by itself
+
+    def say(self, text: str) -> Iterator[str]:
+        """Adds a message of the user, and yields the answer to it in pieces.
+
+        An answer that the caller stops reading counts as far as it was read.
+
+        Raises:
+          ConfigError: the message does not fit into the context, or the template refuses the conversation.
+          TrainingError: a token has no finite log-probability.
+        """
+        self._turns.append({"role": "user", "content": text})
+        try:
+            prompt = self._prompt()
+        except ConfigError:
+            self._turns.pop()
+            raise
+        ids: list[int] = []
+        self.ended, told = False, ""
+        try:
+            for piece in self._pieces(prompt):
+                self.ended = piece[-1] in self._ends
+                ids += piece[:-1] if self.ended else piece
+                whole = self._tokenizer.decode(ids).removesuffix(_TORN)
+                if len(whole) > len(told) and whole.startswith(told):
+                    new, told = whole[len(told) :], whole
+                    yield new
+            if rest := self._tokenizer.decode(ids)[len(told) :]:
+                yield rest
+        finally:
+            self._turns.append({"role": "assistant", "content": self._tokenizer.decode(ids)})
+            self._answers += 1
+
+    @property
+    def _ends(self) -> tuple[int | None, ...]:
+        return (self._tokenizer.eos_id, *self._rules.end_ids)
+
+    def _prompt(self) -> np.ndarray:
+        """Returns the ids of the conversation, without its oldest turns if they leave an answer no room."""
+        room, turns = min(self._most, max(1, self._context // 4)), self._turns
+        ids = self._prompts.ids([*self._system, *turns])
+        while len(ids) + room > self._context and len(turns) > 1:
+            turns = turns[2:]
+            ids = self._prompts.ids([*self._system, *turns])
+        if len(ids) >= self._context:
+            raise ConfigError(
+                f"the message has {len(ids)} tokens with the chat template, and the model reads at most "
+                f"{self._context}; works: a shorter message"
+            )
+        self.forgotten += len(self._turns) - len(turns)
+        self._turns = turns
+        return ids
+
+    def _pieces(self, prompt: np.ndarray) -> Iterator[list[int]]:
+        # Powers of two, so that few programs serve a conversation.
+        prompt_length = min(self._context, max(_LEAST_PROMPT, _power_of_two(len(prompt))))
+        length = min(self._context, _power_of_two(prompt_length + self._most))
+        sampler = self._sampler(length, prompt_length)
+        prompt_1xP = np.full((1, prompt_length), self._tokenizer.pad_id, np.int32)
+        prompt_1xP[0, : len(prompt)] = prompt
+        draw_ids_1x3 = np.array([[self._answers, 0, 0]], np.uint32)
+        lengths_1 = np.array([len(prompt)], np.int32)
+        return sampler.pieces(self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules)
+
+    def _sampler(self, length: int, prompt_length: int) -> Sampler:
+        key = (length, prompt_length)
+        if key not in self._samplers:
+            config = dataclasses.replace(self._config, max_target_length=length, scan_layers=True)
+            self._samplers[key] = Sampler(config, self._tokenizer, None, prompt_length=prompt_length, rescores=False)
+        return self._samplers[key]
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,129 @@
+"""Answers of a model in fine-tuning to records of its data: those held out at each eval, one at the end of the run.
+
+A question is what precedes the first trained tokens of a record, whatever made it: a chat template, or a plain prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.data.store.chat_prompts import chat_prompts
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.stream.stream import Stream
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.trees import State
+from maxbatch.runs.answers import ANSWERS_FILE, Answer
+from maxbatch.runs.metrics import StepLog
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.system.errors import TrainingError
+from maxbatch.training.compile.background import Background, MakeExecutable
+from maxbatch.training.record.board import Board
+
+MOST_QUESTIONS = 4
+_MOST_TOKENS = 64  # of an answer, so that an eval stays short
+_ROWS_PER_QUESTION = 8  # that are looked through
+
+
+class Question(NamedTuple):
+    """The tokens before an answer, and the answer of the record."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def questions_of(stream: Stream, most: int = MOST_QUESTIONS) -> list[Question]:
+    """Returns the first questions of a stream, one a row; none of records whose tokens are all trained on."""
+    length = most * _ROWS_PER_QUESTION
+    rows = stream.read(0, min(length, stream.samples_per_epoch or length))
+    found = []
+    for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
+        trained = (segments == 1) & (weights > 0)
+        begin = int(np.argmax(trained))
+        if not trained.any() or begin <= 1:  # the first token of a segment has no weight in any case
+            continue
+        rest = trained[begin:]
+        end = begin + (int(np.argmin(rest)) if not rest.all() else len(rest))
+        found.append(Question(tokens[:begin].tolist(), tokens[begin:end].tolist()))
+    return found[:most]
+
+
+class Answers:
+    """The likeliest answers to some questions, each drawn by itself, so that one program serves any mesh.
+
+    Args:
+      end_ids: tokens that end an answer, besides those of the tokenizer and of its chat template.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        end_ids: tuple[int, ...],
+        questions: Sequence[Question],
+    ) -> None:
+        self.questions, self.tokenizer, self.prompts = questions, tokenizer, chat_prompts(tokenizer)
+        end_ids += self.prompts.end_ids if self.prompts else ()
+        self._rules = SamplingRules(0.0, max_new_tokens=_MOST_TOKENS, end_ids=end_ids)
+        self._length = config.max_target_length
+        config = dataclasses.replace(config, scan_layers=True)
+        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._length, rescores=False)
+        self._compiled: Future[jax.stages.Compiled] | None = None
+
+    def compile(self, abstract_params: State, background: Background, make: MakeExecutable) -> None:
+        """Starts compiling ahead of the first eval."""
+        lower = partial(self._sampler.lower, abstract_params, 1, self._rules)
+        self._compiled = background.start(partial(make, "answers", lower))
+
+    def __call__(self, params: State) -> list[Answer]:
+        """Returns the answers of parameters to all questions; every host calls it.
+
+        Raises:
+          TrainingError: the parameters are not finite.
+        """
+        return [self.to(question, params) for question in self.questions]
+
+    def to(self, question: Question, params: State) -> Answer:
+        """Returns the answer to one question."""
+        begin = len(question.prompt)
+        prompt_1xP = np.full((1, self._length), self.tokenizer.pad_id, np.int32)
+        prompt_1xP[0, :begin] = question.prompt
+        self._sampler.executable = self._compiled.result() if self._compiled else None
+        lengths_1, draw_ids_1x3 = np.array([begin], np.int32), np.zeros((1, 3), np.uint32)
+        found = jax.device_get(self._sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules))
+        drawn = slice(begin, int(found.lengths_B[0]))
+        if not np.isfinite(found.logprobs_BxL[0, drawn]).all():
+            raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+        texts = (question.prompt, found.tokens_BxL[0, drawn], question.answer)
+        return Answer(*map(self.tokenizer.decode_markup, texts))
+
+
+class AnswersLog:
+    """The answers of the evals: a line of `answers.jsonl` each, and a text in TensorBoard.
+
+    Answers of updates after `step`, which will be redone, are dropped.
+    """
+
+    def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
+        self._log, self._board = StepLog(folder, ANSWERS_FILE, step), board
+
+    def write(self, step: int, answers: Sequence[Answer]) -> None:
+        """Adds the answers after `step` updates."""
+        self._log.append({"step": step, "answers": [answer._asdict() for answer in answers]})
+        if self._board:
+            parts = (f"{a.question}{a.answer}\n(the record: {a.expected})" for a in answers)
+            text = "\n\n".join(parts)
+            self._board.text(step, "answers", "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._log.close()
