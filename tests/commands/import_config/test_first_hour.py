@@ -237,6 +237,13 @@ def test_a_value_of_another_kind_is_one_line(folder: Path, capsys: pytest.Captur
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_axolotls_sharegpt_is_ours(folder: Path) -> None:
+    form = "chat_template, field_messages: conversations, message_property_mappings: {role: from, content: value}}"
+    config, fates = imported("axolotl", folder / "c.yml", CHAT.replace("chat_template}", form))
+    assert (config.use_sft, config.sft_format) == (True, "sharegpt")
+    assert fates["datasets"].fate == "mapped"
+
+
 def test_axolotl_packs_only_when_it_is_told_to(folder: Path) -> None:
     config, _ = imported("axolotl", folder / "c.yml", CHAT)
     assert not config.packing
