@@ -22,7 +22,7 @@ from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Branch, MeasurementPlan
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import read_metrics, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps, note_steps
@@ -75,7 +75,7 @@ class Branches:
         """Returns how many of its samples a branch was trained on."""
         if self.is_done(branch):
             return branch.samples
-        records = read_metrics(self.folder(branch))
+        records = scan_metrics(self.folder(branch)).records
         return records[-1][Metric.SAMPLES_SEEN] - branch.fork.samples_seen if records else 0
 
     def finish(self, branch: Branch, status: Status, reason: str) -> None:
