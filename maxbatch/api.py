@@ -27,6 +27,7 @@ from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loadin
 from maxbatch.data.stream.own import Samples, as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
@@ -200,6 +201,7 @@ def open_feed(
         raise ValueError(f"start={start}: must be at least 0")
     _check_config(config)
     check_batch_keys(PlanConfig.of(config))
+    leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), num_hosts)))

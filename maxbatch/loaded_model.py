@@ -26,6 +26,7 @@ from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import AXES, axis_key
@@ -79,6 +80,7 @@ class LoadedModel:
     """
 
     def __init__(self, path: str, overrides: Sequence[str] = ()) -> None:
+        leave_out_absent_tpu()
         stated = {text.split("=", 1)[0].strip() for text in overrides}
         texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
         self._path, self._source = path, open_source(path)

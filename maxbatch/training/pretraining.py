@@ -19,6 +19,7 @@ from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import must_take_turns
@@ -61,6 +62,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     give_cpu_devices_threads()
+    leave_out_absent_tpu()
     config = with_flags(config)
     with ExitStack() as stack:
         context = RunContext(config, devices or jax.devices(), stack)
