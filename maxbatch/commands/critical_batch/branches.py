@@ -181,7 +181,7 @@ class BranchRuns:
         num_bytes = metrics.stat().st_size if metrics.exists() else 0
         if num_bytes != self._num_bytes:
             self._num_bytes = num_bytes
-            self._progress.show(run.subject, self._branches.samples_done(run.subject))
+            self._progress.train(run.subject, self._branches.samples_done(run.subject))
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
         """Records a branch that is done or diverged."""
@@ -201,20 +201,18 @@ class BranchProgress(LinesAboveBar):
     """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        super().__init__(console)
         self._branches = branches
         self._current: Branch | None = None
-        total = sum(branch.samples for branch in branches.all)
-        self._task = self._bar.add_task("", total=total, completed=self._samples_done())
+        super().__init__(console, sum(branch.samples for branch in branches.all), self._samples_done())
 
     def _samples_done(self) -> int:
         return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
 
-    def show(self, branch: Branch, samples: int) -> None:
+    def train(self, branch: Branch, samples: int) -> None:
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
         name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
-        self._bar.update(self._task, completed=self._samples_done() + samples, description=name)
         if self._bar.disable and branch != self._current:
-            self._lines.print(name + (f", from sample {samples:,} on" if samples else ""))
+            self.say(name + (f", from sample {samples:,} on" if samples else ""))
+        self.show(self._samples_done() + samples, name)
         self._current = branch
