@@ -76,6 +76,15 @@ def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> No
         assert f"::: maxbatch.{name}\n" in reference.python_page()
 
 
+def test_names_in_tables_break_after_an_underscore_and_cells_know_their_columns() -> None:
+    table = (
+        "<table><thead><tr><th>key</th><th></th></tr></thead><tbody><tr><td><code>a_key=b</code></td><td>x_y</td></tr>"
+    )
+    shown = tool("reference").on_page_content(f"<code>a_b</code>{table}</tbody></table>")
+    assert shown.startswith("<code>a_b</code><table>")
+    assert '<td data-label="key"><code>a_<wbr>key=<wbr>b</code></td><td data-label="">x_y</td>' in shown
+
+
 def test_every_page_stands_in_the_navigation() -> None:
     nav = (TOP / "mkdocs.yml").read_text(encoding="utf-8")
     named = set(re.findall(r": ([\w/-]+\.md)$", nav, re.M))

@@ -22,6 +22,11 @@ def printable(text: str, keep: str = "\n\t") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things: "1 run", "2,000 runs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def folded(line: str, hanging: int, width: int | None) -> str:
     """Returns a line in as many as it takes, those after the first indented by `hanging` columns."""
     if width is None or len(line) <= width:

@@ -39,6 +39,7 @@ from maxbatch.system.errors import (
     StoreRefused,
     TrainingError,
 )
+from maxbatch.system.folding import counted
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -205,7 +206,7 @@ class Session(Generic[B]):
         if self.is_complete:
             self._check_result()
             self.console.print(
-                f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}. "
+                f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}. "
                 "To continue, raise its length; for a new run, give another run_dir."
             )
             return Outcome(self.position, None, self.config.run_dir)

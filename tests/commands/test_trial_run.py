@@ -58,6 +58,7 @@ def test_a_trial_keeps_the_axes_and_the_form_of_the_batch(form: str) -> None:
     assert num_devices == {"stages": 4, "every axis": 16}.get(form, 2)
 
 
+@pytest.mark.slow
 def test_train_try_reports_all_faults_of_data_and_tokenizer_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

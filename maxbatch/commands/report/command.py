@@ -32,7 +32,7 @@ from maxbatch.runs.json_file import checked, read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import counted, printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
@@ -165,8 +165,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     for holed in (run for run in runs if run.holes):
         lines = ", ".join(map(str, holed.holes[:5])) + (" and others" if len(holed.holes) > 5 else "")
         page.add(paragraph(
-            f"{holed.name}: {len(holed.holes):,} lines of metrics.jsonl (line {lines}) hold numbers that are not "
-            "finite, or larger than 1e100. They are left out."
+            f"{holed.name}: {counted(len(holed.holes), 'line')} of metrics.jsonl (line {lines}) with numbers that "
+            "are not finite, or larger than 1e100. These numbers are left out."
         ))  # fmt: skip
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
     plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
