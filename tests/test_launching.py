@@ -89,7 +89,7 @@ def test_the_jobset_asks_for_the_chips_that_its_topology_has(file: str) -> None:
 
 def test_the_jobset_of_v5p_is_the_slice_of_the_tutorial() -> None:
     page = (TOP / "docs" / "tutorials" / "from-maxtext.md").read_text()
-    text = (LAUNCH / "jobset-v5p.yml").read_text()
+    text = (LAUNCH / "jobset_v5p.yml").read_text()
     assert "--topology v5p:4x4x4" in page and "gke-tpu-topology: 4x4x4" in text and "tpu-v5p-slice" in text
     assert "16 hosts" in page and "parallelism: 16" in text
 

@@ -10,12 +10,11 @@ import contextlib
 import io
 import math
 import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.loading import dump_config, load_config
+from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
@@ -46,6 +45,11 @@ class Trial(NamedTuple):
     keys: dict[str, Any]
     mesh: dict[str, int]  # sizes of the axes above 1
 
+    def config(self, run_dir: str) -> ConfigDict:
+        """Returns its config: every key is stated in the highest layer, above the environment."""
+        stated = self.keys | {"run_dir": run_dir}
+        return load_config(overrides=[f"{name}={key.write(stated[name])}" for name, key in keys().items()])
+
     @property
     def num_devices(self) -> int:
         """CPU devices that it runs on."""
@@ -56,13 +60,13 @@ def make_trial(config: ConfigDict) -> Trial:
     """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
     sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
-    keys = config.to_dict() | _REPLACED | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
+    stated = config.to_dict() | _REPLACED | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
     for axis, size in sizes.items():
-        keys |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
+        stated |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
     has_held_out = bool(config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib")
-    keys["eval_fraction"] = 0.1 if has_held_out else 0
-    keys["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
-    return Trial(keys, mesh)
+    stated["eval_fraction"] = 0.1 if has_held_out else 0
+    stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
+    return Trial(stated, mesh)
 
 
 def _is_used(config: ConfigDict, axis: str) -> bool:
@@ -93,21 +97,21 @@ def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
     parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
     rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (abs(parts) * sizes["pipeline"] if parts < 0 else parts)
     passes = 1 if config.gradient_accumulation_steps == 1 else 2
-    keys: dict[str, object] = {
+    stated: dict[str, object] = {
         "per_device_batch_size": rows / devices, "gradient_accumulation_steps": passes, "global_batch_size": None,
         "batch_size_schedule": None, "enable_rampup_batch_size": False, "num_pipeline_microbatches": parts,
         "reference_batch_size": None,
     }  # fmt: skip
     batch = rows * passes
     if config.enable_rampup_batch_size:
-        keys |= {
+        stated |= {
             "enable_rampup_batch_size": True, "per_device_batch_size": 2 * rows / devices,
             "per_device_batch_size_start": rows / devices, "per_device_batch_size_increment": rows / devices,
             "global_rampup_samples": 2 * batch,
         }  # fmt: skip
     elif config.batch_size_schedule is not None:
-        keys |= {"batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}", "gradient_accumulation_steps": None}
-    return keys
+        stated |= {"batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}", "gradient_accumulation_steps": None}
+    return stated
 
 
 def try_run(config: ConfigDict, trial: Trial) -> int:
@@ -139,11 +143,9 @@ def _train(trial: Trial, faults: list[str]) -> None:
     from maxbatch.training.pretraining import train
 
     with tempfile.TemporaryDirectory(prefix="maxbatch-try-") as folder:
-        file = Path(folder) / "try.yml"
-        file.write_text(dump_config(ConfigDict(trial.keys | {"run_dir": f"{folder}/run"})))
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                outcome = train(load_config(file), jax.devices()[: trial.num_devices])
+                outcome = train(trial.config(f"{folder}/run"), jax.devices()[: trial.num_devices])
         except ConfigError as error:
             faults.append(f"the tiny run: {error}")
             return

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from maxbatch.cli import main
 from maxbatch.commands.trial_run import make_trial
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.loading import configs_dir, dump_config, load_config
+from maxbatch.config.loading import configs_dir, load_config
 from maxbatch.config.matrices import model_size
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.batch import BatchPlan
@@ -29,8 +29,7 @@ FORMS = {
 
 def trial_config(config: ConfigDict) -> tuple[ConfigDict, int]:
     trial = make_trial(config)
-    Path("try.yml").write_text(dump_config(ConfigDict(trial.keys)))
-    return load_config("try.yml"), trial.num_devices
+    return trial.config("run"), trial.num_devices
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -56,6 +55,14 @@ def test_a_trial_keeps_the_axes_and_the_form_of_the_batch(form: str) -> None:
         2 if form == "stages" else 1
     )
     assert num_devices == {"stages": 4, "every axis": 16}.get(form, 2)
+
+
+def test_no_variable_of_the_environment_reaches_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = make_trial(load_config())
+    for name, text in (("RUN_DIR", "runs/real"), ("TRAIN_TOKENS", "1B"), ("GLOBAL_BATCH_SIZE", "512")):
+        monkeypatch.setenv(f"MAXBATCH_{name}", text)
+    config = trial.config("run")
+    assert (config.run_dir, config.steps, config.train_tokens, config.global_batch_size) == ("run", 4, None, None)
 
 
 @pytest.mark.slow
