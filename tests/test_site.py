@@ -42,6 +42,18 @@ return found;
 """
 
 
+TABLES = OVERFLOWING.replace(
+    "  const root = frame.contentDocument.documentElement;\n"
+    '  found.push([address, width, root.scrollWidth, frame.contentDocument.querySelectorAll("h1").length]);\n',
+    """
+  const tables = [...frame.contentDocument.querySelectorAll(".md-typeset table:not([class])")];
+  const wide = tables.filter((table) => table.getBoundingClientRect().right > width);
+  const cell = tables[0].querySelectorAll("tbody td")[1];
+  found.push([tables.length, wide.length, frame.contentWindow.getComputedStyle(cell).display, cell.dataset.label]);
+""",
+)
+
+
 def tool(name: str) -> ModuleType:
     """A module of docs/tools, which is no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", TOP / "docs" / "tools" / f"{name}.py")
@@ -74,15 +86,6 @@ def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> No
         assert f"| {code} | {meaning} |" in reference.exit_codes_page()
     for name in set(maxbatch.__all__) - {"__version__"}:
         assert f"::: maxbatch.{name}\n" in reference.python_page()
-
-
-def test_names_in_tables_break_after_an_underscore_and_cells_know_their_columns() -> None:
-    table = (
-        "<table><thead><tr><th>key</th><th></th></tr></thead><tbody><tr><td><code>a_key=b</code></td><td>x_y</td></tr>"
-    )
-    shown = tool("reference").on_page_content(f"<code>a_b</code>{table}</tbody></table>")
-    assert shown.startswith("<code>a_b</code><table>")
-    assert '<td data-label="key"><code>a_<wbr>key=<wbr>b</code></td><td data-label="">x_y</td>' in shown
 
 
 def test_every_page_stands_in_the_navigation() -> None:
@@ -141,3 +144,13 @@ def test_no_page_overflows_and_none_writes_to_the_console(site: Path, address: s
     assert len(found) == len(asked) >= 2 * len(pages) > 40
     assert [(page, width, wide) for page, width, wide, headings in found if wide > width or headings != 1] == []
     assert console == []
+
+
+@pytest.mark.slow
+def test_tables_fit_the_page_and_are_stacked_on_a_phone(site: Path, address: str) -> None:
+    (site / "frame.html").write_text('<html><body data-drawn="true"></body></html>')
+    asked = [(f"{address}/{page}/", width) for page in ("batch-size", "reference/keys") for width in (1280, 400)]
+    found, _ = ask(site / "frame.html", TABLES % json.dumps(asked), served_at=address)
+    for (page, width), (num_tables, num_wide, display, label) in zip(asked, found, strict=True):
+        assert num_tables and not num_wide, (page, width)
+        assert (display == "block", bool(label)) == (width == 400, True), (page, width)

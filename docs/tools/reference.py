@@ -7,12 +7,10 @@ parsers, exit codes from system/errors.py, and the names of the Python page from
 from __future__ import annotations
 
 import contextlib
-import html
 import inspect
 import io
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -125,23 +123,3 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fills in the table of metrics, and leads links to launch/ to the copies of the site."""
     return markdown.replace(_METRICS, metrics_table()).replace("](../launch/", "](launch/")
-
-
-def on_page_content(content: str, **_: Any) -> str:
-    """Lets names in tables be broken after an underscore, and gives each cell the head of its column for phones."""
-    return re.sub(r"<table>.*?</table>", lambda table: _labelled(_breakable(table[0])), content, flags=re.DOTALL)
-
-
-def _breakable(table: str) -> str:
-    return re.sub(r"<code>.*?</code>", lambda code: re.sub(r"(?<=\w[_=(/])(?=\w)", "<wbr>", code[0]), table)
-
-
-def _labelled(table: str) -> str:
-    found_heads = re.findall(r"<th[^>]*>(.*?)</th>", table, re.DOTALL)
-    heads = [html.escape(html.unescape(re.sub(r"<[^>]*>", "", head))).strip() for head in found_heads]
-
-    def row(found: re.Match[str]) -> str:
-        labels = iter(heads)
-        return re.sub(r"<td", lambda _: f'<td data-label="{next(labels, "")}"', found[0])
-
-    return re.sub(r"<tr>.*?</tr>", row, table, flags=re.DOTALL)
