@@ -2,9 +2,11 @@
 
     import maxbatch
 
-    config = maxbatch.load_config("run.yml", overrides=["global_batch_size=256"])
+    config = maxbatch.load_config("run.yml", global_batch_size=256)
     plan = maxbatch.BatchPlan.from_config(config, num_devices=8)
-    maxbatch.train(config)
+    outcome = maxbatch.train(config)
+    outcome.last["loss"]
+    maxbatch.generate(outcome.run_dir, "def main(")
 
 Importing maxbatch loads none of its parts, and JAX least of all: each name is resolved when it is first used.
 """
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
     from maxbatch.config.loading import load_config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
+    from maxbatch.loaded_model import LoadedModel, RecordScore, Scores, generate, load_model, score
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
+    from maxbatch.runs.metrics import read_metrics
     from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
@@ -37,21 +41,28 @@ __all__ = [
     "ConfigError",
     "FedBatch",
     "LearningRate",
+    "LoadedModel",
     "Loss",
     "MakeModel",
     "Outcome",
     "Output",
     "RampupBatchManager",
+    "RecordScore",
     "Rows",
     "Samples",
+    "Scores",
     "Stream",
     "TrainingError",
     "__version__",
+    "generate",
     "load_config",
+    "load_model",
     "make_mesh",
     "next_token_loss",
     "open_feed",
     "open_stream",
+    "read_metrics",
+    "score",
     "train",
 ]
 
@@ -60,19 +71,26 @@ _HOME = {
     "BatchPlan": "maxbatch.plan.batch",
     "FedBatch": "maxbatch.api",
     "LearningRate": "maxbatch.plan.learning_rate",
+    "LoadedModel": "maxbatch.loaded_model",
     "Loss": "maxbatch.training.own",
     "MakeModel": "maxbatch.training.own",
     "Outcome": "maxbatch.training.session",
     "Output": "maxbatch.training.record.recorder",
     "RampupBatchManager": "maxbatch.plan.rampup",
+    "RecordScore": "maxbatch.loaded_model",
     "Rows": "maxbatch.training.own",
     "Samples": "maxbatch.data.stream.own",
+    "Scores": "maxbatch.loaded_model",
     "Stream": "maxbatch.data.stream.stream",
+    "generate": "maxbatch.loaded_model",
     "load_config": "maxbatch.config.loading",
+    "load_model": "maxbatch.loaded_model",
     "make_mesh": "maxbatch.parallel.mesh",
     "next_token_loss": "maxbatch.training.own",
     "open_feed": "maxbatch.api",
     "open_stream": "maxbatch.data.stream.stream",
+    "read_metrics": "maxbatch.runs.metrics",
+    "score": "maxbatch.loaded_model",
     "train": "maxbatch.api",
 }
 
@@ -86,4 +104,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(__all__)

@@ -2,8 +2,8 @@
 
 import maxbatch
 
-config = maxbatch.load_config("run.yml", ["global_batch_size=256"])
-maxbatch.train(config, model=MyModel, objective=my_loss, outputs=[my_logger])
+config = maxbatch.load_config("run.yml", global_batch_size=256)
+outcome = maxbatch.train(config, model=MyModel, objective=my_loss, outputs=[my_logger])
 
 with maxbatch.open_feed(config, mesh) as feed:
     for batch in feed:
@@ -27,6 +27,7 @@ from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loadin
 from maxbatch.data.stream.own import Samples, as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
@@ -64,16 +65,34 @@ def train(
       devices: those to train on, all by default.
 
     Returns:
-      The run's position, and the signal that stopped it, if one did.
+      The run's position, its folder, the records of its updates (`history`, `last`), and the signal that stopped it, if
+      one did.
 
     Raises:
-      ConfigError: the config, the data, the model or the checkpoint cannot be used.
+      ConfigError: the config, the data, the model, the loss or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
+    _check_config(config)
     check_batch_keys(PlanConfig.of(config))
+    _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
         return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
+
+
+def _check_config(config: object) -> None:
+    if not isinstance(config, ConfigDict):
+        works = f"maxbatch.load_config({config!r})" if isinstance(config, str) else "maxbatch.load_config(...)"
+        raise ConfigError(f"config: must be a resolved config, not {type(config).__name__}; works: {works}")
+
+
+def _check_outputs(outputs: object) -> None:
+    if not isinstance(outputs, Sequence):
+        raise ConfigError("outputs: must be a list of loggers; works: outputs=[my_logger]")
+    for output in outputs:
+        if not callable(output) and not callable(getattr(output, "append", None)):
+            kind = type(output).__name__
+            raise ConfigError(f"outputs: {kind} is neither a function of a record nor an object with append(record)")
 
 
 class _Logger(Output):
@@ -180,7 +199,9 @@ def open_feed(
     """
     if start < 0:
         raise ValueError(f"start={start}: must be at least 0")
+    _check_config(config)
     check_batch_keys(PlanConfig.of(config))
+    leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), num_hosts)))

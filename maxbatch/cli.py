@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
@@ -47,6 +48,7 @@ def _run(argv: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will raise
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
     give_cpu_devices_threads()
+    leave_out_absent_tpu()
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()

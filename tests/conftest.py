@@ -37,6 +37,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # what must be printed at once is, als
 # One folder for the whole session, shared by the workers of pytest-xdist and by the commands that tests start.
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
 os.environ["XDG_CACHE_HOME"] = str(_SESSION / "cache")
+os.environ["HF_HOME"], os.environ["HF_HUB_OFFLINE"] = str(_SESSION / "huggingface"), "1"  # no test asks the hub
 os.environ["JAX_PLATFORMS"] = "cpu"
 # No dtypes and no ranks mix by accident.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"

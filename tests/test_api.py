@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import maxbatch
+from maxbatch.cli import main
 from maxbatch.data.stream.fingerprint import fingerprint
 from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
 
@@ -55,6 +58,7 @@ def test_importing_maxbatch_starts_nothing() -> None:
 
 
 def test_everything_exported_has_a_home_and_a_docstring() -> None:
+    assert dir(maxbatch) == sorted(maxbatch.__all__)
     for name in set(maxbatch.__all__) - {"__version__"}:
         assert getattr(maxbatch, name).__doc__, name
 
@@ -83,6 +87,90 @@ def test_a_users_model_resumes_and_refuses_another(tmp_path: Path) -> None:
     assert [m["step"] for m in metrics] == [1, 2, 3] and metrics[1]["eval_loss"] > 0
     with pytest.raises(maxbatch.ConfigError, match="model"):
         maxbatch.train(tiny_config(*base, "steps=4"), devices=ONE)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> maxbatch.Outcome:
+    folder = tmp_path_factory.mktemp("trained")
+    return maxbatch.train(tiny_config("steps=2", f"run_dir={folder}", "vocab_size=260"), devices=ONE)
+
+
+def test_train_returns_the_history_and_the_folder_of_the_run(trained: maxbatch.Outcome) -> None:
+    assert trained.position.step == 2 and trained.stopped_by is None
+    assert trained.history == maxbatch.read_metrics(trained.run_dir) == read_metrics(trained.run_dir)
+    assert trained.last is not None and trained.last["step"] == 2 and trained.last["loss"] > 0
+    with pytest.raises(maxbatch.ConfigError, match="no such run folder"):
+        maxbatch.read_metrics(f"{trained.run_dir}/none")
+
+
+def test_a_loaded_model_writes_and_scores_as_the_commands_do(
+    trained: maxbatch.Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = maxbatch.load_model(trained.run_dir)
+    rules = ["--prompt", "ab", "--max-new-tokens", "4", "--temperature", "0"]
+    assert main(["generate", trained.run_dir, *rules]) == 0
+    assert maxbatch.generate(model, "ab", max_new_tokens=4, temperature=0) + "\n" == capsys.readouterr().out
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"tokens": [1, 2, 3]}\n')
+    assert main(["score", trained.run_dir, "a.jsonl", "--json"]) == 0
+    printed, found = json.loads(capsys.readouterr().out), maxbatch.score(model, ["some words", {"tokens": [1, 2, 3]}])
+    assert found.loss == pytest.approx(printed["loss"], rel=1e-6) and found.perplexity is not None
+    assert [len(record.logprobs) for record in found.records] == [10, 2]
+    with pytest.raises(ValueError, match="top_p=2: must be above 0"):
+        maxbatch.generate(model, "ab", top_p=2)
+    with pytest.raises(maxbatch.ConfigError, match="record 2: needs text, tokens"):
+        maxbatch.score(model, ["fine", {"txt": "x"}])
+
+
+def test_load_config_takes_keys_by_name() -> None:
+    config = maxbatch.load_config(steps=3, log_to=["tensorboard"], dataset_path=Path("a.txt"), dataset_type="text",
+                                  packing=False, per_device_batch_size=Fraction(1, 2), train_samples=None)  # fmt: skip
+    assert (config.steps, config.packing, config.per_device_batch_size) == (3, False, 0.5)
+    assert config.dataset_path == "a.txt" and config.log_to == "tensorboard"
+    assert maxbatch.load_config(None, ["steps=3"], steps=4).steps == 4
+    for wrong, said in (({"step": 3}, "nearest: steps"), ({"steps": {1: 2}}, "steps={1: 2}: must be a text")):
+        with pytest.raises(maxbatch.ConfigError, match=said):
+            maxbatch.load_config(**wrong)
+
+
+def _no_rngs(config: ConfigDict) -> Bigrams:
+    raise AssertionError
+
+
+class _Small(Bigrams):
+    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+        super().__init__(ConfigDict({"vocab_size": 9}), rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"model": _no_rngs}, r"is called as _no_rngs\(config, rngs=rngs\), but takes _no_rngs\(config"),
+        ({"model": lambda config, *, rngs: 3}, "returned int; it must be a flax.nnx.Module"),
+        ({"model": _Small}, "logits of 9 tokens; must be one for each of vocab_size=264"),
+        ({"model": "Bigrams"}, "model: must be a function or a class, not str"),
+        ({"objective": lambda model: 0.0}, r"called as <lambda>\(model, rows\), but takes <lambda>\(model\)"),
+        ({"objective": lambda model, rows: None}, "returned NoneType in place of two scalars"),
+        ({"objective": lambda model, rows: (jnp.int32(1), 1.0)}, "type int32, which has no gradient"),
+        ({"outputs": print}, r"works: outputs=\[my_logger\]"),
+        ({"outputs": [3]}, "int is neither a function of a record"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_refused_in_the_users_words(
+    parts: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(maxbatch.ConfigError, match=said):
+        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), devices=ONE, **parts)
+
+
+def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) -> None:
+    def my_loss(model: Any, rows: maxbatch.Rows) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), objective=my_loss, devices=ONE)
+    assert any("raised by the objective my_loss" in note for note in caught.value.__notes__)
+    with pytest.raises(maxbatch.ConfigError, match=r"works: maxbatch\.load_config"):
+        maxbatch.train("run.yml")  # type: ignore[arg-type]
 
 
 def test_a_users_loss_is_summed_over_the_global_batch(tmp_path: Path) -> None:

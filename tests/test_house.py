@@ -41,7 +41,7 @@ WHOLE_CONFIG = {
     "data": {"open_stream"},
     "sampling": set(),
     "runs": set(),
-    "training": {"MakeModel.__call__", "RunContext.__init__", "program_keys", "train", "with_flags"},
+    "training": {"MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "train", "with_flags"},
     "rl": {"Learner.__init__", "PromptSource.__init__", "_pretraining", "train_policy", "warm_up"},
     "pages": set(),
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from tests.helpers.tiny import TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 LAUNCH = TOP / "launch"
+JOBSETS = sorted(path.name for path in LAUNCH.glob("jobset*.yml"))
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
 
@@ -50,8 +52,9 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures() -> None:
-    jobset = yaml.safe_load((LAUNCH / "jobset.yml").read_text())
+@pytest.mark.parametrize("file", JOBSETS)
+def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures(file: str) -> None:
+    jobset = yaml.safe_load((LAUNCH / file).read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     policy = jobset["spec"]["failurePolicy"]
     assert policy["maxRestarts"] >= 1
@@ -69,18 +72,26 @@ def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures() -
     assert job["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"  # a run starts again with all its hosts
 
 
-def test_the_jobset_asks_for_the_chips_that_its_topology_has() -> None:
-    (slices,) = yaml.safe_load((LAUNCH / "jobset.yml").read_text())["spec"]["replicatedJobs"]
+@pytest.mark.parametrize("file", JOBSETS)
+def test_the_jobset_asks_for_the_chips_that_its_topology_has(file: str) -> None:
+    (slices,) = yaml.safe_load((LAUNCH / file).read_text())["spec"]["replicatedJobs"]
     job = slices["template"]["spec"]
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    x, y = map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x"))
-    assert job["parallelism"] * container["resources"]["limits"]["google.com/tpu"] == x * y
+    chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+    assert job["parallelism"] * container["resources"]["limits"]["google.com/tpu"] == chips
     assert job["completions"] == job["parallelism"]
-    assert f"dcn_data_parallelism={slices['replicas']}" in container["args"]
+    assert slices["replicas"] == 1 or f"dcn_data_parallelism={slices['replicas']}" in container["args"]
     (run_dir,) = [a.removeprefix("run_dir=") for a in container["args"] if a.startswith("run_dir=")]
     assert run_dir.startswith("gs://") and container["args"][0] == "train"
     assert "volumes" not in pod and "volumeMounts" not in container, "a bucket needs no mount"
+
+
+def test_the_jobset_of_v5p_is_the_slice_of_the_tutorial() -> None:
+    page = (TOP / "docs" / "tutorials" / "from-maxtext.md").read_text()
+    text = (LAUNCH / "jobset_v5p.yml").read_text()
+    assert "--topology v5p:4x4x4" in page and "gke-tpu-topology: 4x4x4" in text and "tpu-v5p-slice" in text
+    assert "16 hosts" in page and "parallelism: 16" in text
 
 
 def test_the_container_holds_what_the_package_needs_and_passes_signals_on() -> None:

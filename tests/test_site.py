@@ -42,6 +42,18 @@ return found;
 """
 
 
+TABLES = OVERFLOWING.replace(
+    "  const root = frame.contentDocument.documentElement;\n"
+    '  found.push([address, width, root.scrollWidth, frame.contentDocument.querySelectorAll("h1").length]);\n',
+    """
+  const tables = [...frame.contentDocument.querySelectorAll(".md-typeset table:not([class])")];
+  const wide = tables.filter((table) => table.getBoundingClientRect().right > width);
+  const cell = tables[0].querySelectorAll("tbody td")[1];
+  found.push([tables.length, wide.length, frame.contentWindow.getComputedStyle(cell).display, cell.dataset.label]);
+""",
+)
+
+
 def tool(name: str) -> ModuleType:
     """A module of docs/tools, which is no package."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", TOP / "docs" / "tools" / f"{name}.py")
@@ -132,3 +144,13 @@ def test_no_page_overflows_and_none_writes_to_the_console(site: Path, address: s
     assert len(found) == len(asked) >= 2 * len(pages) > 40
     assert [(page, width, wide) for page, width, wide, headings in found if wide > width or headings != 1] == []
     assert console == []
+
+
+@pytest.mark.slow
+def test_tables_fit_the_page_and_are_stacked_on_a_phone(site: Path, address: str) -> None:
+    (site / "frame.html").write_text('<html><body data-drawn="true"></body></html>')
+    asked = [(f"{address}/{page}/", width) for page in ("batch-size", "reference/keys") for width in (1280, 400)]
+    found, _ = ask(site / "frame.html", TABLES % json.dumps(asked), served_at=address)
+    for (page, width), (num_tables, num_wide, display, label) in zip(asked, found, strict=True):
+        assert num_tables and not num_wide, (page, width)
+        assert (display == "block", bool(label)) == (width == 400, True), (page, width)

@@ -40,10 +40,11 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         "maxbatch.commands.train",
         "Train a model; a checkpoint in run_dir is resumed.",
-        "[CONFIG.yml] [key=value ...] [--simulate-devices N [--simulate-hosts H]]",
+        "[CONFIG.yml] [key=value ...] [--simulate-devices N [--simulate-hosts H] | --try]",
         ("maxbatch train",
          "maxbatch train run_dir=runs/wider base_emb_dim=256 train_tokens=10M",
          "maxbatch train dataset_type=text dataset_path='books/*.txt' global_batch_size=64 num_epochs=2",
+         "maxbatch train run.yml --try",
          "maxbatch train run.yml enable_rampup_batch_size=true --simulate-devices 4",
          "maxbatch train run.yml expansion_factor_real_data=2 --simulate-devices 8 --simulate-hosts 4")),
     "fit": Command(

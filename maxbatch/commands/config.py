@@ -20,9 +20,11 @@ from maxbatch.config.sections import SECTIONS, ModelConfig, names_of
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import NUMBERS, TEXTS, shown
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import folded
 from maxbatch.system.terminal import PipeConsole
 
 _PIPE_WIDTH = 1_000_000  # a line is cut at the edge of a terminal alone
+_LEAST_WIDTH = 32  # of the unit and rule
 _FILES = ("config file", "base_config")
 _MODEL = "model"  # the heading of the model's keys
 _KINDS = {
@@ -77,7 +79,7 @@ def _console() -> Console:
 
 
 def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], parameters: int) -> None:
-    """Prints a line per key: value, layer, and unit and rule, of which a narrow terminal shows the beginning."""
+    """Prints a line per key: value, layer, and unit and rule, which a narrow terminal folds."""
     for heading, keys_below in sections.items():
         size = f": {parameters:,} parameters" if heading == _MODEL else ""
         console.print(f"# {heading}{size}", style="bold")
@@ -89,8 +91,9 @@ def _print_all(console: Console, sections: dict[str, list[dict[str, Any]]], para
                 said = f"displaced by {facts['displaced_by']}"
             setting = f"{facts['key']}: {facts['text']}"
             style = "dim" if layer == "base.yml" else ""
-            line = f"{setting:<36}  {layer:<12}  {said}"
-            console.print(line, style=style, no_wrap=True, overflow="ellipsis")
+            head = f"{setting:<36}  {layer:<12}  "
+            indent = min(len(head), max(4, console.width - _LEAST_WIDTH))
+            console.print(folded(f"{head}{said}", indent, console.width), style=style, soft_wrap=True)
         console.print()
 
 

@@ -6,47 +6,18 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
-
-import numpy as np
+from typing import TYPE_CHECKING, TypedDict
 
 from maxbatch.commands.arguments import count, place
-from maxbatch.config.huggingface import is_huggingface_folder
-from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
-from maxbatch.data.store.tokenizers import make_tokenizer
-from maxbatch.plan.mesh_shape import AXES, axis_key
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_DONE, ConfigError
 from maxbatch.system.terminal import PipeConsole
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
-_LARGEST_EXPONENT = 709.0  # of a float
-# Keys of a run's training; here all devices share the rows, unless the command states otherwise.
-_DEFAULTS = {
-    "dtype": "float32",
-    "attention": "auto",
-    "remat_policy": "none",
-    "num_pipeline_microbatches": "-1",
-    "num_pipeline_repeats": "1",
-    **{axis_key(network, axis): "1" for network in ("ici", "dcn") for axis in AXES},
-    "ici_fsdp_parallelism": "-1",
-}
-
-
-class Scored(NamedTuple):
-    """One record: its tokens, and the weight of each."""
-
-    tokens: np.ndarray  # int32[n]
-    weights: np.ndarray  # float32[n]
+    from maxbatch.loaded_model import Scores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,27 +40,13 @@ def run(args: argparse.Namespace) -> int:
         from maxbatch.commands.simulation import simulate_devices
 
         simulate_devices(args.simulate_devices)
-    from maxbatch.model.decoder_config import DecoderConfig
-    from maxbatch.parallel.mesh import make_mesh
-    from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.scoring import Scorer
-    from maxbatch.training.weights.parameters import open_source, restored
+    from maxbatch.loaded_model import LoadedModel, RecordFault
 
-    stated = {text.split("=", 1)[0].strip() for text in args.overrides}
-    overrides = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + args.overrides
-    source = open_source(args.model)
-    config = source.config(overrides)
-    # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
-    by_key = "add_bos" in stated or not (config.use_sft or is_huggingface_folder(args.model))
-    records = _Encoder(config, by_key).records(lines, args.file)
-    mesh = make_mesh(config)
-    use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
-    model = DecoderConfig.of(config)
-    _, params = restored(source, model, mesh)
-    found = Scorer(model, MeshConfig.of(config), mesh, params)([record.tokens for record in records])
-    if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
-        raise TrainingError(f"{args.model}: gives no token a finite log-probability; its parameters are not finite")
-    scored = _figures(records, found)
+    try:
+        found = LoadedModel(args.model, args.overrides).score(lines)
+    except RecordFault as error:
+        raise ConfigError(f"FILE={shown(repr(args.file))}: {error}") from error
+    scored = _figures(found)
     if args.json:
         print(json.dumps(scored))
     else:
@@ -117,65 +74,6 @@ def _lines(path: str) -> list[dict[str, object]]:
     return lines
 
 
-class _Encoder:
-    """A converter of records to tokens; its tokenizer is made for the first record that needs it.
-
-    Args:
-      config: of the model.
-      bos_by_key: whether `add_bos` decides if a text begins with the beginning-of-text token; else its tokenizer does.
-    """
-
-    def __init__(self, config: ConfigDict, bos_by_key: bool) -> None:
-        self._config, self._bos_by_key = config, bos_by_key
-
-    def records(self, lines: Sequence[dict[str, object]], path: str) -> list[Scored]:
-        """Returns the tokens of every record; raises ConfigError for one that has none, by its number from 1."""
-        scored = []
-        for number, line in enumerate(lines, 1):
-            try:
-                scored.append(self._record(line))
-            except RecordError as error:
-                raise ConfigError(f"FILE={shown(repr(path))}: record {number}: {error.problem}") from error
-        return scored
-
-    def _record(self, line: dict[str, object]) -> Scored:
-        if "tokens" in line:
-            tokens = self._ids(line["tokens"])
-        elif "text" in line:
-            tokens = self._text(line["text"])
-        elif {"messages", "conversations", "prompt", "instruction"} & line.keys():
-            found = self._conversations.encode_batch([json.dumps(line).encode()])[0]
-            assert found is not None, "no record is left out"
-            return Scored(found[0], found[1].astype(np.float32))
-        else:
-            fields = shown(", ".join(map(repr, list(line)[:8])) or "none")
-            raise RecordError(0, f"needs text, tokens, messages, or prompt and completion; its fields: {fields}")
-        return Scored(tokens, np.ones(len(tokens), np.float32))
-
-    def _ids(self, value: object) -> np.ndarray:
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise RecordError(0, "field tokens must be a list of whole numbers")
-        last = self._config.vocab_size - 1
-        beyond = next((token for token in value if not 0 <= token <= last), None)
-        if beyond is not None:
-            raise RecordError(0, f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
-        return np.array(value, np.int32)
-
-    def _text(self, value: object) -> np.ndarray:
-        if not isinstance(value, str):
-            raise RecordError(0, f"field text is a {type(value).__name__}, not a text")
-        tokenizer = self._conversations.tokenizer
-        begins = self._config.add_bos if self._bos_by_key else tokenizer.begins_with_bos()
-        bos = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
-        return np.concatenate([np.array(bos, np.int32), tokenizer.encode(value)])
-
-    @cached_property
-    def _conversations(self) -> Conversations:
-        tokenizer = make_tokenizer(self._config.tokenizer_type, self._config.tokenizer_path)
-        check_vocabulary(self._config, tokenizer.vocab_size)
-        return Conversations(tokenizer, self._config.sft_train_on_completion_only, skip_bad_records=False)
-
-
 class _RecordFigures(TypedDict):
     logprobs: list[float | None]
     weights: list[float]
@@ -188,19 +86,13 @@ class _Figures(TypedDict):
     perplexity: float | None
 
 
-def _figures(records: Sequence[Scored], found: Sequence[np.ndarray]) -> _Figures:
+def _figures(found: Scores) -> _Figures:
     """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
-    rows: list[_RecordFigures] = []
-    total = weight = 0.0
-    for record, logprobs in zip(records, found, strict=True):
-        weights = record.weights[1:]
-        nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
-        total, weight = total + nats, weight + count
-        loss = _finite(nats / count) if count else None
-        rows.append({"logprobs": [_finite(x) for x in logprobs.tolist()], "weights": weights.tolist(), "loss": loss})
-    loss = _finite(total / weight) if weight else None
-    perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
-    return {"records": rows, "loss": loss, "perplexity": perplexity}
+    rows: list[_RecordFigures] = [
+        {"logprobs": [_finite(x) for x in one.logprobs.tolist()], "weights": one.weights.tolist(), "loss": one.loss}
+        for one in found.records
+    ]
+    return {"records": rows, "loss": found.loss, "perplexity": found.perplexity}
 
 
 def _finite(number: float) -> float | None:

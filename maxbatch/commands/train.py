@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, report
+from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
     hosts = "train in H processes of N / H devices each (default N: H)"
     parser.add_argument("--simulate-hosts", type=count, metavar="H", help=hosts)
+    tiny = "try the config on this machine: a tiny model of its form, synthetic data, and a look at the real data"
+    parser.add_argument("--try", action="store_true", dest="is_trial", help=tiny)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of(args)
     check_batch_keys(PlanConfig.of(config))
+    if args.is_trial:
+        return _try(config, args)
     if args.simulate_hosts:
         return _run_simulated_hosts(args, args.simulate_hosts)
     if args.simulate_devices:
@@ -40,6 +48,18 @@ def run(args: argparse.Namespace) -> int:
     if outcome.stopped_by is None:
         return 0
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
+
+
+def _try(config: ConfigDict, args: argparse.Namespace) -> int:
+    from maxbatch.commands.simulation import simulate_devices
+    from maxbatch.commands.trial_run import make_trial, try_run
+
+    if args.simulate_devices or args.simulate_hosts:
+        flag = "--simulate-devices" if args.simulate_devices else "--simulate-hosts"
+        raise ConfigError(f"{flag}: must not be given beside --try, which makes the devices that the mesh needs")
+    trial = make_trial(config)
+    simulate_devices(trial.num_devices)
+    return try_run(config, trial)
 
 
 def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int) -> int:

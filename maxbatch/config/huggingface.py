@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
+from maxbatch.config.hub import folder_of, hub_name, hub_problem
 from maxbatch.config.huggingface_fields import check_fields
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.storage import as_path
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -42,18 +42,23 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def is_huggingface_folder(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a folder with a `config.json`, as Hugging Face's models have one."""
-    return (as_path(path) / CONFIG_FILE).is_file()
+    """Returns whether a path, or a name of the hub, is a folder with a `config.json`, as Hugging Face's models have."""
+    return not hub_problem(path) and (folder_of(path) / CONFIG_FILE).is_file()
 
 
 def read_config_json(path: str | os.PathLike[str], name: str = CONFIG_FILE) -> Json:
     """Returns the `config.json` of a folder; raises ConfigError if it cannot be read or is no object."""
-    file = as_path(path) / name
+    file = folder_of(path) / name
     with reading(file):
         found = read_json(file, shown_path(file))
     if not isinstance(found, dict):
         raise ConfigError(f"{shown_path(file)}: must be a JSON object")
     return found
+
+
+def has_generation_file(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a Hugging Face folder has a `generation_config.json`."""
+    return is_huggingface_folder(path) and (folder_of(path) / GENERATION_FILE).is_file()
 
 
 def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
@@ -67,12 +72,12 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """
     if not path or not is_huggingface_folder(path):
         return ()
-    has_own = (as_path(path) / GENERATION_FILE).is_file()
+    has_own = has_generation_file(path)
     name = GENERATION_FILE if has_own else CONFIG_FILE
     stated = read_config_json(path, name).get("eos_token_id")
     tokens = stated if isinstance(stated, list) else [] if stated is None else [stated]
     if not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        where = f"{shown_path(as_path(path))}/{name}"
+        where = f"{shown_path(folder_of(path))}/{name}"
         raise ConfigError(f"{where}: eos_token_id={shown(repr(stated))}: must be the id of a token, or a list of ids")
     return tuple(tokens)
 
@@ -96,12 +101,12 @@ def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
     Raises:
       ConfigError: a family, or a setting of one, that is not supported.
     """
-    folder = as_path(path)
+    folder = folder_of(path)
     keys = model_keys(read_config_json(path), f"{shown_path(folder)}/{CONFIG_FILE}") | {"scan_layers": "true"}
     if 0 < int(keys.get("trainable_position_size", 0)) < _DEFAULT_LENGTH:
         keys["max_target_length"] = keys["trainable_position_size"]
     if (folder / TOKENIZER_FILE).is_file():
-        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": str(folder)}
+        keys |= {"tokenizer_type": "huggingface", "tokenizer_path": hub_name(path) or str(folder)}
     return keys
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -77,12 +78,16 @@ def _packaged(name: str) -> Path | None:
     return names.get(name.removeprefix("configs/"))
 
 
-def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> ConfigDict:
+def load_config(
+    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), **keys: object
+) -> ConfigDict:
     """Reads the config of a run.
 
     Args:
       path: a YAML file of keys, or the name of a packaged config (`find_config`); None: base.yml alone.
       overrides: "key=value" texts, the highest layer.
+      keys: keys of the config by name, `steps=3` or `train_tokens="10M"`, in the same layer as `overrides`. A later
+        statement of a key wins.
 
     Returns:
       A locked ConfigDict with every key of base.yml. Of the keys that are alternatives, those that were not
@@ -92,7 +97,30 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
       ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside its rule,
         alternatives stated together.
     """
-    return ConfigDict({name: setting.value for name, setting in resolve(path, overrides).items()}).lock()
+    stated = overrides if isinstance(overrides, str) else [*overrides, *override_texts(keys)]
+    settings = resolve(path, stated)
+    return ConfigDict({name: setting.value for name, setting in settings.items()}).lock()
+
+
+def override_texts(stated: Mapping[str, object]) -> list[str]:
+    """Returns keys and values of Python as "key=value" texts; the items of a list are joined by commas.
+
+    Raises:
+      ConfigError: a value of a type that no key has.
+    """
+    return [f"{name}={_text_of(name, value)}" for name, value in stated.items()]
+
+
+def _text_of(name: str, value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(_text_of(name, item) for item in value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, numbers.Real):
+        return str(value)
+    raise ConfigError(f"{name}={shown(repr(value))}: must be a text, a number, True, False, None or a list of them")
 
 
 def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
@@ -201,6 +229,7 @@ def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_
     """
     if any(layer.keys() >= _MODEL for layer in above):
         return []
+    from maxbatch.config.hub import hub_problem
     from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
 
     path = str(
@@ -208,6 +237,8 @@ def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_
     )
     if not path or not is_huggingface_folder(path):
         where = f"load_parameters_path={shown(path) or repr(path)}"
+        if problem := hub_problem(path):
+            raise ConfigError(f"{where}: {problem}")
         raise ConfigError(
             f"model_name={AUTO}: takes the model keys from the config.json of a Hugging Face folder, and {where} names "
             "none; works: model_name=default"

@@ -62,7 +62,8 @@ class RunConfig(Section):
         fixes=_NOTHING,
     )
     load_parameters_path: Place = key(
-        'start a new run from the parameters of this run folder, checkpoint or Hugging Face folder; "": from scratch',
+        'start a new run from the parameters of this run folder, checkpoint, Hugging Face folder or hub name; "": '
+        "from scratch",
         fixes=_NOTHING,
         warm_start=False,
     )
@@ -637,7 +638,8 @@ class DataConfig(Section):
         "byte (UTF-8 bytes and three special tokens) | huggingface | sentencepiece", fixes=Fixes.CONTENT
     )
     tokenizer_path: Place = key(
-        'tokenizer.json, a .model file, or a folder that holds one; "" for byte', fixes=Fixes.CONTENT
+        'tokenizer.json, a .model file, a folder that holds one, or a Hugging Face hub name; "" for byte',
+        fixes=Fixes.CONTENT,
     )
     use_sft: bool = key(
         "true: records are conversations, in a form of sft_format; best_fit where packed",

@@ -104,6 +104,14 @@
     buttons.forEach((button) => button.setAttribute("aria-pressed", String(button === pressed)));
   }
 
+  // Tables that are wider than the page say so.
+  const mark = () => document.querySelectorAll(".scroll").forEach((box) => {
+    box.toggleAttribute("data-scrolls", box.scrollWidth > box.clientWidth + 1);
+  });
+  mark();
+  addEventListener("resize", mark);
+  document.querySelectorAll("details").forEach((fold) => fold.addEventListener("toggle", mark));
+
   const axisButtons = [...document.querySelectorAll("[data-axis]")];
   axisButtons.forEach((button) => button.addEventListener("click", () => {
     axis = button.dataset.axis;

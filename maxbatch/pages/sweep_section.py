@@ -8,6 +8,7 @@ from typing import Any
 
 from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.plots import Figure, heat_map, metric_against_key
+from maxbatch.system.folding import counted
 
 
 def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
@@ -16,8 +17,8 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
     counts = Counter(trial["status"] for trial in trials)
     statuses = ", ".join(f"{count} {status}" for status, count in counts.items())
     page.add(heading(f"Sweep {sweep['sweep_dir']}"), paragraph(
-        f"{len(trials)} trials ({statuses}); sampler {sweep['sampler']}; metric: {sweep['metric_meaning']}, lower is "
-        "better. Only trials that are done are drawn."
+        f"{counted(len(trials), 'trial')} ({statuses}); sampler {sweep['sampler']}; metric: "
+        f"{sweep['metric_meaning']}, lower is better. Only trials that are done are drawn."
     ))  # fmt: skip
     if figures := _figures(trials, metric, keys, sweep["log_keys"]):
         page.figures(figures)

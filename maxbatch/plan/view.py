@@ -158,6 +158,7 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
         stage = plan.stages[index]
         if len(plan.stages) > 1:
             console.print(f"stage {index}: {stage.global_batch_size:,} samples per update")
+        console.print(_passes(stage.gradient_accumulation_steps))
         console.print(_layout_table(plan, index))
 
 
@@ -178,6 +179,13 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
     if len(plan.stages) > 1:
         without = [own.framework for own in settings if not own.ramp]
         console.print(f"no setting for these stages in {', '.join(without)}")
+
+
+def _passes(count: int) -> str:
+    """Returns which micro-batches accumulate their gradients, and which applies the update."""
+    last = f"micro-batch {count - 1} {'adds its own and ' * (count > 1)}applies the update"
+    before = "micro-batch 0 accumulates" if count == 2 else f"micro-batches 0 to {count - 2} accumulate"
+    return last if count == 1 else f"{before} gradients, {last}"
 
 
 def _layout_table(plan: BatchPlan, stage: int) -> Table:

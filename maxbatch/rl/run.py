@@ -58,7 +58,7 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
             assert session.plan.rl is not None, "the config states a batch of prompts"
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
-                return Outcome(session.position, warm.stopped_by)
+                return Outcome(session.position, warm.stopped_by, config.run_dir)
         return session.run()
 
 

@@ -6,16 +6,18 @@ import contextlib
 import functools
 import json
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
+from maxbatch.config.values import shown_path
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.storage import AnyPath, open_whole
+from maxbatch.system.storage import AnyPath, as_path, open_whole
 
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
@@ -114,9 +116,22 @@ class MetricsLog(StepLog):
         return not (is_next and growth and record["global_batch_size"] % growth)
 
 
-def read_metrics(run_dir: AnyPath) -> list[dict[str, Any]]:
-    """Returns the records of `scan_metrics`."""
-    return scan_metrics(run_dir).records
+def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[dict[str, Any]]:
+    """Returns the records of a run, one dict per update, as its `metrics.jsonl` holds them; none before the first.
+
+    A number that was not finite is None.
+
+    Args:
+      run_dir: the folder of the run, on this machine or in an object store.
+
+    Raises:
+      ConfigError: there is no such folder, the file cannot be read, or a line is no record of an update.
+    """
+    folder = as_path(run_dir)
+    records = scan_metrics(folder).records
+    if not records and not folder.is_dir():
+        raise ConfigError(f"{shown_path(folder)}: no such run folder")
+    return records
 
 
 def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:

@@ -16,6 +16,7 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.child_process import last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED
+from maxbatch.system.folding import counted
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, kept_here, look_period, send
 
@@ -116,7 +117,9 @@ class Supervisor(Generic[T]):
                 if not self._children and self._runs.is_exhausted():
                     return True
                 time.sleep(_POLL_S)
-            self._say(f"{stop.signal_name}: {len(self._children)} runs save and stop")
+            running = len(self._children)
+            does = "saves and stops" if running == 1 else "save and stop"
+            self._say(f"{stop.signal_name}: {counted(running, 'run')} {does}")
             for child in self._children:
                 child.process.terminate()
             while self._children:

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.runs.json_file import checked, read_json, write_json
-from maxbatch.runs.metrics import is_weightless, read_metrics
+from maxbatch.runs.metrics import is_weightless, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.locks import take_lock
@@ -148,7 +148,7 @@ class SweepFolder:
     def result(self, trial: Trial, metric: str) -> Result:
         """Returns how a trial ended, or how far it is."""
         status, reason = read_outcome(trial.folder) or (UNFINISHED, "")
-        records = read_metrics(trial.folder)
+        records = scan_metrics(trial.folder).records
         value = metric_value(records, metric)
         if status == Status.DONE and value is None:
             status, reason = _without_value(records, metric)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Self
 
 from rich.console import Console
@@ -20,6 +22,46 @@ from rich.progress import (
 from rich.text import Text
 
 from maxbatch.system.terminal import PlainConsole
+
+LINE_S = 30.0  # between two lines about a task, elsewhere than on a terminal
+
+
+class Pace:
+    """The time that a task has left, by its pace so far, and whether a line about it is due."""
+
+    def __init__(self, total: float, done: float) -> None:
+        self._total, self._first_done = total, done
+        self._started = self._line_at = time.monotonic()
+
+    def left(self, done: float) -> str:
+        """Returns the time left as text; without progress so far there is no pace."""
+        elapsed, progress = time.monotonic() - self._started, done - self._first_done
+        if progress <= 0:
+            return "-:--:-- left"
+        return f"{timedelta(seconds=round(elapsed / progress * max(self._total - done, 0)))} left"
+
+    def line_is_due(self) -> bool:
+        """Returns whether no line has been due for `LINE_S` seconds; the next one is then due that much later."""
+        is_due = time.monotonic() - self._line_at >= LINE_S
+        if is_due:
+            self.line_was_printed()
+        return is_due
+
+    def line_was_printed(self) -> None:
+        """Takes note of a line."""
+        self._line_at = time.monotonic()
+
+
+class PaceColumn(ProgressColumn):
+    """The time that a task has left; rich's own knows none for steps that take longer than half a minute."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def render(self, task: Task) -> Text:
+        """Returns the time."""
+        return Text(self._pace.left(task.completed), no_wrap=True)
 
 
 class FittedText(ProgressColumn):
@@ -38,28 +80,38 @@ class FittedText(ProgressColumn):
         return Text(" | ".join(parts)[: max(room, 8)], no_wrap=True)
 
 
-def progress_bar(console: Console, disable: bool = False) -> Progress:
+def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Progress:
     """Returns a bar with its description and the time that is left, on one line of any terminal."""
     bar = 16 if console.width >= 100 else 8
-    columns = (
-        BarColumn(bar_width=bar),
-        FittedText(console, others=bar + len(" 0:00:00 left") + 2),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    return Progress(*columns, console=console, disable=disable)
+    text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
+    return Progress(BarColumn(bar_width=bar), text, PaceColumn(pace), console=console, disable=disable)
 
 
 class LinesAboveBar:
-    """A bar for many runs, all together, and the lines above it; elsewhere than on a terminal the lines alone."""
+    """A bar for many runs, all together, and the lines above it; elsewhere than on a terminal the lines alone.
 
-    def __init__(self, console: Console) -> None:
-        self._lines = console
-        self._bar = progress_bar(PlainConsole(), disable=not console.is_terminal)
+    Args:
+      console: where lines go.
+      total: the work of all runs.
+      done: the part of it that is done already.
+      description: of the state of the work.
+    """
+
+    def __init__(self, console: Console, total: int, done: int, description: str = "") -> None:
+        self._lines, self._pace = console, Pace(total, done)
+        self._bar = progress_bar(PlainConsole(), self._pace, disable=not console.is_terminal)
+        self._task = self._bar.add_task(description, total=total, completed=done)
 
     def say(self, line: str) -> None:
         """Prints a line, above the bar."""
         (self._lines if self._bar.disable else self._bar.console).print(line)
+        self._pace.line_was_printed()
+
+    def show(self, done: int, description: str) -> None:
+        """Shows how far the work is: on the bar, elsewhere in a line every half a minute."""
+        self._bar.update(self._task, completed=done, description=description)
+        if self._bar.disable and self._pace.line_is_due():
+            self.say(f"{description} | {self._pace.left(done)}")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -71,9 +123,17 @@ class LinesAboveBar:
 
 @contextlib.contextmanager
 def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the bytes done; on a terminal a bar on standard error shows them."""
+    """Yields a function to call with the bytes done; a bar on standard error shows them, elsewhere lines do."""
     console = PlainConsole(stderr=True)
     columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.advance(task, done)
+        task, pace, so_far = bar.add_task("", total=total), Pace(total, 0), 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal so_far
+            so_far += num_bytes
+            bar.advance(task, num_bytes)
+            if bar.disable and pace.line_is_due():
+                console.print(f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB | {pace.left(so_far)}")
+
+        yield advance

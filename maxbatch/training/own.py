@@ -5,10 +5,14 @@ Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V voc
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from ml_collections import ConfigDict
@@ -59,15 +63,86 @@ class Parts(NamedTuple):
     outputs: tuple[Output, ...] = ()
 
 
-def objective_of(loss: Loss | None, make_model: ModelMaker | None) -> Objective:
+def check_parts(parts: Parts) -> None:
+    """Raises ConfigError for a model or a loss that cannot be called as training calls them."""
+    model, loss = parts.model, parts.objective
+    if isinstance(model, nnx.Module):
+        name = type(model).__name__
+        raise ConfigError(f"model: must be a class, or a function that makes the module, not a module; works: {name}")
+    if model is not None:
+        _check_call("model", model, "(config, rngs=rngs)", None, rngs=None)
+    if loss is not None:
+        _check_call("objective", loss, "(model, rows)", None, None)
+
+
+def _check_call(argument: str, function: Any, call: str, *args: Any, **kwargs: Any) -> None:
+    if not callable(function):
+        raise ConfigError(f"{argument}: must be a function or a class, not {type(function).__name__}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables of C have none
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = _name(function)
+        raise ConfigError(f"{argument}: is called as {name}{call}, but takes {name}{signature} ({error})") from None
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+@contextlib.contextmanager
+def _naming(part: str) -> Iterator[None]:
+    """Adds to an error of a user's code which of the parts raised it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        error.add_note(f"maxbatch: raised by {part}")
+        raise
+
+
+def module_maker(model: MakeModel, config: ConfigDict) -> ModelMaker:
+    """Returns a user's model as a function of the random numbers alone.
+
+    Raises:
+      ConfigError: (the function) what it makes is no `flax.nnx.Module` with floating-point parameters.
+    """
+
+    def make(*, rngs: nnx.Rngs) -> Any:
+        with _naming(f"the model, as {_name(model)}(config, rngs=rngs)"):
+            made = model(config, rngs=rngs)
+        if not isinstance(made, nnx.Module):
+            raise ConfigError(f"model: {_name(model)} returned {type(made).__name__}; it must be a flax.nnx.Module")
+        leaves = jax.tree.leaves_with_path(nnx.state(made, nnx.Param))
+        if not leaves:
+            raise ConfigError(f"model: {_name(model)} has no nnx.Param, so that there is nothing to train")
+        for path, leaf in leaves:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                where = jax.tree_util.keystr(path)
+                raise ConfigError(f"model: the parameter {where} has the type {leaf.dtype}; it must be floating-point")
+        return made
+
+    return make
+
+
+def objective_of(loss: Loss | None, make_model: ModelMaker | None, vocab_size: int) -> Objective:
     """Returns the objective of a run: a user's loss, or the loss of a user's model; else next-token prediction."""
     if make_model is None and loss is None:
         return NEXT_TOKEN
-    user_loss = loss or next_token_loss
 
     def sums(model: Any, rows: Any, _: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        loss_and_weight = user_loss(model, Rows(*rows[:3]))
-        return *_checked(loss_and_weight), {}
+        given = Rows(*rows[:3])
+        shape = f"[{', '.join(map(str, given.tokens.shape))}]"
+        if loss is None:
+            with _naming(f"the model, called with tokens and segments int32{shape}"):
+                return *_next_token_sums(model, given, vocab_size), {}
+        with _naming(f"the objective {_name(loss)} or the model that it calls, with rows of tokens int32{shape}"):
+            returned = loss(model, given)
+        return *_checked(returned), {}
 
     return Objective(sums, make_model=make_model)
 
@@ -78,23 +153,43 @@ def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
     Its logits exist whole, float32[M, L, V]. The loss of the config's own model is fused with the last projection and
     keeps a piece of them at a time.
     """
-    logits = model(rows.tokens, rows.segments)
+    return _next_token_sums(model, rows)
+
+
+def _next_token_sums(model: Any, rows: Rows, vocab_size: int = 1) -> tuple[jax.Array, jax.Array]:
+    logits, wanted = model(rows.tokens, rows.segments), ", ".join(map(str, rows.tokens.shape))
+    if not isinstance(logits, jax.Array):
+        raise ConfigError(f"model: returned {_described(logits)}; it must be logits, an array [{wanted}, V]")
     if logits.ndim != 3 or logits.shape[:2] != rows.tokens.shape:
-        wanted = ", ".join(map(str, rows.tokens.shape))
         raise ConfigError(f"model: returned an array of shape {logits.shape}; it must be logits, ({wanted}, V)")
+    if logits.shape[2] < vocab_size:
+        raise ConfigError(
+            f"model: returned logits of {logits.shape[2]} tokens; must be one for each of vocab_size={vocab_size}"
+        )
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1].astype(jnp.float32), rows.tokens[:, 1:])
     return jnp.sum(losses * rows.weights[:, 1:]), jnp.sum(rows.weights[:, 1:])
 
 
 def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
-    shapes = [jnp.shape(part) for part in returned] if isinstance(returned, tuple) else [jnp.shape(returned)]
-    if shapes != [(), ()]:
+    """Returns the two sums that a user's loss returned, in float32."""
+    parts = list(returned) if isinstance(returned, tuple | list) else [returned]
+    is_number = [isinstance(part, jax.Array | np.ndarray | np.generic | float | int) for part in parts]
+    if len(parts) != 2 or not all(is_number) or any(jnp.shape(part) for part in parts):
         raise ConfigError(
-            f"objective: returned {', '.join(map(str, shapes))} in place of two scalars, the sum of the losses and the "
-            "sum of their weights"
+            f"objective: returned {', '.join(map(_described, parts))} in place of two scalars, the sum of the losses "
+            "and the sum of their weights"
         )
-    loss, weight = (jnp.asarray(part).astype(jnp.float32) for part in returned)
-    return loss, weight
+    loss, weight = map(jnp.asarray, parts)
+    if not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise ConfigError(
+            f"objective: returned a loss of the type {loss.dtype}, which has no gradient; must be a float"
+        )
+    return loss.astype(jnp.float32), weight.astype(jnp.float32)
+
+
+def _described(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, base: str) -> TaskModel:

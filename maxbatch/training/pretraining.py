@@ -20,6 +20,7 @@ from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather, is_first
 from maxbatch.parallel.mesh import must_take_turns
@@ -36,7 +37,7 @@ from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.own import Parts, objective_of, task_model
+from maxbatch.training.own import Parts, check_parts, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.session import Outcome, RunContext, Session
@@ -65,6 +66,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     give_cpu_devices_threads()
+    leave_out_absent_tpu()
     config = with_flags(config)
     with ExitStack() as stack:
         context = RunContext(config, devices or jax.devices(), stack)
@@ -72,6 +74,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
 
 
 def _check(parts: Parts, compiled_dir: str) -> None:
+    check_parts(parts)
     if compiled_dir and (parts.model or parts.objective):
         raise ConfigError(
             f"compiled_dir={compiled_dir}: holds programs of the config's own model and loss, and train() was "
@@ -92,10 +95,10 @@ class Pretraining:
         self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
-        make_model = partial(parts.model, config) if parts.model else None
+        make_model = module_maker(parts.model, config) if parts.model else None
         base = config.load_parameters_path
         self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
-        self._objective = objective_of(parts.objective, make_model)
+        self._objective = objective_of(parts.objective, make_model, config.vocab_size)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None

@@ -28,7 +28,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
-from maxbatch.runs.metrics import MetricsLog
+from maxbatch.runs.metrics import MetricsLog, read_metrics
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import (
@@ -40,6 +40,7 @@ from maxbatch.system.errors import (
     StoreRefused,
     TrainingError,
 )
+from maxbatch.system.folding import counted
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -47,7 +48,7 @@ from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, RecordConfig, Recorder, ThroughputMeter
+from maxbatch.training.record.recorder import Output, Record, RecordConfig, Recorder, ThroughputMeter
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
@@ -56,10 +57,22 @@ from maxbatch.training.weights.parameters import Reader, open_parameters, open_s
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """How a run ended, and where its records are."""
 
     position: Position
     stopped_by: str | None  # the signal that stopped it early; None if it ran to its end
+    run_dir: str
+
+    @property
+    def history(self) -> list[Record]:
+        """The records of all updates of the run, those before a resume included, read from its `metrics.jsonl`."""
+        return read_metrics(self.run_dir)
+
+    @property
+    def last(self) -> Record | None:
+        """The record of the last update, as in `outcome.last["loss"]`; None before the first."""
+        history = self.history
+        return history[-1] if history else None
 
 
 class RunContext:
@@ -220,10 +233,10 @@ class Session(Generic[B]):
             self._check_result()
             longer = "early_stopping_patience" if self._early_end else "its length"
             self.console.print(
-                f"{self.config.run_dir} is complete: {self.position.step} updates, {self._samples_seen}"
+                f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}"
                 f"{self._early_end}. To continue, raise {longer}; for a new run, give another run_dir."
             )
-            return Outcome(self.position, None)
+            return Outcome(self.position, None, self.config.run_dir)
         with (
             self._naming_what_is_saved(),
             CompileCounter() as compiles,
@@ -369,7 +382,7 @@ class Session(Generic[B]):
         else:
             fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
             self.console.print(f"stopped by {stopped_by} at {where}; {fate}. The same command continues.")
-        return Outcome(self.position, stopped_by)
+        return Outcome(self.position, stopped_by, self.config.run_dir)
 
     @property
     def _samples_seen(self) -> str:

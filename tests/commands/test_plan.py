@@ -108,8 +108,9 @@ def test_the_text_holds_each_number_under_its_name_on_one_line(capsys: pytest.Ca
 def test_the_layout_draws_axolotls_example(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "per_device_batch_size=3", "gradient_accumulation_steps=2", "--devices", "3", "--layout"]
     assert main(argv) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
-    assert rows == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4] == "micro-batch 0 accumulates gradients, micro-batch 1 adds its own and applies the update"
+    assert [line.split() for line in lines[-2:]] == [
         ["0", "stream[s+0:s+9]", "S1-S3", "S4-S6", "S7-S9"],
         ["1", "stream[s+9:s+18]", "S10-S12", "S13-S15", "S16-S18"],
     ]
@@ -121,6 +122,7 @@ def test_a_layout_of_thousands_of_devices_shows_the_ends(capsys: pytest.CaptureF
     argv = ["plan", "gradient_accumulation_steps=100", "--devices", "10240", "ici_tensor_parallelism=4", "--layout"]
     assert main(argv) == 0
     out = capsys.readouterr().out
+    assert "micro-batches 0 to 98 accumulate gradients, micro-batch 99 adds its own and applies the update" in out
     assert "devices 0-3" in out and "devices 10236-10239" in out and "..." in out
     assert out.splitlines()[-1].split()[0] == "99"
     assert f"-S{10240 * 16 * 100}" in out

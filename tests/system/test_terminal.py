@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from maxbatch.system.bars import progress_bar
+from maxbatch.system import bars
+from maxbatch.system.bars import LinesAboveBar, Pace, progress_bar
+from maxbatch.system.folding import folded_rows
 from maxbatch.system.terminal import PlainConsole, PlainTable
 from tests.helpers.terminals import in_terminal
 
@@ -58,7 +60,7 @@ def test_a_pipe_folds_nothing() -> None:
 @pytest.mark.parametrize("columns", [60, 80, 100, 160])
 def test_a_bar_keeps_the_time_that_is_left(columns: int) -> None:
     out = io.StringIO()
-    bar = progress_bar(Console(file=out, width=columns, force_terminal=True, no_color=True))
+    bar = progress_bar(Console(file=out, width=columns, force_terminal=True, no_color=True), Pace(20, 7))
     description = (
         "step 10000/20000 | loss 2.5000 | batch 1024 | stage 3/12 | lr 1.00e-03 | 1,234,567 tokens/s | MFU 51.2%"
     )
@@ -68,6 +70,31 @@ def test_a_bar_keeps_the_time_that_is_left(columns: int) -> None:
     line = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).strip().split("\r")[-1]
     assert len(line) <= columns and line.endswith("left") and "step 10000/20000 | loss 2.5000" in line
     assert columns < 160 or "MFU 51.2%" in line
+
+
+def test_the_time_left_follows_the_pace_of_steps_that_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(bars.time, "monotonic", lambda: now)
+    out = io.StringIO()
+    runs = LinesAboveBar(PlainConsole(file=out), total=10, done=2)
+    now += 29
+    runs.show(2, "2 of 10")
+    now += 1
+    runs.show(2, "2 of 10")
+    now += 570
+    runs.show(4, "4 of 10")
+    runs.show(4, "4 of 10")
+    assert out.getvalue().splitlines() == ["2 of 10 | -:--:-- left", "4 of 10 | 0:30:00 left"]
+
+
+def test_the_last_column_of_a_table_is_folded_between_words() -> None:
+    rows = [("became", "word", "here"), ("mapped", "a_word_of_some_length", "some words that do not fit beside it"),
+            ("ignored", "x" * 60, "a row whose word takes all of the room")]  # fmt: skip
+    assert folded_rows(rows, None)[1] == f"mapped   a_word_of_some_length{' ' * 41}some words that do not fit beside it"
+    lines = "\n".join(folded_rows(rows, 64)).splitlines()
+    assert max(map(len, lines)) <= 69  # "ignored  " and the word of 60 letters
+    assert "x" * 60 in "\n".join(lines)
+    assert " ".join(" ".join(lines).split()) == " ".join(" ".join(cell for cell in row) for row in rows)
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160])

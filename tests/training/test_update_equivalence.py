@@ -226,6 +226,44 @@ def _() -> None:
     check_gradient("tf-global", sum(own / global_batch_size for own in one_pass), rows)
 
 
+@check("ddp-global-batch")
+def _() -> None:
+    rows = some_rows(B // G)
+    (one_pass,) = of_each(rows, "sum")
+    there = sum(own / weight(rows) for own in one_pass) / W
+    check_gradient("ddp-global-batch", there, rows)
+    assert_same_change(here(rows, RATE), RATE * there * W)  # and times the world size it is G
+
+
+@check("sum-times-world-size")
+def _() -> None:
+    rows = some_rows(B // G)
+    (one_pass,) = of_each(rows, "sum")
+    check_gradient("sum-times-world-size", sum(own * W for own in one_pass) / W, rows)
+
+
+@check("unequal-workers")
+def _() -> None:
+    rows = equal_rows(B // G)
+    workers = [slice(0, 2), slice(2, 5), slice(5, 8)]
+    there = sum(gradient(part(rows, own), "mean") for own in workers) / len(workers)
+    check_gradient("unequal-workers", there, rows)
+
+
+@check("tf-rebatched")
+def _() -> None:
+    rows = equal_rows(B // G)
+    (replicas,) = of_each(rows, "rows")  # `dataset.batch(B // G)`, two rows for each
+    check_gradient("tf-rebatched", sum(own / (B // G) for own in replicas), rows)
+
+
+@check("tf-rebatched-twice")
+def _() -> None:
+    rows = equal_rows(B // G)
+    (replicas,) = of_each(rows, "rows")
+    check_gradient("tf-rebatched-twice", sum(own / (B // G * W) for own in replicas), rows)
+
+
 @check("tf-mean")
 def _() -> None:
     rows = equal_rows(B // G)

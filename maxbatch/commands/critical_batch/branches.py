@@ -22,7 +22,7 @@ from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Branch, MeasurementPlan
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import read_metrics, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps, note_steps
@@ -75,7 +75,7 @@ class Branches:
         """Returns how many of its samples a branch was trained on."""
         if self.is_done(branch):
             return branch.samples
-        records = read_metrics(self.folder(branch))
+        records = scan_metrics(self.folder(branch)).records
         return records[-1][Metric.SAMPLES_SEEN] - branch.fork.samples_seen if records else 0
 
     def finish(self, branch: Branch, status: Status, reason: str) -> None:
@@ -182,7 +182,7 @@ class BranchRuns:
         num_bytes = metrics.stat().st_size if metrics.exists() else 0
         if num_bytes != self._num_bytes:
             self._num_bytes = num_bytes
-            self._progress.show(run.subject, self._branches.samples_done(run.subject))
+            self._progress.train(run.subject, self._branches.samples_done(run.subject))
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
         """Records a branch that is done or diverged."""
@@ -202,20 +202,18 @@ class BranchProgress(LinesAboveBar):
     """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
-        super().__init__(console)
         self._branches = branches
         self._current: Branch | None = None
-        total = sum(branch.samples for branch in branches.all)
-        self._task = self._bar.add_task("", total=total, completed=self._samples_done())
+        super().__init__(console, sum(branch.samples for branch in branches.all), self._samples_done())
 
     def _samples_done(self) -> int:
         return sum(branch.samples for branch in self._branches.all if self._branches.is_done(branch))
 
-    def show(self, branch: Branch, samples: int) -> None:
+    def train(self, branch: Branch, samples: int) -> None:
         """Shows the branch that trains and how many of its samples it was trained on."""
         index = self._branches.all.index(branch) + 1
         name = f"branch {index}/{len(self._branches.all)}: step {branch.fork.step:,}, batch {branch.batch_size:,}"
-        self._bar.update(self._task, completed=self._samples_done() + samples, description=name)
         if self._bar.disable and branch != self._current:
-            self._lines.print(name + (f", from sample {samples:,} on" if samples else ""))
+            self.say(name + (f", from sample {samples:,} on" if samples else ""))
+        self.show(self._samples_done() + samples, name)
         self._current = branch

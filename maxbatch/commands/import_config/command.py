@@ -35,7 +35,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import folded, folded_rows, printable, terminal_width
 
 _WIDEST = 44  # columns of a word or a value
 
@@ -161,14 +161,14 @@ def _print(translation: Translation, name: str) -> None:
     ]
     rows.sort(key=lambda row: (MAPPED, NEEDS_YOU, UNSUPPORTED, IGNORED).index(row[0]))
     heads = ("became", FRAMEWORKS[name], "value", "here")
-    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(3)]
-    for row in (heads, *rows):
-        print("  ".join((*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3])).rstrip())
+    print("\n".join(folded_rows([heads, *rows], terminal_width())))
     try:
         there, here = FORMATS[name].equation(translation)
     except KeyError:
         return  # the batch is not stated
-    print(f"\n{FRAMEWORKS[name]}: {printable(there, keep='')}\nmaxbatch: {printable(here, keep='')}")
+    print()
+    for language, equation in ((FRAMEWORKS[name], there), ("maxbatch", here)):
+        print(folded(f"{language}: {printable(equation, keep='')}", 2, terminal_width()))
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from maxbatch.commands.arguments import count, note, place
-from maxbatch.commands.report.runs import PANELS, STAGE_HEADS, SUMMARY_HEADS, ReportedRun, fitted
+from maxbatch.commands.report.runs import (
+    FIRST_UPDATES,
+    PANELS,
+    SHORT_RUN,
+    STAGE_HEADS,
+    SUMMARY_HEADS,
+    ReportedRun,
+    fitted,
+)
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -25,7 +33,7 @@ from maxbatch.runs.json_file import checked, read_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import counted, printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
@@ -142,11 +150,13 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     )
     time = f"time in updates ({'hours' if is_long else 'seconds'})"
     units = {"steps": "updates", "samples": "samples", "tokens": "tokens", "time": time}
-    page.panels(PANELS, [run.columns(3600 if is_long else 1) for run in runs], units)
     windows = " or ".join(map(str, sorted({run.smoothing for run in runs})))
+    loss = PANELS[0]._replace(title=f"Loss (faint), and its mean over {windows} updates")
+    page.panels((loss, *PANELS[1:]), [run.columns(3600 if is_long else 1) for run in runs], units)
     page.add(paragraph(
         f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at least 5). Time: the sum of "
-        "step_time_s, which leaves evals and saves out. Diamonds: evals."
+        "step_time_s, which leaves evals and saves out. Diamonds: evals. Throughput, in the plot and in the medians: "
+        f"without the first {FIRST_UPDATES} updates of a run of more than {SHORT_RUN}."
     ))  # fmt: skip
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
         page.add(paragraph(
@@ -156,8 +166,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     for holed in (run for run in runs if run.holes):
         lines = ", ".join(map(str, holed.holes[:5])) + (" and others" if len(holed.holes) > 5 else "")
         page.add(paragraph(
-            f"{holed.name}: {len(holed.holes):,} lines of metrics.jsonl (line {lines}) hold numbers that are not "
-            "finite, or larger than 1e100. They are left out."
+            f"{holed.name}: {counted(len(holed.holes), 'line')} of metrics.jsonl (line {lines}) with numbers that "
+            "are not finite, or larger than 1e100. These numbers are left out."
         ))  # fmt: skip
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
     for run in runs:

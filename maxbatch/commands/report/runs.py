@@ -25,7 +25,8 @@ PANELS = (
     Panel("Loss", "loss per token (nats)", ((M.LOSS, "faint"), (SMOOTHED_LOSS, "line"), (M.EVAL_LOSS, "points"))),
     Panel("Global batch", "samples per update", ((M.GLOBAL_BATCH_SIZE, "stairs"),)),
     Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),), smooths=False),
-    Panel("Throughput", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),), tick_format="~s"),
+    Panel("Throughput, without the first updates", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),),
+          tick_format="~s"),
     Panel("Step time", "seconds per update", ((M.STEP_TIME_S, "line"),), is_log=True),
     Panel("Gradient norm", "norm before clipping", ((M.GRAD_NORM, "line"),), is_log=True),
     Panel("Gradient noise scale", "samples",
@@ -41,6 +42,8 @@ PANELS = (
     Panel("Clipped", "share of the tokens", ((M.CLIP_FRACTION, "line"),)),
 )  # fmt: skip
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
+FIRST_UPDATES = 2  # of a run of more than `SHORT_RUN`: caches and clocks of the machine are still cold
+SHORT_RUN = 10
 MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
 _AXES = (M.STEP, M.SAMPLES_SEEN, M.TOKENS_SEEN)
@@ -95,9 +98,20 @@ class ReportedRun:
         axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
         columns = {str(name): [records[i].get(name) for i in drawn] for name in COLUMNS}
+        num_left_out = sum(i < self._num_unsteady for i in drawn)
+        columns[M.TOKENS_PER_SECOND][:num_left_out] = [None] * num_left_out
         smoothed_loss = self._smoothed_loss()
         columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
         return RunColumns(self.name, axes, columns)
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The records without the first updates, whose speed says nothing about the others."""
+        return self.records[self._num_unsteady :]
+
+    @property
+    def _num_unsteady(self) -> int:
+        return FIRST_UPDATES if len(self.records) > SHORT_RUN else 0
 
     @property
     def smoothing(self) -> int:
@@ -123,7 +137,7 @@ class ReportedRun:
         first = self.records[0][M.GLOBAL_BATCH_SIZE]
         most = max(record[M.GLOBAL_BATCH_SIZE] for record in self.records)
         evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
-        rates = [rate for record in self.records if (rate := record.get(M.TOKENS_PER_SECOND))]
+        rates = [rate for record in self.steady if (rate := record.get(M.TOKENS_PER_SECOND))]
         return [
             self.name, last[M.STEP], last[M.SAMPLES_SEEN], last[M.TOKENS_SEEN],
             most if first == most else f"{first:,} to {most:,}",
@@ -138,8 +152,9 @@ class ReportedRun:
         rows: list[list[object]] = []
         for stage in sorted({record[M.STAGE] for record in self.records}):
             own = [record for record in self.records if record[M.STAGE] == stage]
+            steady = [record for record in self.steady if record[M.STAGE] == stage] or own
             medians = (
-                _median([record.get(name) for record in own]) for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
+                _median([record.get(name) for record in steady]) for name in (M.TOKENS_PER_SECOND, M.STEP_TIME_S, M.MFU)
             )
             rows.append([self.name, stage, max(record[M.GLOBAL_BATCH_SIZE] for record in own), len(own), *medians])
         return rows

@@ -32,9 +32,8 @@ class SweepProgress(LinesAboveBar):
     """The trials that ended, of those that the sweep has; a context manager."""
 
     def __init__(self, console: Console, num_ended: int, num_trials: int) -> None:
-        super().__init__(console)
         self._num_ended, self._num_trials = num_ended, num_trials
-        self._task = self._bar.add_task(self._counted, total=num_trials, completed=num_ended)
+        super().__init__(console, num_trials, num_ended, self._counted)
 
     @property
     def _counted(self) -> str:
@@ -43,8 +42,12 @@ class SweepProgress(LinesAboveBar):
     def ended(self) -> str:
         """Counts a trial that ended, and returns how many did."""
         self._num_ended += 1
-        self._bar.update(self._task, completed=self._num_ended, description=self._counted)
+        self.goes_on()
         return self._counted
+
+    def goes_on(self) -> None:
+        """Shows how many ended, while others train."""
+        self.show(self._num_ended, self._counted)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +112,7 @@ class TrialRuns:
         return self._study.is_exhausted()
 
     def watch(self, run: ChildRun[Trial]) -> str | None:
+        self._progress.goes_on()
         return self._study.should_prune(run.subject)
 
     def ended(self, run: ChildRun[Trial], end: ChildEnd) -> None:

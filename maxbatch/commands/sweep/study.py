@@ -26,7 +26,7 @@ from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.plan.batch import check_batch_keys
 from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import Result, SweepFolder, Trial
@@ -282,7 +282,7 @@ class SweepStudy:
             return self._reason_to_prune(trial)
 
     def _reason_to_prune(self, trial: Trial) -> str | None:
-        evals = [record for record in read_metrics(trial.folder) if record.get(Metric.EVAL_LOSS) is not None]
+        evals = [record for record in scan_metrics(trial.folder).records if record.get(Metric.EVAL_LOSS) is not None]
         new = evals[self._num_reported.get(trial.number, 0) :]
         frozen = next(one for one in self._trials() if one.number == trial.number) if new else None
         if frozen is None or not self._is_running(frozen):

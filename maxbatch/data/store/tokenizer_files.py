@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from maxbatch.config.hub import folder_of, hub_problem
 from maxbatch.config.values import shown, shown_path, utf8_of
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -140,7 +141,9 @@ class _FileTokenizer(ABC, Generic[L]):
                 f"tokenizer_path='': tokenizer_type={self.kind} needs a file {self.file_name}, or a folder with one"
             )
         where = f"tokenizer_path={shown(repr(path))}"
-        file = as_path(path)
+        if problem := hub_problem(path):
+            raise ConfigError(f"{where}: {problem}")
+        file = folder_of(path)
         if file.is_dir():
             found = sorted(entry for entry in file.glob(self.file_name) if entry.is_file())
             if len(found) != 1:

@@ -6,9 +6,9 @@ A plan reads them here, since the stream needs NumPy, whose import takes as long
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
+from maxbatch.config.hub import folder_of
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
@@ -55,6 +55,6 @@ def _tokenizer_files(stated: str) -> list[tuple[str, int, int]]:
     """Returns path, size and time of change of a tokenizer's files."""
     if not stated:
         return []
-    path = Path(os.path.expanduser(stated))
+    path = Path(str(folder_of(stated)))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -8,9 +8,10 @@ computation. Programs depend on them, so `train`, `rl`, `compile` and `fit` set 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from ml_collections import ConfigDict
+
+from maxbatch.parallel.absent_tpu import tpu_version_here
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 AUTO, NONE = "auto", "none"
@@ -52,10 +53,6 @@ _FLAGS = {
 
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"  # at import on a TPU machine; shapes no program
 
-# PCI device ids of TPU chips, as JAX knows them (`jax/_src/hardware_utils.py`).
-_GOOGLE = "0x1ae0"
-_PCI_IDS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
-
 
 def flags_of(version: str) -> str:
     """Returns the flags for a TPU version, as one text."""
@@ -71,8 +68,8 @@ def with_flags(config: ConfigDict, version: str | None = None) -> ConfigDict:
     Args:
       version: the TPU that programs are compiled for, such as `v5p`; None: this machine's.
     """
-    version = version or _version_here()
-    if version is None:
+    version = version or tpu_version_here()
+    if version not in _FLAGS:  # no TPU, or one that is too old
         return config
     stated = {AUTO: flags_of(version), NONE: ""}.get(config.libtpu_flags, config.libtpu_flags)
     held = _parse(stated) | _parse(os.environ.get(VARIABLE, ""))
@@ -81,24 +78,6 @@ def with_flags(config: ConfigDict, version: str | None = None) -> ConfigDict:
     held.pop(_ADDED_BY_JAX, None)
     changed.libtpu_flags = _text(held) or NONE
     return changed.lock()
-
-
-def _version_here() -> str | None:
-    """Returns the version of this machine's TPU chips; None if it has none, or JAX is kept from them."""
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if platforms and "tpu" not in platforms.split(","):
-        return None
-    ids = (_pci_id(vendor.parent) for vendor in Path("/sys/bus/pci/devices").glob("*/vendor"))
-    return next((_PCI_IDS[found] for found in ids if found in _PCI_IDS), None)
-
-
-def _pci_id(device: Path) -> str:
-    """Returns the id of a device of Google's; an empty text for any other device."""
-    try:
-        vendor, number = ((device / name).read_text().strip() for name in ("vendor", "device"))
-    except OSError:
-        return ""
-    return number if vendor == _GOOGLE else ""
 
 
 def _parse(text: str) -> dict[str, str | None]:

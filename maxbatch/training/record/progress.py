@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.system.bars import progress_bar
+from maxbatch.system.bars import LINE_S, Pace, progress_bar
+from maxbatch.system.folding import folded_parts
 from maxbatch.system.terminal import PlainConsole
 from maxbatch.training.record.recorder import not_finite
 
@@ -16,6 +19,7 @@ from maxbatch.training.record.recorder import not_finite
 class RunProgress:
     """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
 
+    Elsewhere a line follows at the latest after half a minute, also while an update or a compilation takes longer.
     A run starts after `first_step` updates of `total_steps`; `num_stages` is 1 without a ramp.
     """
 
@@ -23,9 +27,25 @@ class RunProgress:
         self._console, self._total = console, total_steps
         self._num_stages, self._log_period = num_stages, log_period
         self._bar: Progress | None = None
+        self._step, self._unprinted, self._printed_at = first_step, "", time.monotonic()
+        self._is_closed = threading.Event()
         if console.is_terminal:
-            self._bar = progress_bar(PlainConsole())
+            self._bar = progress_bar(PlainConsole(), Pace(total_steps, first_step))
             self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+        elif not console.quiet:
+            threading.Thread(target=self._keep_printing, name="maxbatch-lines", daemon=True).start()
+
+    def _keep_printing(self) -> None:
+        while not self._is_closed.wait(max(0.0, self._printed_at + LINE_S - time.monotonic())):
+            silent_s = time.monotonic() - self._printed_at
+            if silent_s >= LINE_S:
+                waits = f"step {self._step}/{self._total} | {silent_s:.0f} s without an update"
+                self._print(self._unprinted or waits)
+
+    def _print(self, line: str) -> None:
+        self._unprinted, self._printed_at = "", time.monotonic()
+        console = self._bar.console if self._bar is not None else self._console
+        console.print(folded_parts(line.split(" | "), console.width if console.is_terminal else None))
 
     def append(self, record: dict[str, Any]) -> None:
         """Shows a record of `metrics.jsonl`."""
@@ -41,9 +61,9 @@ class RunProgress:
         if self._bar is not None:
             self._bar.start()  # once, at the first update, so that text printed before stays intact
             self._bar.update(self._task, completed=step, description=line)
+        self._step, self._unprinted = step, line
         if remarks or step % self._log_period == 0 or step in (1, self._total):
-            console = self._bar.console if self._bar is not None else self._console
-            console.print(" | ".join([line, *remarks]))
+            self._print(" | ".join([line, *remarks]))
 
     def _line(self, record: dict[str, Any]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
@@ -63,6 +83,7 @@ class RunProgress:
         """Does nothing: there is no buffer."""
 
     def close(self) -> None:
-        """Ends the bar."""
+        """Ends the bar and the lines."""
+        self._is_closed.set()
         if self._bar is not None:
             self._bar.stop()

@@ -10,7 +10,14 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.families import Json
-from maxbatch.config.huggingface import CONFIG_FILE, GENERATION_FILE, is_huggingface_folder, read_config_json
+from maxbatch.config.hub import folder_of
+from maxbatch.config.huggingface import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    has_generation_file,
+    is_huggingface_folder,
+    read_config_json,
+)
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
 from maxbatch.config.sections import DataConfig, ModelConfig
 from maxbatch.config.values import shown_path
@@ -78,7 +85,7 @@ def new_folder(output: str) -> AnyPath:
 
 
 def _dtype_of_folder(model: str) -> str:
-    stored = next(iter(stored_tensors(as_path(model)).values())).dtype
+    stored = next(iter(stored_tensors(folder_of(model, weights=True)).values())).dtype
     return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
 
@@ -94,7 +101,7 @@ def _token_ids(config: DataConfig) -> Json:
 
 def _generation(path: str, fields: Json) -> Json:
     """Returns the `generation_config.json` of the folder that a model was imported from, else its token ids."""
-    if path and (as_path(path) / GENERATION_FILE).is_file():
+    if path and has_generation_file(path):
         return read_config_json(path, GENERATION_FILE)
     return {name: fields.get(name) for name in TOKEN_IDS}
 
@@ -165,7 +172,7 @@ def copy_tokenizer(config: DataConfig, target: AnyPath) -> None:
     """Copies the files of a run's tokenizer, if it has any."""
     if not config.tokenizer_path:
         return
-    path = as_path(config.tokenizer_path)
+    path = folder_of(config.tokenizer_path)
     folder = path if path.is_dir() else path.parent
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():

@@ -13,6 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.hub import folder_of
 from maxbatch.config.huggingface import CONFIG_FILE
 from maxbatch.config.loading import load_config
 from maxbatch.config.sections import ModelConfig
@@ -22,7 +23,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
-from maxbatch.system.storage import AnyPath, as_path, read_range
+from maxbatch.system.storage import AnyPath, read_range
 from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
@@ -31,14 +32,18 @@ _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a folder
 
 
 class HuggingFaceFolder:
-    """A Hugging Face folder (`maxbatch.training.weights.parameters.Source`)."""
+    """A Hugging Face folder, or a model of the hub (`maxbatch.training.weights.parameters.Source`)."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path, self._folder = path, as_path(path)
+        self._path = path
 
     def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
         """Returns the config that its `config.json` states, with "key=value" texts over it."""
         return load_config(overrides=["model_name=auto", f"load_parameters_path={self._path}", *overrides])
+
+    @property
+    def _folder(self) -> AnyPath:
+        return folder_of(self._path, weights=True)
 
     @property
     def identity(self) -> str:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from ml_collections import ConfigDict
 
+from maxbatch.config.hub import folder_of
 from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
@@ -58,12 +59,13 @@ class Source(Protocol):
 
 
 def open_source(path: str | Path) -> Source:
-    """Returns the source at a path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, or a Hugging
-    Face folder.
+    """Returns the source at a path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, a Hugging
+    Face folder, or the model of a name of the Hugging Face hub.
 
     Raises:
       ConfigError: there is none.
     """
+    folder_of(path)  # raises for a name of the hub that names nothing
     return HuggingFaceFolder(path) if is_huggingface_folder(path) else StoredCheckpoint(path)
 
 

@@ -244,6 +244,20 @@ def test_names_from_outside_cannot_become_markup() -> None:
     assert "<b>x" not in Path("page.html").read_text()
 
 
+def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_what_is_drawn() -> None:
+    rate = lambda step: 1.0 if step <= 2 else 100.0 + step  # noqa: E731
+    write_run(Path("long"), 12, tokens_per_second=rate)
+    write_run(Path("short"), 10, tokens_per_second=rate)
+    long, short = (ReportedRun.read(Path(name), name) for name in ("long", "short"))
+    assert long.columns(1).columns["tokens_per_second"] == [None, None, *map(rate, range(3, 13))]
+    assert long.summary()[7] == long.stage_rates()[0][4] == 107.5 and long.stage_rates()[0][3] == 12
+    assert short.columns(1).columns["tokens_per_second"][:2] == [1.0, 1.0]
+    make_page([Path("long")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert "Loss (faint), and its mean over 5 updates" in text and "Throughput, without the first updates" in text
+    assert "this table scrolls sideways" in text
+
+
 def test_every_panels_columns_reach_the_page() -> None:
     written = ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm")
     others = set(COLUMNS) - {*written, "smoothed loss"}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import time
 from contextlib import closing
 from typing import Any
 
+import pytest
 from rich.console import Console
 
+from maxbatch.training.record import progress
 from maxbatch.training.record.progress import RunProgress
 
 
@@ -44,6 +47,29 @@ def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
 def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
     (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875)])
     assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875)")
+
+
+def test_a_narrow_terminal_tears_no_part_of_a_line() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=60, force_terminal=True, highlight=False)
+    with closing(RunProgress(console, 20, 0, 1, 10)) as progression:
+        progression._bar = None  # the lines alone
+        progression.append(record(3, eval_loss=2.25))
+    assert out.getvalue().splitlines() == [
+        "step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03",
+        "  12,346 tokens/s | eval loss 2.2500",
+    ]
+
+
+def test_a_pipe_gets_a_line_at_least_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.05)
+    out = io.StringIO()
+    with closing(RunProgress(Console(file=out, width=200), 20, 0, 1, 10)) as progression:
+        progression.append(record(3))  # by itself too little for a line
+        time.sleep(0.3)
+    shown = out.getvalue().splitlines()
+    assert shown[0].startswith("step 3/20 | loss 2.5000") and "s without an update" in shown[1]
+    assert 3 <= len(shown) <= 7
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -1,0 +1,162 @@
+"""`maxbatch train --try`: a few updates of a tiny model of the config's form, and the faults of its data, at once.
+
+The family and its features, the axes of the mesh, the form of the batch, the optimizer, the schedule, precision and
+remat stay as in the config. Sizes, data, tokenizer and places are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import tempfile
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.loading import keys, load_config
+from maxbatch.data.stream.faults import data_faults
+from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
+from maxbatch.system.errors import EXIT_DONE, ConfigError
+
+_STEPS = 4
+_LENGTH, _HEAD, _WIDTH, _MLP, _VOCABULARY = 64, 16, 64, 128, 264
+_HEADS = 4
+_MOST_PARTS = 8  # microbatches of a pipeline
+_RECORDS = 200  # of the synthetic data
+# Keys of sizes, places and outputs, which say nothing about the form of a run.
+_REPLACED: dict[str, object] = {
+    "base_output_directory": "", "run_name": "", "model_name": "default", "load_parameters_path": "",
+    "load_full_state_path": "", "lora_rank": 0, "steps": _STEPS, "train_samples": None, "train_tokens": None,
+    "num_epochs": None, "max_target_length": _LENGTH, "base_emb_dim": _WIDTH, "base_num_query_heads": _HEADS,
+    "head_dim": _HEAD, "base_mlp_dim": _MLP, "vocab_size": _VOCABULARY, "query_pre_attn_scalar": None,
+    "dataset_type": "synthetic", "dataset_path": "", "synthetic_samples": _RECORDS, "eval_dataset_path": "",
+    "tokenizer_type": "byte", "tokenizer_path": "", "use_sft": False, "grain_worker_count": 0,
+    "expansion_factor_real_data": -1, "checkpoint_period": _STEPS // 2, "max_num_checkpoints_to_keep": 1,
+    "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "log_to": "", "profile_steps": "",
+    "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
+}  # fmt: skip
+
+
+class Trial(NamedTuple):
+    """A tiny run of the form of another."""
+
+    keys: dict[str, Any]
+    mesh: dict[str, int]  # sizes of the axes above 1
+
+    def config(self, run_dir: str) -> ConfigDict:
+        """Returns its config: every key is stated in the highest layer, above the environment."""
+        stated = self.keys | {"run_dir": run_dir}
+        return load_config(overrides=[f"{name}={key.write(stated[name])}" for name, key in keys().items()])
+
+    @property
+    def num_devices(self) -> int:
+        """CPU devices that it runs on."""
+        return math.prod(self.mesh.values())
+
+
+def make_trial(config: ConfigDict) -> Trial:
+    """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
+    sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
+    mesh = {axis: size for axis, size in sizes.items() if size > 1}
+    stated = config.to_dict() | _REPLACED | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
+    for axis, size in sizes.items():
+        stated |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
+    has_held_out = bool(config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib")
+    stated["eval_fraction"] = 0.1 if has_held_out else 0
+    stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
+    return Trial(stated, mesh)
+
+
+def _is_used(config: ConfigDict, axis: str) -> bool:
+    return any(config[axis_key(network, axis)] != 1 for network in ("ici", "dcn"))
+
+
+def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
+    """Returns a size of the model that its pattern of layers, its stages and the pairs of its heads divide."""
+    pattern = len(str(config.attention_type).split(","))
+    layers = math.lcm(pattern, stages * int(config.num_pipeline_repeats))
+    shared = int(config.base_num_query_heads) // int(config.base_num_kv_heads)
+    kv_heads = {1: _HEADS, int(config.base_num_query_heads): 1}.get(shared, _HEADS // 2)
+    names = ("rope_short_factors", "rope_long_factors")
+    factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
+    return {
+        "base_num_decoder_layers": max(2, layers),
+        "base_num_kv_heads": kv_heads,
+        "sliding_window_size": min(int(config.sliding_window_size), _LENGTH // 2),
+        "trainable_position_size": min(int(config.trainable_position_size), _LENGTH),
+        **factors,
+    }
+
+
+def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
+    """Returns a small batch that is stated in the form of the config's: constant, a ramp or a schedule."""
+    devices = math.prod(sizes.values())
+    parts = int(config.num_pipeline_microbatches)
+    parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
+    rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (abs(parts) * sizes["pipeline"] if parts < 0 else parts)
+    passes = 1 if config.gradient_accumulation_steps == 1 else 2
+    stated: dict[str, object] = {
+        "per_device_batch_size": rows / devices, "gradient_accumulation_steps": passes, "global_batch_size": None,
+        "batch_size_schedule": None, "enable_rampup_batch_size": False, "num_pipeline_microbatches": parts,
+        "reference_batch_size": None,
+    }  # fmt: skip
+    batch = rows * passes
+    if config.enable_rampup_batch_size:
+        stated |= {
+            "enable_rampup_batch_size": True, "per_device_batch_size": 2 * rows / devices,
+            "per_device_batch_size_start": rows / devices, "per_device_batch_size_increment": rows / devices,
+            "global_rampup_samples": 2 * batch,
+        }  # fmt: skip
+    elif config.batch_size_schedule is not None:
+        stated |= {"batch_size_schedule": f"0:{batch} {2 * batch}:{2 * batch}", "gradient_accumulation_steps": None}
+    return stated
+
+
+def try_run(config: ConfigDict, trial: Trial) -> int:
+    """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
+
+    Raises:
+      ConfigError: the message has all faults that were found: of the data, of the tokenizer and of the tiny run.
+    """
+    mesh = " x ".join(f"{axis} {size}" for axis, size in trial.mesh.items()) or "1 device"
+    print(
+        f"trying {trial.keys['decoder_block']}: {trial.keys['base_num_decoder_layers']} layers of width {_WIDTH}, mesh "
+        f"{mesh} on {trial.num_devices} CPU device{'s' * (trial.num_devices > 1)}, {_STEPS} updates of synthetic data",
+        flush=True,
+    )
+    faults = data_faults(StreamConfig.of(config))
+    _train(trial, faults)
+    if config.load_parameters_path or config.load_full_state_path:
+        _open_parameters(config.load_parameters_path or config.load_full_state_path, faults)
+    if faults:
+        raise ConfigError("; ".join(faults))
+    print("the data, the tokenizer and the tiny run work; the size of the model and of the batch was not tried: "
+          "maxbatch plan and maxbatch fit")  # fmt: skip
+    return EXIT_DONE
+
+
+def _train(trial: Trial, faults: list[str]) -> None:
+    import jax
+
+    from maxbatch.training.pretraining import train
+
+    with tempfile.TemporaryDirectory(prefix="maxbatch-try-") as folder:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                outcome = train(trial.config(f"{folder}/run"), jax.devices()[: trial.num_devices])
+        except ConfigError as error:
+            faults.append(f"the tiny run: {error}")
+            return
+        losses = [record["loss"] for record in outcome.history]
+    print(f"{len(losses)} updates, loss {losses[0]:.3f} to {losses[-1]:.3f}; a checkpoint was saved and removed")
+
+
+def _open_parameters(path: str, faults: list[str]) -> None:
+    from maxbatch.training.weights.parameters import open_source
+
+    try:
+        open_source(path)
+    except ConfigError as error:
+        faults.append(str(error))

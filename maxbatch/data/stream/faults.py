@@ -1,0 +1,78 @@
+"""All faults of a run's data and tokenizer that the first records show, for a trial before the run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from maxbatch.config.hub import folder_of
+from maxbatch.config.rules import check_data_paths, check_vocabulary
+from maxbatch.config.values import shown
+from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.lookup import open_store
+from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.system.errors import ConfigError
+
+_FIRST_RECORDS = 64  # of each source, that are read
+
+T = TypeVar("T")
+
+
+def data_faults(config: StreamConfig) -> list[str]:
+    """Returns the faults of the data and of the tokenizer that a config names, one message each.
+
+    Files are listed and the first records of each source are read, tokenised and, for `use_sft`, written by the chat
+    template.
+    """
+    faults: dict[str, None] = {}
+
+    def attempt(check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except ConfigError as error:
+            faults[str(error)] = None
+            return None
+
+    tokenizer = attempt(lambda: make_tokenizer(config.tokenizer_type, config.tokenizer_path))
+    if tokenizer is not None and config.dataset_type != "synthetic":
+        attempt(lambda: check_vocabulary(config, tokenizer.vocab_size))
+        attempt(lambda: check_special_tokens(config, tokenizer))
+    attempt(lambda: check_data_paths(config))
+    mixture = attempt(lambda: read_mixture(config))
+    sources = [source.config for source in mixture] if mixture else [config]
+    for source in sources:
+        attempt(partial(_read_first, source, "dataset_path", tokenizer))
+    if config.eval_dataset_path:
+        attempt(partial(_read_first, config, "eval_dataset_path", tokenizer))
+    return list(faults)
+
+
+def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> None:
+    """Raises ConfigError if a dataset, or one of its first records, cannot be read."""
+    if config.dataset_type == "synthetic":
+        return
+    if config.dataset_type == "tokens":
+        if tokenizer is not None:
+            open_store(config, tokenizer, key)
+        elif not folder_of(config[key]).exists():
+            raise ConfigError(f"{key}={shown(repr(config[key]))}: no such folder")
+        return
+    source = DocumentSource.from_config(config, key)
+    texts = [document.utf8 for document in itertools.islice(source.documents(), _FIRST_RECORDS)]
+    if not any(texts):
+        raise source.error(f"the first {len(texts)} records have no text" if texts else "holds no document")
+    if tokenizer is None:
+        return
+    conversations = Conversations.from_config(config, tokenizer)
+    if conversations is None:
+        tokenizer.encode_utf8_batch(texts)
+        return
+    try:
+        conversations.encode_batch([text for text in texts if text])
+    except RecordError as error:
+        raise source.error(f"record {error.number + 1}: {error.problem}") from error

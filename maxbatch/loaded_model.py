@@ -1,0 +1,272 @@
+"""A model in memory: texts that it continues, and the log-probabilities that it gives to records.
+
+Shapes: n tokens of a record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
+from maxbatch.config.loading import override_texts
+from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import MeshConfig
+from maxbatch.config.values import shown
+from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.trees import State
+from maxbatch.plan.mesh_shape import AXES, axis_key
+from maxbatch.sampling.sampler import SamplingRules
+from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.training.compile.cache import use_persistent_cache
+from maxbatch.training.scoring import Scorer
+from maxbatch.training.weights.parameters import open_source, restored
+
+_LARGEST_EXPONENT = 709.0  # of a float
+# Keys of a run's training; here all devices share the model, unless the caller states otherwise.
+_DEFAULTS = {
+    "attention": "auto",
+    "remat_policy": "none",
+    "num_pipeline_microbatches": "-1",
+    "num_pipeline_repeats": "1",
+    **{axis_key(network, axis): "1" for network in ("ici", "dcn") for axis in AXES},
+    "ici_fsdp_parallelism": "-1",
+}
+
+
+class RecordFault(ConfigError):
+    """A record that cannot be scored; the message begins with its number, from 1."""
+
+
+class RecordScore(NamedTuple):
+    """The log-probabilities of one record."""
+
+    tokens: np.ndarray  # int32[n]
+    logprobs: np.ndarray  # float32[n - 1], in nats, of each token after the first given those before it
+    weights: np.ndarray  # float32[n - 1]; 0 for a token of a conversation that is not trained on
+    loss: float | None  # nats per token; None without weight, or where it is not finite
+
+
+class Scores(NamedTuple):
+    """The scores of records, and their loss over all weights."""
+
+    records: list[RecordScore]
+    loss: float | None  # nats per token
+    perplexity: float | None
+
+
+class LoadedModel:
+    """A model whose parameters are on this machine's devices; made by `load_model`.
+
+    Attributes:
+      config: the config of the model.
+      params: its parameters.
+      mesh: the mesh that holds them.
+    """
+
+    def __init__(self, path: str, overrides: Sequence[str] = ()) -> None:
+        leave_out_absent_tpu()
+        stated = {text.split("=", 1)[0].strip() for text in overrides}
+        texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
+        self._path, self._source = path, open_source(path)
+        self.config: ConfigDict = self._source.config(texts)
+        self._is_imported = is_huggingface_folder(path)
+        self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
+        # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
+        self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self._is_imported)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh of all devices."""
+        return make_mesh(self.config)
+
+    @cached_property
+    def params(self) -> State:
+        """The parameters, read at the first use."""
+        config = self.config
+        use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
+        return restored(self._source, DecoderConfig.of(config), self.mesh)[1]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        tokenizer = make_tokenizer(self.config.tokenizer_type, self.config.tokenizer_path)
+        check_vocabulary(self.config, tokenizer.vocab_size)
+        return tokenizer
+
+    def generate(
+        self,
+        prompt: str = "",
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Returns a prompt and its continuation, as `maxbatch generate` prints them.
+
+        Args:
+          prompt: the text to continue; none: the beginning of a document.
+          max_new_tokens: most tokens to add, at least 1.
+          temperature: 0: the likeliest token; 1: as trained.
+          top_k: draw from the K likeliest tokens; 0: from all.
+          top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
+          seed: the same seed gives the same text, in [0, 2^32).
+
+        Raises:
+          ConfigError: the tokenizer cannot be used.
+          TrainingError: no token has a finite log-probability.
+          ValueError: an argument is outside of its bounds.
+        """
+        for name, value, is_within, rule in (
+            ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+            ("temperature", temperature, temperature >= 0, "at least 0"),
+            ("top_k", top_k, top_k >= 0, "at least 0"),
+            ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+            ("seed", seed, 0 <= seed < 2**32, "from 0 to 2^32 - 1"),
+        ):
+            if not is_within:
+                raise ValueError(f"{name}={value}: must be {rule}")
+        text_config = TextConfig.of(self.config)
+        if self._is_imported:
+            text_config = dataclasses.replace(text_config, add_bos=self.tokenizer.begins_with_bos())
+        ends = end_tokens(self.config.load_parameters_path)
+        rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, ends)
+        return generate_text(self.params, self.tokenizer, prompt, text_config, rules, self.mesh)
+
+    def score(self, records: Sequence[str | Mapping[str, object]]) -> Scores:
+        """Returns the log-probabilities of records, as `maxbatch score` prints them.
+
+        They are computed in float32 unless the model was loaded with a `dtype`.
+
+        Args:
+          records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and `completion`.
+
+        Raises:
+          RecordFault: a record has none of these fields, or one of them is of another type.
+          TrainingError: no token has a finite log-probability.
+        """
+        encoded = [self._encoded(number, record) for number, record in enumerate(records, 1)]
+        scorer = Scorer(DecoderConfig.of(self._scoring), MeshConfig.of(self._scoring), self.mesh, self.params)
+        found = scorer([tokens for tokens, _ in encoded])
+        if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
+            raise TrainingError(f"{self._path}: gives no token a finite log-probability; its parameters are not finite")
+        return _scores(encoded, found)
+
+    def _encoded(self, number: int, record: str | Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of a record, and their weights."""
+        try:
+            return self._tokens_and_weights({"text": record} if isinstance(record, str) else record)
+        except RecordError as error:
+            raise RecordFault(f"record {number}: {error.problem}") from error
+
+    def _tokens_and_weights(self, record: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
+        if "tokens" in record:
+            tokens = self._ids(record["tokens"])
+        elif "text" in record:
+            tokens = self._text(record["text"])
+        elif {"messages", "conversations", "prompt", "instruction"} & record.keys():
+            found = self._conversations.encode_batch([json.dumps(record).encode()])[0]
+            assert found is not None, "no record is left out"
+            return found[0], found[1].astype(np.float32)
+        else:
+            fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
+            raise RecordError(0, f"needs text, tokens, messages, or prompt and completion; its fields: {fields}")
+        return tokens, np.ones(len(tokens), np.float32)
+
+    def _ids(self, value: object) -> np.ndarray:
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise RecordError(0, "field tokens must be a list of whole numbers")
+        last = self.config.vocab_size - 1
+        beyond = next((token for token in value if not 0 <= token <= last), None)
+        if beyond is not None:
+            raise RecordError(0, f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
+        return np.array(value, np.int32)
+
+    def _text(self, value: object) -> np.ndarray:
+        if not isinstance(value, str):
+            raise RecordError(0, f"field text is a {type(value).__name__}, not a text")
+        tokenizer = self.tokenizer
+        begins = self.config.add_bos if self._bos_by_key else tokenizer.begins_with_bos()
+        bos = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
+        return np.concatenate([np.array(bos, np.int32), tokenizer.encode(value)])
+
+    @cached_property
+    def _conversations(self) -> Conversations:
+        return Conversations(self.tokenizer, self.config.sft_train_on_completion_only, skip_bad_records=False)
+
+
+def _scores(encoded: Sequence[tuple[np.ndarray, np.ndarray]], found: Sequence[np.ndarray]) -> Scores:
+    rows: list[RecordScore] = []
+    total = weight = 0.0
+    for (tokens, token_weights), logprobs in zip(encoded, found, strict=True):
+        weights = token_weights[1:]
+        nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
+        total, weight = total + nats, weight + count
+        rows.append(RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None))
+    loss = _finite(total / weight) if weight else None
+    perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
+    return Scores(rows, loss, perplexity)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def load_model(path: str | os.PathLike[str], **keys: Any) -> LoadedModel:
+    """Loads a model onto the devices of this machine.
+
+    Args:
+      path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or the name of a model
+        of the Hugging Face hub.
+      keys: keys of the model's config over its own, such as `dtype="bfloat16"`.
+
+    Raises:
+      ConfigError: there is no such model, or it cannot be used.
+    """
+    model = LoadedModel(os.fspath(path), override_texts(keys))
+    _ = model.params  # so that a fault is met here
+    return model
+
+
+def generate(model: LoadedModel | str | os.PathLike[str], prompt: str = "", **rules: Any) -> str:
+    """Returns a prompt and its continuation by a model; see `LoadedModel.generate` for the rules of drawing.
+
+    Args:
+      model: a loaded model, or the path of one; load it once to use it often.
+      prompt: the text to continue; none: the beginning of a document.
+      rules: `max_new_tokens`, `temperature`, `top_k`, `top_p`, `seed`.
+    """
+    return _loaded(model).generate(prompt, **rules)
+
+
+def score(model: LoadedModel | str | os.PathLike[str], records: Sequence[str | Mapping[str, object]]) -> Scores:
+    """Returns the log-probabilities that a model gives to records; see `LoadedModel.score`.
+
+    Args:
+      model: a loaded model, or the path of one; load it once to use it often.
+      records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and `completion`.
+    """
+    return _loaded(model).score(records)
+
+
+def _loaded(model: LoadedModel | str | os.PathLike[str]) -> LoadedModel:
+    return model if isinstance(model, LoadedModel) else load_model(model)
