@@ -16,6 +16,7 @@ from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
+from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import (
     MOST_ROWS,
     MOST_SAMPLES,
@@ -177,6 +178,8 @@ def _unheld_batches(
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
         rule = f"every stage ahead {rule}, but {named} cannot"
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.length.max_target_length)
+        if seesaw := Seesaw.if_stated(config):
+            batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
 
 

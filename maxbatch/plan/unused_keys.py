@@ -12,6 +12,7 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.refusal import stated
+from maxbatch.plan.seesaw import Seesaw
 
 _MOST_TRIES = 200_000  # stages of ramps that are tried
 
@@ -53,7 +54,7 @@ def _last(manager: RampupBatchManager) -> int:
 
 def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> Iterator[str]:
     """Yields a warning about stages whose thresholds the updates of earlier ones pass."""
-    if manager.anchor != (0, 0):
+    if manager.anchor != (0, 0) or Seesaw.if_stated(config):
         return
     total = manager.total_samples
     reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]
