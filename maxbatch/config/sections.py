@@ -145,6 +145,11 @@ class BatchConfig(Section):
         part=Part.BATCH,
         maxtext=OURS,
     )
+    batch_padding: bool = key(
+        "true: a batch stated globally need not divide; rows of zero weight fill the last pass",
+        fixes=_BATCH,
+        maxtext=OURS,
+    )
     expansion_factor_real_data: Exact = key(
         "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 after a resume on 1/e hosts",
         fixes=_PROGRAM,

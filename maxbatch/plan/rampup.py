@@ -44,6 +44,7 @@ class Stage(NamedTuple):
     first_sample: int  # samples seen when the stage begins
     num_samples: int | None  # trained on in the stage; None: the run's end is unknown
     learning_rate_scale: float  # `learning_rate_scaling`
+    padded_slots_per_step: int  # rows of an update that are padding (`batch_padding`)
     threshold: Fraction  # samples; the first step at or after it begins the stage
 
 
@@ -241,6 +242,7 @@ class RampupBatchManager:
             own.micro_batch * rows,
             *self._span(index),
             self.learning_rate_scales[index],
+            own.padded_slots * rows,
             own.threshold,
         )
 
