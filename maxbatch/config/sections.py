@@ -140,9 +140,14 @@ class BatchConfig(Section):
         maxtext=OURS,
     )
     batch_size_schedule: str | None = key(
-        'instead of g: "0:256 100000:512 250Bt:1024", samples (or tokens, suffix t):global batch',
+        'instead of g: "0:256 100000:512 250Bt:1024", samples (or tokens, suffix t):global batch; or "seesaw 256 2"',
         fixes=_BATCH,
         part=Part.BATCH,
+        maxtext=OURS,
+    )
+    batch_padding: bool = key(
+        "true: a batch stated globally need not divide; rows of zero weight fill the last pass",
+        fixes=_BATCH,
         maxtext=OURS,
     )
     expansion_factor_real_data: Exact = key(

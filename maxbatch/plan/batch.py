@@ -86,6 +86,8 @@ class BatchPlan:
     eval_batch_size: int
     max_target_length: int
     tokens_per_step: int
+    padded_slots_per_step: int
+    padded_share: float
     total_steps: int | None
     total_samples: int | None
     total_tokens: int | None
@@ -184,7 +186,7 @@ class BatchPlan:
             num_replicas=meshes.training.num_replicas,
             per_replica_batch_size=plain_number(Fraction(batch, meshes.training.num_replicas)),
             samples_per_host=plain_number(Fraction(batch, num_hosts)),
-            rows_per_loading_host=plain_number(_rows_per_loading_host(batch, meshes.training, num_hosts, e, rl)),
+            rows_per_loading_host=plain_number(_rows_per_loading_host(last, meshes.training, num_hosts, e, rl)),
             global_batch_size_to_load=rl.batch_size if rl else int(batch * max(Fraction(1), e)),
             num_loading_hosts=num_hosts // int(e) if e > 1 else num_hosts,
             batch_shards=unit.batch_shards,
@@ -197,6 +199,8 @@ class BatchPlan:
             eval_batch_size=eval_batch,
             max_target_length=length,
             tokens_per_step=batch * length,
+            padded_slots_per_step=last.padded_slots_per_step,
+            padded_share=last.padded_slots_per_step / (batch + last.padded_slots_per_step),
             total_steps=manager.total_steps,
             total_samples=total,
             total_tokens=None if total is None else total * manager.rows_per_sample * length,
@@ -247,7 +251,8 @@ class BatchPlan:
         """
         rows = self.stages[stage].micro_batch_size_to_train_on // self.batch_shards
         first = (micro_batch * self.batch_shards + shard) * rows
-        return first, first + rows
+        batch = self.stages[stage].global_batch_size  # behind it is padding
+        return min(first, batch), min(first + rows, batch)
 
     def layout(self, stage: int = -1) -> list[list[tuple[int, int]]]:
         """Returns `samples_of` for each micro-batch and each batch shard of a stage."""
@@ -292,19 +297,24 @@ def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume =
     raise Refusal(config, key, rule, {key: works})
 
 
-def _rows_per_loading_host(batch: int, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None) -> Fraction:
-    """Returns the rows that a loading host reads per update: those of the batch shards that its devices hold.
+def _rows_per_loading_host(stage: Stage, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None) -> Fraction:
+    """Returns the rows that the first loading host reads per update: those of the batch shards that its devices hold.
 
-    With load expansion it reads e times its share. In reinforcement learning every host reads all prompts of a batch.
+    Other hosts may read fewer, where the last pass ends in padding. With load expansion it reads e times its share. In
+    reinforcement learning every host reads all prompts of a batch.
     """
     if rl:
         return Fraction(rl.batch_size)
+    batch = stage.global_batch_size
     if e > 1:
         return batch * e / num_hosts
     near = mesh.ici if mesh.num_slices > 1 else mesh.sizes  # of one slice, the devices of all axes follow one another
     together = math.prod(size for axis, size in near.items() if axis not in BATCH_AXES)
     shards = min(mesh.batch_shards, -(-mesh.num_devices // num_hosts // together))
-    return Fraction(batch * shards, mesh.batch_shards)
+    of_host = Fraction(stage.micro_batch_size_to_train_on * shards, mesh.batch_shards)  # in one pass
+    full_passes = stage.gradient_accumulation_steps - 1
+    in_last = Fraction(batch - full_passes * stage.micro_batch_size_to_train_on)
+    return full_passes * of_host + min(of_host, in_last)
 
 
 def _bubble(stages: int, microbatches: int, repeats: int) -> float:

@@ -40,6 +40,8 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
     if plan.rl:
         return _of_prompts(plan, plan.rl)
+    if plan.padded_slots_per_step:
+        return (_maxbatch(plan),)  # no other framework pads a batch
     return (
         _maxbatch(plan),
         FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
@@ -101,6 +103,7 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
     """Returns the batch stated globally, which holds on any number of devices; p is then the most rows of a pass."""
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
     settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
+    settings += " batch_padding=true" if plan.padded_slots_per_step else ""
     batch = plan.global_batch_size_to_train_on
     ramp: tuple[str, ...] = ()
     if len(plan.stages) == 1:

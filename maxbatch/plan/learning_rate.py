@@ -6,7 +6,6 @@ Without a ramp it is the usual schedule per step (optax.warmup_cosine_decay_sche
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ml_collections import ConfigDict
@@ -14,19 +13,18 @@ from ml_collections import ConfigDict
 from maxbatch.config.sections import RatesConfig
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
+from maxbatch.plan.rate_shape import rate_shape
 from maxbatch.plan.refusal import Refusal
+from maxbatch.plan.seesaw import Seesaw
 
 
 class LearningRate(NamedTuple):
-    """Warmup from 0, then a schedule, times the scale of the stage.
-
-    Schedules: `cosine` (Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983), `wsd` (warmup, stable, linear
-    decay: Hu et al. 2024, https://arxiv.org/abs/2404.06395) and `constant`.
-    """
+    """Warmup from 0, then a schedule (`rate_shape`), times the scale of the stage."""
 
     rates: RatesConfig
     manager: RampupBatchManager  # gives each stage's scale
     total_samples: int  # of the whole run; 0: the schedule does not need them
+    falls_by_stages: bool = False  # after the warm-up only the scale of the stage changes the rate: a seesaw
 
     @classmethod
     def from_config(
@@ -55,7 +53,7 @@ class LearningRate(NamedTuple):
         if manager.total_samples is None and (schedule != "constant" or config.rates.warmup_steps_fraction):
             rule = f"learning_rate_schedule={schedule} needs the run's length, but the samples of an epoch are unknown"
             raise Refusal(config, "num_epochs", rule, {"num_epochs": None, "train_samples": 100_000})
-        return cls(config.rates, manager, manager.total_samples or 0)
+        return cls(config.rates, manager, manager.total_samples or 0, Seesaw.if_stated(config) is not None)
 
     def __call__(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""
@@ -72,17 +70,7 @@ class LearningRate(NamedTuple):
         return self.manager.batch_size_at(samples_seen) / reference
 
     def _shape(self, samples_seen: int) -> float:
-        """Returns the rate over its peak, from 0 to 1."""
-        last: float = self.rates.learning_rate_final_fraction
-        warmup: float = self.rates.warmup_steps_fraction * self.total_samples
-        if samples_seen < warmup:
-            return samples_seen / warmup
-        left = max(0.0, self.total_samples - samples_seen)
-        if self.rates.learning_rate_schedule == "constant":
+        """Returns the rate over the peak of its stage, from 0 to 1."""
+        if self.falls_by_stages and samples_seen >= self.rates.warmup_steps_fraction * self.total_samples:
             return 1.0
-        if self.rates.learning_rate_schedule == "wsd":
-            decay: float = self.rates.wsd_decay_steps_fraction * self.total_samples
-            return 1.0 if left >= decay else last + (1 - last) * left / decay
-        span = self.total_samples - warmup
-        cosine = 0.5 * (1 - math.cos(math.pi * left / span)) if span > 0 else 1.0
-        return last + (1 - last) * cosine
+        return rate_shape(self.rates, self.total_samples, samples_seen)

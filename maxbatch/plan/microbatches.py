@@ -16,6 +16,7 @@ from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
+from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import (
     MOST_ROWS,
     MOST_SAMPLES,
@@ -35,16 +36,21 @@ _MOST_NAMED = 12
 
 
 class SplitStage(NamedTuple):
-    """A stage as it runs, split into micro-batches: batch = micro_batch x accumulation_steps, in samples.
+    """A stage as it runs, split into micro-batches, in samples: batch = micro_batch x accumulation_steps.
 
-    micro_batch and accumulation_steps are 0 where the devices cannot hold the stage; batch is 0 as well where
-    it is not even whole.
+    With `batch_padding` it may be less, and the last micro-batch ends in rows of padding. micro_batch and
+    accumulation_steps are 0 where the devices cannot hold the stage; batch is 0 as well where it is not even whole.
     """
 
     threshold: Fraction
     batch: int
     micro_batch: int
     accumulation_steps: int
+
+    @property
+    def padded_slots(self) -> int:
+        """Rows of an update that are padding."""
+        return self.micro_batch * self.accumulation_steps - self.batch if self.micro_batch else 0
 
 
 class MicrobatchUnit(NamedTuple):
@@ -90,7 +96,8 @@ def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int = 0
       ConfigError: a statement of the batch breaks its rule, or the devices cannot hold a stage ahead evenly.
     """
     most_rows = math.floor(pass_rows(config, unit.num_devices))
-    stages = tuple(_split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices))
+    split = _padded if config.batch.batch_padding else _split
+    stages = tuple(split(stage, most_rows, unit) for stage in stated_stages(config, unit.num_devices))
     ahead = bisect.bisect_right(stages, Fraction(samples_seen), key=lambda stage: stage.threshold) - 1
     unheld = [i for i in range(ahead, len(stages)) if not stages[i].micro_batch]
     if not unheld:
@@ -113,6 +120,19 @@ def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSta
     if not micro or micro % unit.rows:
         return SplitStage(stage.threshold, batch, 0, 0)
     return SplitStage(stage.threshold, batch, int(micro), int(stage.batch / micro))
+
+
+def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
+    """Returns a stage in as few passes as the largest one allows, of the fewest rows that hold the batch in so many.
+
+    Then every pass has a real row. A stage whose passes are stated is split as without padding.
+    """
+    most = most_rows // unit.rows * unit.rows
+    if stage.micro_batch is not None or not most:
+        return _split(stage, most_rows, unit)
+    batch = int(stage.batch)
+    passes = -(-batch // most)
+    return SplitStage(stage.threshold, batch, -(-batch // (passes * unit.rows)) * unit.rows, passes)
 
 
 def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
@@ -169,14 +189,17 @@ def _unheld_batches(
     if most_rows < unit.rows:
         rule = f"x {unit.num_devices} devices must hold at least {unit.rows} samples in one pass ({unit})"
         return Refusal(config, p, rule, {p: unit.rows_per_device})
-    rule = f"must be divisible by {unit.rows} ({unit})"
+    divisible = f"must be divisible by {unit.rows} ({unit})"
+    rule = f"{divisible} unless batch_padding=true"
     fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
     if config.batch.batch_size_schedule is not None:
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
-        rule = f"every stage ahead {rule}, but {named} cannot"
+        rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true"
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.length.max_target_length)
+        if seesaw := Seesaw.if_stated(config):
+            batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
 
 

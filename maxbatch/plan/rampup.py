@@ -25,6 +25,7 @@ from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
+from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import MOST_SAMPLES, data_end
 
 
@@ -43,6 +44,7 @@ class Stage(NamedTuple):
     first_sample: int  # samples seen when the stage begins
     num_samples: int | None  # trained on in the stage; None: the run's end is unknown
     learning_rate_scale: float  # `learning_rate_scaling`
+    padded_slots_per_step: int  # rows of an update that are padding (`batch_padding`)
     threshold: Fraction  # samples; the first step at or after it begins the stage
 
 
@@ -240,6 +242,7 @@ class RampupBatchManager:
             own.micro_batch * rows,
             *self._span(index),
             self.learning_rate_scales[index],
+            own.padded_slots * rows,
             own.threshold,
         )
 
@@ -307,6 +310,8 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
     Raises:
       ConfigError: adam_scaling leaves a beta that is not positive: 1 - (1 - beta) x batch / reference.
     """
+    if seesaw := Seesaw.if_stated(config):
+        return tuple(seesaw.rate_scale(stage.batch) for stage in stages)
     reference = config.rates.reference_batch_size or stages[-1].batch
     largest = max(stage.batch for stage in stages)
     for key in ("adam_b1", "adam_b2") if config.optimizer.adam_scaling == "sde" else ():

@@ -92,6 +92,9 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
+    if config.batch.batch_padding:
+        rule = "must be false beside batch_size: a batch of prompts is not padded"
+        raise Refusal(config, "batch_padding", rule, {"batch_padding": False})
     if exact(config.batch.expansion_factor_real_data) not in (1, -1):
         key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
         raise Refusal(config, key, rule, {key: -1})

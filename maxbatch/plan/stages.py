@@ -15,6 +15,7 @@ from maxbatch.config.values import Value, amount, exact, shown
 from maxbatch.plan.divisors import divisors
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
+from maxbatch.plan.seesaw import Seesaw
 
 MOST_STAGES = 10_000
 MOST_ROWS = 2**31  # per device
@@ -87,6 +88,14 @@ def stated_batches(config: PlanConfig) -> Batches | None:
     constant, schedule = config.batch.global_batch_size, config.batch.batch_size_schedule
     if schedule is None:
         return None if constant is None else [(Fraction(0), constant)]
+    if seesaw := Seesaw.if_stated(config):
+        total = data_end(config, None)
+        if total is None:
+            rule = "needs a length in samples or tokens, since its cuts are shares of it"
+            works: dict[str, Value] = {"train_samples": 100_000}
+            works |= {name: None for name in ("steps", "num_epochs") if config.length[name] is not None}
+            raise Refusal(config, "batch_size_schedule", rule, works)
+        return seesaw.batches(config.rates, total, MOST_SAMPLES)
     batches = parse_schedule(schedule, config.length.max_target_length)
     if constant is not None and any(batch != constant for _, batch in batches):
         rule = f"must agree with {stated(config, 'batch_size_schedule')}, stated beside it"

@@ -12,6 +12,7 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.refusal import stated
+from maxbatch.plan.seesaw import Seesaw
 
 _MOST_TRIES = 200_000  # stages of ramps that are tried
 
@@ -32,6 +33,9 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
         if ramp := [name for name in names if config[name] != keys()[name].read(keys()[name].default)]:
             verb = "have" if len(ramp) > 1 else "has"
             yield f"{stated(config, *ramp)} {verb} no effect without enable_rampup_batch_size=true"
+    states_batch = config.batch.global_batch_size is not None or config.batch.batch_size_schedule is not None
+    if config.batch.batch_padding and not states_batch:
+        yield "batch_padding=true has no effect without global_batch_size or batch_size_schedule, which it pads"
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")
         yield f"{factor} has no effect on a new run: below 1 it is for a resume on fewer hosts"
@@ -53,7 +57,7 @@ def _last(manager: RampupBatchManager) -> int:
 
 def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> Iterator[str]:
     """Yields a warning about stages whose thresholds the updates of earlier ones pass."""
-    if manager.anchor != (0, 0):
+    if manager.anchor != (0, 0) or Seesaw.if_stated(config):
         return
     total = manager.total_samples
     reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]

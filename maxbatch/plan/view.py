@@ -38,6 +38,8 @@ batch
   num_replicas                   groups of devices that each hold the whole model
   per_replica_batch_size         samples of a replica per update
   tokens_per_step                slots per update
+  padded_slots_per_step          rows of padding per update (batch_padding)
+  padded_share                   share of an update's computation that they waste
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt
@@ -200,7 +202,8 @@ def _layout_table(plan: BatchPlan, stage: int) -> Table:
             table.add_row(*[_GAP] * (2 + len(shards)))
             continue
         first, end = plan.samples_of(stage, j, 0)[0], plan.samples_of(stage, j, plan.batch_shards - 1)[1]
-        cells = [_GAP if d is None else _samples(*plan.samples_of(stage, j, d)) for d in shards]
+        rows = plan.stages[stage].micro_batch_size_to_train_on // plan.batch_shards
+        cells = [_GAP if d is None else _slots(*plan.samples_of(stage, j, d), rows) for d in shards]
         holds = f"pairs {first}:{end}" if plan.rl else f"stream[s+{first}:s+{end}]"
         table.add_row(str(j), Text(holds), *cells)
     return table
@@ -250,6 +253,14 @@ def _devices(first: int, count: int) -> str:
 
 def _samples(first: int, end: int) -> str:
     return f"S{end}" if end - first == 1 else f"S{first + 1}-S{end}"
+
+
+def _slots(first: int, end: int, rows: int) -> str:
+    """Returns the samples in the slots of a device, and how many of its slots are empty."""
+    empty = rows - (end - first)
+    if not empty:
+        return _samples(first, end)
+    return f"{_samples(first, end)} + {empty} empty" if end > first else f"{empty} empty"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+from maxbatch import BatchPlan
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import SAME, assert_same_run, read_metrics, tiny_config
 
@@ -100,6 +101,30 @@ def test_with_one_batch_decays_in_tokens_are_those_per_update(
     metrics = run(tmp_path, "one device, one pass", BATCHES["constant"], *half_lives, timescale, "steps=12")
     losses, wanted = ([m["loss"] for m in some] for some in (metrics, reference["constant"]))
     assert losses == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "rows", "mesh"),
+    [
+        (3, "ramp", "2", ()),  # no dimension of the model is a multiple of 3
+        (5, "constant", "1", ("ici_data_parallelism=5",)),
+        (6, "constant", "1", ("ici_pipeline_parallelism=2", "ici_data_parallelism=3")),
+    ],
+)
+def test_padding_makes_any_devices_train_on_the_same_batch(
+    tmp_path: Path,
+    reference: dict[str, list[dict[str, Any]]],
+    devices: int,
+    batch: str,
+    rows: str,
+    mesh: tuple[str, ...],
+) -> None:
+    stated = (*RUN, *mesh, BATCHES[batch], f"per_device_batch_size={rows}", "batch_padding=true")
+    config = tiny_config(*stated, f"run_dir={tmp_path}", "steps=12")
+    plan = BatchPlan.from_config(config, num_devices=devices)
+    assert any(stage.padded_slots_per_step for stage in plan.stages)
+    train(config, jax.devices()[:devices])
+    assert_same_run(read_metrics(tmp_path), reference[batch], (*SAME, "tokens_seen", "learning_rate"))
 
 
 def test_a_resume_with_another_batch_goes_on_in_the_same_stream(

@@ -74,11 +74,12 @@ class Sizes:
         if config.gradient_accumulation_steps is not None:
             return cls(n, multiples, None, accumulation)
         batch = plan.global_batch_size_to_train_on
-        return cls(n, [rows for rows in multiples if batch % rows == 0], batch, accumulation)
+        fits = [rows for rows in multiples if batch % rows == 0 or (config.batch_padding and rows < batch + unit)]
+        return cls(n, fits, batch, accumulation)
 
     def shape(self, rows: int) -> BatchShape:
         """Returns the shape of the batch whose micro-batches have that many rows."""
-        return BatchShape(rows, self.global_batch // rows if self.global_batch else self.accumulation)
+        return BatchShape(rows, -(-self.global_batch // rows) if self.global_batch else self.accumulation)
 
     def per_device(self, rows: int) -> int | float | Fraction:
         """Returns the `per_device_batch_size` of a micro-batch."""

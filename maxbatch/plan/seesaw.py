@@ -1,0 +1,88 @@
+"""Seesaw: where a schedule would lower the rate, the batch grows instead, and the rate falls by the root alone.
+
+Reference: Meterez et al. 2025 (https://arxiv.org/abs/2510.14717).
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+from maxbatch.config.sections import RatesConfig
+from maxbatch.config.values import amount
+from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.rate_shape import rate_shape
+from maxbatch.plan.refusal import Refusal
+
+_KEY = "batch_size_schedule"
+_EXAMPLE = "seesaw 256 2"
+
+
+def _is_whole(number: Fraction | None, least: int) -> bool:
+    return number is not None and number.denominator == 1 and number >= least
+
+
+class Seesaw(NamedTuple):
+    """What `seesaw 256 2` states: the first batch, and the factor by which the batch grows at each cut."""
+
+    first_batch: int
+    factor: int
+
+    @classmethod
+    def if_stated(cls, config: PlanConfig) -> Seesaw | None:
+        """Returns what `batch_size_schedule` states, None if it is no seesaw.
+
+        Raises:
+          ConfigError: it states no batch or no factor, or the rate does not fall as a seesaw needs it.
+        """
+        text = config.batch.batch_size_schedule
+        words = [] if text is None else text.split()
+        if not words or words[0] != "seesaw":
+            return None
+        numbers = [amount(word) for word in words[1:]]
+        first, factor = numbers if len(numbers) == 2 else (None, None)
+        if not (_is_whole(first, 1) and _is_whole(factor, 2)):
+            rule = "must be seesaw, the first batch in samples, and a whole factor of at least 2"
+            raise Refusal(config, _KEY, rule, {_KEY: _EXAMPLE})
+        if config.rates.learning_rate_schedule == "constant":
+            rule = "needs a rate that falls: its cuts are where learning_rate_schedule falls"
+            raise Refusal(config, _KEY, rule, {"learning_rate_schedule": "cosine"})
+        if config.rates.learning_rate_scaling != "none":
+            rule = "must be none beside a seesaw, which scales the rate itself"
+            raise Refusal(config, "learning_rate_scaling", rule, {"learning_rate_scaling": "none"})
+        assert first is not None and factor is not None, "both were checked above"
+        return cls(int(first), int(factor))
+
+    def batches(self, rates: RatesConfig, total_samples: int, most: int) -> list[tuple[Fraction, int]]:
+        """Returns pairs of first sample and batch, up to the last cut at which an update of the run begins.
+
+        Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak / factor^i.
+
+        Args:
+          rates: the schedule of the rate.
+          total_samples: of the run.
+          most: samples that an update may have.
+        """
+        warm = math.ceil(rates.warmup_steps_fraction * total_samples)
+        stages, position, batch = [(0, self.first_batch)], 0, self.first_batch
+        for power in range(1, most.bit_length()):
+            level = 1 / self.factor**power
+
+            def has_fallen(sample: int, level: float = level) -> bool:
+                return rate_shape(rates, total_samples, sample) <= level
+
+            cut = bisect.bisect_left(range(warm, total_samples), True, key=has_fallen) + warm
+            begins = position + max(0, -(-(cut - position) // batch)) * batch
+            if begins >= total_samples or batch * self.factor > most:
+                break
+            position, batch = begins, batch * self.factor
+            if stages[-1][0] == cut:
+                stages.pop()
+            stages.append((cut, batch))
+        return [(Fraction(start), batch) for start, batch in stages]
+
+    def rate_scale(self, batch: int) -> float:
+        """Returns the factor on the peak rate of a stage: the root of the first batch over the stage's."""
+        return math.sqrt(self.first_batch / batch)

@@ -1,0 +1,89 @@
+"""Seesaw: its stages against an independent transcription, and its rates."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from maxbatch import BatchPlan, ConfigError, LearningRate, load_config
+
+FALLING = ("train_samples=20000", "learning_rate=0.001", "warmup_steps_fraction=0.1", "learning_rate_final_fraction=0")
+
+
+def transcribed(first: int, factor: int, total: int, warmup: float, schedule: str, last: float, decay: float) -> list:
+    """Walks over every update: the batch has grown by `factor` for each time that the rate has fallen by it."""
+
+    def rate(s: int) -> float:
+        if schedule == "cosine":
+            return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (s - warmup * total) / (total - warmup * total)))
+        return min(1.0, last + (1 - last) * (total - s) / (decay * total))
+
+    position, found = 0, []
+    while position < total:
+        power = 0
+        if position >= warmup * total:
+            power = max((i for i in range(60) if rate(position) <= factor**-i + 1e-15), default=0)
+        if not found or found[-1][1] != first * factor**power:
+            found.append((position, first * factor**power))
+        position += first * factor**power
+    return found
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_stages_are_those_of_an_independent_transcription(seed: int) -> None:
+    """Ten random runs each."""
+    rng = random.Random(seed)
+    for _ in range(10):
+        first, factor, total = rng.choice([8, 32, 96]), rng.choice([2, 2, 3]), rng.randrange(500, 20_000)
+        schedule, warmup = rng.choice(["cosine", "wsd"]), rng.choice([0, 0.01, 0.1])
+        last, decay = rng.choice([0, 0.01, 0.1]), rng.choice([0.2, 0.5])
+        config = load_config(overrides=[
+            f"batch_size_schedule=seesaw {first} {factor}", f"train_samples={total}", f"warmup_steps_fraction={warmup}",
+            f"learning_rate_schedule={schedule}", f"learning_rate_final_fraction={last}",
+            f"wsd_decay_steps_fraction={decay}", "per_device_batch_size=8",
+        ])  # fmt: skip
+        stages = BatchPlan.from_config(config).stages
+        visited = [(stage.first_sample, stage.global_batch_size) for stage in stages if stage.num_steps]
+        assert visited == transcribed(first, factor, total, warmup, schedule, last, decay)
+
+
+def test_after_the_warm_up_the_rate_falls_by_the_root_of_the_factor_at_each_cut_alone() -> None:
+    config = load_config(overrides=[*FALLING, "batch_size_schedule=seesaw 64 2"])
+    rate = LearningRate.from_config(config)
+    cut = rate.manager.stages[1].threshold
+    assert cut == 11_000, "half of the peak, halfway from 2,000 to 20,000"
+    assert rate(1_000) == pytest.approx(0.0005)
+    assert rate(2_000) == rate(10_999) == 0.001
+    assert rate(11_000) == pytest.approx(0.001 / math.sqrt(2))
+    assert [stage.learning_rate_scale for stage in rate.manager.stages[:3]] == pytest.approx([1, 0.5**0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("batch_size_schedule=seesaw 64",), "a whole factor of at least 2; works: .*seesaw 256 2"),
+        (("batch_size_schedule=seesaw 64 1",), "a whole factor of at least 2"),
+        (
+            ("batch_size_schedule=seesaw 64 2", "learning_rate_schedule=constant"),
+            "works: learning_rate_schedule=cosine",
+        ),
+        (("batch_size_schedule=seesaw 64 2", "learning_rate_scaling=sqrt"), "works: learning_rate_scaling=none"),
+        (("batch_size_schedule=seesaw 64 2", "steps=100"), "length in samples or tokens.*works: train_samples=100000"),
+    ],
+)
+def test_a_seesaw_without_a_falling_rate_or_a_length_in_data_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    stated = overrides if "steps=100" in overrides else (*FALLING, *overrides)
+    with pytest.raises(ConfigError, match=message) as caught:
+        BatchPlan.from_config(load_config(overrides=list(stated)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_seesaw_that_the_devices_cannot_hold_names_one_that_works() -> None:
+    config = load_config(overrides=[*FALLING, "batch_size_schedule=seesaw 60 2"])
+    with pytest.raises(ConfigError, match=r"works: .*seesaw 64 2") as caught:
+        BatchPlan.from_config(config, num_devices=8)
+    assert "60" in str(caught.value)
