@@ -82,5 +82,5 @@ def test_plan_prints_the_decays_of_each_stage_where_they_differ(capsys: pytest.C
     assert "0.8926" in capsys.readouterr().out  # b1 of the first stage
     assert main(["plan", *RAMP]) == 0
     assert "b1" not in capsys.readouterr().out
-    assert main(["plan", "--json", "num_epochs=2", "weight_decay_timescale=1.0run"]) == 0
+    assert main(["plan", "--json", "dataset_type=jsonl", "dataset_path=a.jsonl", "num_epochs=2", IN_TOKENS[2]]) == 0
     assert json.loads(capsys.readouterr().out)["stages"][0]["adam_weight_decay"] is None
