@@ -18,6 +18,8 @@ from maxbatch.system.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
+    from maxbatch.auditing.audit import Audit, audit
+    from maxbatch.auditing.trainer import Layout
     from maxbatch.config.loading import load_config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "BatchFeed",
     "BatchPlan",
     "ConfigError",
     "FedBatch",
+    "Layout",
     "LearningRate",
     "Loss",
     "MakeModel",
@@ -47,6 +51,7 @@ __all__ = [
     "Stream",
     "TrainingError",
     "__version__",
+    "audit",
     "load_config",
     "make_mesh",
     "next_token_loss",
@@ -56,9 +61,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "Audit": "maxbatch.auditing.audit",
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
     "FedBatch": "maxbatch.api",
+    "Layout": "maxbatch.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",
     "Loss": "maxbatch.training.own",
     "MakeModel": "maxbatch.training.own",
@@ -68,6 +75,7 @@ _HOME = {
     "Rows": "maxbatch.training.own",
     "Samples": "maxbatch.data.stream.own",
     "Stream": "maxbatch.data.stream.stream",
+    "audit": "maxbatch.auditing.audit",
     "load_config": "maxbatch.config.loading",
     "make_mesh": "maxbatch.parallel.mesh",
     "next_token_loss": "maxbatch.training.own",

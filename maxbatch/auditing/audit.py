@@ -157,9 +157,15 @@ def audit(
         smallest = bench.smallest(promise, broken)
         known[promise.name] = fault(bench, promise.name, smallest, known)
         verdicts.append(_verdict(bench, promise, smallest, known[promise.name]))
-    within, reports = bench.tolerance, bool(bench.base.losses)
-    of_loss = (within.loss, within.of_loss) if reports else (None, None)
-    return Audit(tuple(verdicts), within.spread, LEAST_DISTANCE + TIMES * within.spread, *of_loss, _nan(bench))
+    within, reports_loss = bench.tolerance, bool(bench.base.losses)
+    return Audit(
+        tuple(verdicts),
+        spread=within.spread,
+        tolerance=LEAST_DISTANCE + TIMES * within.spread,
+        loss_spread=within.loss if reports_loss else None,
+        loss_tolerance=within.of_loss if reports_loss else None,
+        nan=_nan(bench),
+    )
 
 
 def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdict:
@@ -167,7 +173,7 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
     weights = bench.data.batches(side.rows)[0]["weights"]
     tokens = tuple(int(weights[slice(*piece)].sum()) for piece in side.pieces)
     case = Case(side.rows.rows_given, side.rows.padding, side.layout, gap.update, tokens, side.save_after)
-    by = gap.by if np.isfinite(gap.by) and not broken.trial.must_differ else None
+    by = gap.by if gap.array and np.isfinite(gap.by) and not broken.trial.must_differ else None
     return Verdict(
         promise.name,
         promise.sentence,

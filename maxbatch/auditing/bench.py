@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbatch.auditing import compare
-from maxbatch.auditing.compare import Difference, Tolerance
+from maxbatch.auditing.compare import Difference
 from maxbatch.auditing.data import Data, Rows
 from maxbatch.auditing.promises import Promise, Side, Trial, whole
 from maxbatch.auditing.trainer import Refused, Run, Subject

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens in a row, U updates. Rows are named by a `Rows`, so tha
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ class Rows(NamedTuple):
     padding: int = 0  # further rows, of zero weight
     other_targets: bool = False  # other tokens wherever neither they nor a later token of the row is trained
     replaced: int = -1  # a row in whose place another stands; -1: none
+    updates: int = 0  # of the run; 0: as many as the audit's
     poisoned: bool = False  # a weight of the second update is NaN
     part: tuple[int, int] | None = None  # these rows only
     sequence: tuple[tuple[int, int], ...] = ()  # an update on each of these parts, in turn
@@ -42,7 +44,7 @@ class Data(NamedTuple):
 
     def batches(self, rows: Rows) -> list[Batch]:
         """Returns the batch of every update."""
-        batches = [self._batch(rows, update) for update in range(self.updates)]
+        batches = [self._batch(rows, update) for update in range(rows.updates or self.updates)]
         if rows.part is not None:
             batches = [_cut(batch, *rows.part) for batch in batches]
         if rows.sequence:
@@ -50,7 +52,7 @@ class Data(NamedTuple):
         return batches
 
     def _batch(self, rows: Rows, update: int) -> Batch:
-        drawn = [self._tokens(update, row) for row in range(rows.num_rows)]
+        drawn = [_drawn(self, update, row) for row in range(rows.num_rows)]
         if rows.replaced >= 0:
             drawn[rows.replaced] = _others(drawn[rows.replaced], self.vocab_size)
         tokens, weights = np.stack(drawn), self._weights(rows)
@@ -63,14 +65,10 @@ class Data(NamedTuple):
             weights[0, 1] = np.nan
         segments = np.ones_like(tokens)
         if rows.padding:
-            padding = [self._tokens(update, rows.num_rows + row) for row in range(rows.padding)]
+            padding = [_drawn(self, update, rows.num_rows + row) for row in range(rows.padding)]
             tokens = np.concatenate([tokens, padding])
             weights, segments = (np.pad(x, ((0, rows.padding), (0, 0))) for x in (weights, segments))
         return {"tokens": tokens, "weights": weights, "segments": segments}
-
-    def _tokens(self, update: int, row: int) -> np.ndarray:
-        draw = np.random.default_rng([self.seed, update, row])
-        return draw.integers(1, self.vocab_size, self.length, dtype=np.int32)
 
     def _weights(self, rows: Rows) -> np.ndarray:
         weights = np.ones((rows.num_rows, self.length), np.float32)
@@ -82,6 +80,13 @@ class Data(NamedTuple):
         elif rows.weights == "empty":
             weights[rows.num_rows - rows.num_rows // rows.parts :] = 0
         return weights
+
+
+@lru_cache(4096)
+def _drawn(data: Data, update: int, row: int) -> np.ndarray:
+    """Returns the tokens of a row, [L]."""
+    draw = np.random.default_rng([data.seed, update, row])
+    return draw.integers(1, data.vocab_size, data.length, dtype=np.int32)
 
 
 def _others(tokens: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from maxbatch.auditing.data import Rows
 from maxbatch.auditing.trainer import Layout
 
 _MOST_DEVICES = 4
+_ENOUGH = 2  # updates that show whether a row counts; the first of Adam alone may not
 
 
 class Side(NamedTuple):
@@ -89,7 +90,8 @@ def _every_row(num_rows: int, _: int) -> Iterator[Trial]:
     cuts, spreads = list(_cuts(num_rows)), list(_spreads(num_rows))
     for layout in dict.fromkeys([whole(num_rows), *cuts[:1], *cuts[-1:], *spreads[:1]]):
         for row in range(num_rows):
-            first, second = Side(layout, Rows(num_rows)), Side(layout, Rows(num_rows, replaced=row))
+            first = Side(layout, Rows(num_rows, updates=_ENOUGH))
+            second = Side(layout, first.rows._replace(replaced=row))
             yield Trial(first, second, must_differ=True, same_shapes=True)
 
 

@@ -45,8 +45,8 @@ class Run(NamedTuple):
 class Subject:
     """A trainer under audit.
 
-    A trainer is made anew for each run, unless one that has run before gives the same numbers again: making it may
-    compile it.
+    Making a trainer may compile it, so one is made anew for each run only if those of its kind of layout (on several
+    devices or on one, of several passes or of one) do not give the same numbers when they run again.
 
     Args:
       make: returns a trainer for a layout.
@@ -54,7 +54,8 @@ class Subject:
 
     def __init__(self, make: Callable[[Layout], Any]) -> None:
         self._make = make
-        self._reusable: dict[Layout, Any] = {}
+        self._made_before: dict[Layout, Any] = {}
+        self._reusable: dict[tuple[bool, bool], bool] = {}
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
     def run(self, layout: Layout, batches: Sequence[Batch], save_after: int = 0) -> Run:
@@ -64,23 +65,31 @@ class Subject:
           Refused: the trainer raised an exception.
           ConfigError: the trainer lacks a function, or one returns something else than it has to.
         """
-        if save_after:
-            return self._run(self._made(layout), layout, batches, save_after)
-        if layout in self._reusable:
-            trainer = self._reusable[layout] or self._made(layout)
-            return self._run(trainer, layout, batches)
-        trainer = self._made(layout)
-        first = self._run(trainer, layout, batches)
-        with contextlib.suppress(Refused):
-            self._reusable[layout] = trainer if _same(first, self._run(trainer, layout, batches)) else None
-        return first
+        kind = (layout.num_devices > 1, layout.gradient_accumulation_steps > 1)
+        made = None if save_after else self._made_before.get(layout)
+        trainer = made or self._made(layout)
+        found = self._run(trainer, layout, batches, save_after)
+        if kind not in self._reusable:
+            self._reusable[kind] = not save_after and self._is_same_again(trainer, found, layout, batches)
+        if self._reusable[kind]:
+            self._made_before[layout] = trainer
+        return found
+
+    def _is_same_again(self, trainer: Any, found: Run, layout: Layout, batches: Sequence[Batch]) -> bool:
+        try:
+            return _same(found, self._run(trainer, layout, batches))
+        except Refused:
+            return False
 
     def _made(self, layout: Layout) -> Any:
         with _refusing():
             trainer = self._make(layout)
         for name in ("init", "step", "params"):
             if not callable(getattr(trainer, name, None)):
-                raise ConfigError(f"make: returned a {type(trainer).__name__}, which has no function {name}()")
+                kind = type(trainer).__name__
+                raise ConfigError(
+                    f"make: must return an object with init(), step() and params(); {kind} has no {name}()"
+                )
         return trainer
 
     def _run(self, trainer: Any, layout: Layout, batches: Sequence[Batch], save_after: int = 0) -> Run:
@@ -146,9 +155,10 @@ def _rounding(array: np.ndarray) -> float:
 
 def _saved(state: Any) -> Any:
     """Returns the state as read back from a file, or the state itself if it cannot be written to one."""
-    for saved in (lambda: pickle.loads(pickle.dumps(state)), lambda: copy.deepcopy(state)):
-        with contextlib.suppress(Exception):
-            return saved()
+    with contextlib.suppress(Exception):
+        return pickle.loads(pickle.dumps(state))
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(state)
     return state
 
 

@@ -5,6 +5,7 @@ Shapes: B rows of a batch, L tokens in a row, D embedding, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ class Trainer:
         for start in range(0, rows, per_pass):
             stop = min(start + per_pass, rows)
             edges = np.linspace(start, stop, self.layout.num_devices + 1).astype(int)
-            bounds += [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]
+            bounds += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         return [{name: array[a:b] for name, array in batch.items()} for a, b in bounds]
 
     def _sums(self, params: Params, batch: Batch, number: int) -> tuple[float, float, Params]:
