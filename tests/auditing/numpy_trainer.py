@@ -24,7 +24,7 @@ class Trainer:
     Args:
       layout: how a batch is cut; every micro-batch is cut again among the devices.
       optimizer: "sgd" or "adam".
-      fault: a name of FAULTY, or "" for a sound trainer.
+      fault: one of those in test_audit.py, or "" for a sound trainer.
       dtype: of the parameters and the arithmetic.
       seed: of the parameters.
     """
@@ -108,18 +108,18 @@ class Trainer:
         if self.fault == "padding trained on":
             weights = np.where(batch["segments"][:, 1:] == 0, self.dtype(1), weights)
         x_BxLxD = params["table"][inputs]
-        if self.fault == "dropout by device":
-            keep = np.random.default_rng(number % self.layout.num_devices).random(x_BxLxD.shape) < 0.7
-            x_BxLxD = x_BxLxD * keep.astype(self.dtype)
+        keep = np.ones(D, self.dtype)
+        if self.fault.startswith("dropout"):
+            shape = D if "features" in self.fault else x_BxLxD.shape
+            keep = (np.random.default_rng(number % self.layout.num_devices).random(shape) < 0.7).astype(self.dtype)
+            x_BxLxD = x_BxLxD * keep
         logits = x_BxLxD @ params["out"] + params["bias"] + params["shift"]
         logits -= logits.max(-1, keepdims=True)
         chances = np.exp(logits)
         chances /= chances.sum(-1, keepdims=True)
         hit = np.take_along_axis(chances, targets[..., None], -1)[..., 0]
         by_logits = (chances - np.eye(V, dtype=self.dtype)[targets]) * weights[..., None]
-        by_x = by_logits @ params["out"].T
-        if self.fault == "dropout by device":
-            by_x = by_x * keep.astype(self.dtype)
+        by_x = by_logits @ params["out"].T * keep
         table = np.zeros_like(params["table"])
         np.add.at(table, inputs, by_x)
         gradient = {
