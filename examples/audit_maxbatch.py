@@ -20,6 +20,7 @@ from maxbatch.training.update.step import make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 
 LENGTH = 8
+MOST_ROWS = 12  # of a batch of an audit, padding included
 CONFIG = [
     f"max_target_length={LENGTH}",
     "vocab_size=256",
@@ -59,7 +60,8 @@ class Loop:
         """Takes one update; slots behind the rows are padded with rows of zero weight."""
         rows = len(batch["tokens"])
         passes = -(-rows // self.micro_batch)
-        staged = self.placement.stage(batch, rows, BatchShape(self.micro_batch, passes))
+        room = max(passes, -(-MOST_ROWS // self.micro_batch))  # one program for every number of passes
+        staged = self.placement.stage(batch, rows, BatchShape(self.micro_batch, room))
         state, metrics = self.update(state, staged, np.int32(passes), UpdateSettings(np.float32(1e-2)))
         return jax.block_until_ready(state), {"loss": metrics.loss, "weight": metrics.weight}
 
