@@ -20,6 +20,8 @@ from maxbatch.system.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
+    from maxbatch.auditing.audit import Audit, audit
+    from maxbatch.auditing.trainer import Layout
     from maxbatch.config.loading import load_config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "BatchFeed",
     "BatchPlan",
     "ConfigError",
     "FedBatch",
+    "Layout",
     "LearningRate",
     "LoadedModel",
     "Loss",
@@ -54,6 +58,7 @@ __all__ = [
     "Stream",
     "TrainingError",
     "__version__",
+    "audit",
     "generate",
     "load_config",
     "load_model",
@@ -67,9 +72,11 @@ __all__ = [
 ]
 
 _HOME = {
+    "Audit": "maxbatch.auditing.audit",
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
     "FedBatch": "maxbatch.api",
+    "Layout": "maxbatch.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",
     "LoadedModel": "maxbatch.loaded_model",
     "Loss": "maxbatch.training.own",
@@ -82,6 +89,7 @@ _HOME = {
     "Samples": "maxbatch.data.stream.own",
     "Scores": "maxbatch.loaded_model",
     "Stream": "maxbatch.data.stream.stream",
+    "audit": "maxbatch.auditing.audit",
     "generate": "maxbatch.loaded_model",
     "load_config": "maxbatch.config.loading",
     "load_model": "maxbatch.loaded_model",

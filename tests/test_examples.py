@@ -11,9 +11,13 @@ from types import ModuleType
 import jax
 import pytest
 
+import maxbatch
 from tests.helpers.tiny import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+# The promises that each adapter breaks, with the fault; of the others each holds, but for devices on one device.
+MEANS = dict.fromkeys(("uneven", "empty", "remainder", "padding"), "mean of means")
+AUDITED = {"audit_optax": {}, "audit_nnx": {}, "audit_multisteps": MEANS, "audit_maxbatch": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +36,13 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"own_loop", "own_loss", "own_logger"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "own_loop",
+        "own_loss",
+        "own_logger",
+        "audit_torch",
+        *AUDITED,
+    }
 
 
 def test_a_loop_of_ones_own_learns() -> None:
@@ -53,3 +63,35 @@ def test_a_logger_of_ones_own_has_every_record() -> None:
     with Path("run.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["data_fingerprint"] for row in rows] == [m["data_fingerprint"] for m in read_metrics("run")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["audit_optax", "audit_multisteps"])
+def test_an_audit_of_an_adapter_finds_what_it_has(name: str) -> None:
+    check_audit(name)
+
+
+@pytest.mark.slow
+@pytest.mark.pages
+@pytest.mark.parametrize("name", ["audit_nnx", "audit_maxbatch"])
+def test_an_audit_that_compiles_much_finds_what_the_page_tells(name: str) -> None:
+    check_audit(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("make", "broken"), [("make", {"uneven", "empty", "remainder", "padding"}), ("make_exact", set[str]())]
+)
+def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, broken: set[str]) -> None:
+    pytest.importorskip("torch")
+    found = maxbatch.audit(getattr(example("audit_torch"), make), updates=2)
+    assert {each.promise for each in found.broken} == broken, str(found)
+    assert all(each.fault == "mean of means" for each in found.broken)
+
+
+def check_audit(name: str) -> None:
+    found = maxbatch.audit(example(name).make, updates=2)
+    assert {each.promise: each.fault for each in found.broken} == AUDITED[name], str(found)
+    left_out = {each.promise for each in found.verdicts if each.status == "not applicable"}
+    assert left_out == ({"devices"} if name in ("audit_nnx", "audit_multisteps") else set())

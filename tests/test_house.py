@@ -30,6 +30,7 @@ WALLS = {
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),
     "rl": {"DataConfig", "EvaluationConfig", "ModelConfig", "RLConfig"},
+    "auditing": set(),
     "pages": set(),
 }  # fmt: skip
 # The functions of these rooms that take the whole config: the public Python API, and what opens a session.
@@ -43,6 +44,7 @@ WHOLE_CONFIG = {
     "runs": set(),
     "training": {"MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "train", "with_flags"},
     "rl": {"Learner.__init__", "PromptSource.__init__", "_pretraining", "train_policy", "warm_up"},
+    "auditing": set(),
     "pages": set(),
 }  # fmt: skip
 

@@ -96,6 +96,12 @@ COMMANDS: dict[str, Command] = {
         ("maxbatch score runs/default page.jsonl",
          "maxbatch score smollm2 chats.jsonl --json",
          "maxbatch score runs/default/checkpoints/200 page.jsonl dtype=bfloat16")),
+    "audit": Command(
+        "maxbatch.commands.audit",
+        "Test any trainer: does the cut of a batch, its padding, its devices or a resume change the update?",
+        "FILE.py:make [--length L] [--vocab-size V] [--updates U] [--seed S] [--json] [--simulate-devices N]",
+        ("maxbatch audit trainer.py:make",
+         "maxbatch audit trainer.py:make --length 64 --vocab-size 32000 --simulate-devices 4 --json")),
     "rl": Command(
         "maxbatch.commands.rl",
         "Train a policy with GRPO: prompts, sampled responses, rewards.",

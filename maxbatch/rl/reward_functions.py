@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import importlib.util
 import inspect
-import os
 import resource
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
-from maxbatch.config.values import nearest_name
+from maxbatch.config.user_function import import_function
 
 _LONGEST_PROBLEM = 400
 
@@ -60,42 +55,17 @@ def _score(function: RewardFunction, question: Question) -> float:
 
 
 def _import_function(spec: str) -> RewardFunction:
-    place, _, name = spec.rpartition(":")
     try:
-        module = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
-    except BaseException as error:
-        raise ImportError(_in_one_line(f"cannot import {place} ({type(error).__name__}: {error})")) from error
-    function: RewardFunction | None = getattr(module, name, None)
-    if not callable(function):
-        problem = f"{name} is no function" if hasattr(module, name) else f"{place} has no {name}"
-        names = [known for known, value in vars(module).items() if inspect.isfunction(value)]
-        nearest = nearest_name(name, names)
-        raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))
+        function: RewardFunction = import_function(spec)
+    except ImportError as error:
+        raise ImportError(_in_one_line(str(error))) from error
     with contextlib.suppress(ValueError):  # a function written in C may have no signature
         try:
             inspect.signature(function).bind("prompt", "response", {})
         except TypeError as error:
-            raise ImportError(f"{name} must take (prompt, response, record) ({error})") from error
+            raise ImportError(f"{spec.rpartition(':')[2]} must take (prompt, response, record) ({error})") from error
     return function
 
 
 def _in_one_line(text: str) -> str:
     return " ".join(text.split())[:_LONGEST_PROBLEM]
-
-
-def _file_module(path: str) -> ModuleType:
-    """Imports a file as `python FILE` would see it: modules beside it can be imported."""
-    path = os.path.abspath(os.path.expanduser(path))
-    folder, file = os.path.split(path)
-    name = f"maxbatch_reward_{file.removesuffix('.py')}"
-    loaded = sys.modules.get(name)
-    if loaded is not None and loaded.__file__ == path:
-        return loaded
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "files that end in .py have a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec.loader.exec_module(module)
-    return module

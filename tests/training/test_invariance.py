@@ -108,7 +108,7 @@ def test_with_one_batch_decays_in_tokens_are_those_per_update(
     [
         (3, "ramp", "2", ()),  # no dimension of the model is a multiple of 3
         (5, "constant", "1", ("ici_data_parallelism=5",)),
-        (6, "constant", "1", ("ici_pipeline_parallelism=2", "ici_data_parallelism=3")),
+        (6, "ramp", "1", ("ici_pipeline_parallelism=2", "ici_data_parallelism=3")),
     ],
 )
 def test_padding_makes_any_devices_train_on_the_same_batch(

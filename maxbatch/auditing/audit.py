@@ -1,0 +1,213 @@
+"""The audit: every promise judged, the smallest counterexample of each that is broken, and its fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from maxbatch.auditing.bench import Bench, Broken
+from maxbatch.auditing.compare import LEAST as LEAST_DISTANCE
+from maxbatch.auditing.compare import TIMES
+from maxbatch.auditing.data import Data, Rows
+from maxbatch.auditing.faults import FAULTS, fault, terms
+from maxbatch.auditing.promises import PROMISES, Promise, Side, whole
+from maxbatch.auditing.trainer import Layout, Refused, Subject
+from maxbatch.system.errors import ConfigError
+
+LEAST = {"length": 4, "vocab_size": 4, "updates": 2, "seed": 0}
+_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """The smallest counterexample of a broken promise."""
+
+    rows: int  # with those of zero weight
+    padding_rows: int  # of them, those of zero weight behind the others
+    layout: Layout
+    updates: int  # after which it shows
+    trained_tokens: tuple[int, ...]  # of each micro-batch; of each device where there is one pass
+    saved_after: int = 0  # updates before the resume; 0: none
+
+    def __str__(self) -> str:
+        devices, passes, per_pass = self.layout
+        cut = f"{_many(passes, 'pass', 'passes')} of {per_pass} on {_many(devices, 'device')}"
+        padding = f" ({self.padding_rows} of padding)" if self.padding_rows else ""
+        saved = f", saved after {self.saved_after}" if self.saved_after else ""
+        tokens = " + ".join(map(str, self.trained_tokens))
+        return f"{_many(self.rows, 'row')}{padding}, {cut}, {_many(self.updates, 'update')}{saved}; tokens {tokens}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the audit found of one promise."""
+
+    promise: str  # a name of the table of promises
+    sentence: str
+    status: str  # "holds", "broken" or "not applicable"
+    reason: str = ""  # why it is not applicable, or the exception that broke it
+    fault: str = ""  # a name of the table of faults
+    explanation: str = ""  # the fault in words
+    array: str | None = None  # the parameter that differs most; None: the reported loss alone does
+    by: float | None = None  # its difference, of the movement of the parameters; None: no number
+    loss_by: float | None = None  # the difference of the reported loss, of itself; 0: none
+    terms: tuple[str, ...] = ()  # reported scalars beside the loss that change with it
+    case: Case | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found: a verdict on every promise.
+
+    Attributes:
+      verdicts: in the order of the table of promises.
+      spread: of the parameters over permutations of the same rows, of their movement (the median over the arrays).
+      tolerance: the most that parameters may differ by: 10 spreads and 1e-5.
+      loss_spread, loss_tolerance: the same of the reported loss, of itself; None where none is reported.
+      nan: what a weight that is NaN does, which is not judged.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    spread: float
+    tolerance: float
+    loss_spread: float | None
+    loss_tolerance: float | None
+    nan: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether no promise is broken."""
+        return not self.broken
+
+    @property
+    def broken(self) -> tuple[Verdict, ...]:
+        """The verdicts on broken promises."""
+        return tuple(verdict for verdict in self.verdicts if verdict.status == "broken")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the audit as an object of JSON."""
+        promises = [asdict(verdict) for verdict in self.verdicts]
+        for promise, verdict in zip(promises, self.verdicts, strict=True):
+            if verdict.case is not None:
+                promise["case"]["layout"] = verdict.case.layout._asdict()
+        return {
+            "holds": self.holds,
+            "spread": self.spread,
+            "tolerance": self.tolerance,
+            "loss_spread": self.loss_spread,
+            "loss_tolerance": self.loss_tolerance,
+            "nan": self.nan,
+            "promises": promises,
+        }
+
+    def __str__(self) -> str:
+        """Returns the broken promises, a line each."""
+        found = [f"{each.promise}: {each.explanation}; smallest case: {each.case}" for each in self.broken]
+        return "\n".join(found) or "no promise is broken"
+
+
+def audit(
+    make: Callable[[Layout], Any], *, length: int = 8, vocab_size: int = 8, updates: int = 4, seed: int = 0
+) -> Audit:
+    """Runs a trainer on the same rows in different layouts, and judges whether its update depends on the layout.
+
+    Args:
+      make: is called with a `Layout` (`num_devices`, `gradient_accumulation_steps`, `rows_per_pass`) and returns a
+        trainer: an object with `init()`, which returns a new state, `step(state, batch)`, which returns the state
+        after one update on the whole batch and a mapping of scalars ("loss" among them, or None), and
+        `params(state)`, which returns a mapping of names to NumPy arrays. It raises an exception for a layout that it
+        does not have. A batch is a dict of NumPy arrays, [B, L]: `tokens` (int32), `weights` (float32, of each token
+        as the one predicted) and `segments` (int32, 0 at padding).
+      length: L, tokens of a row.
+      vocab_size: V; the tokens are 1 to V - 1.
+      updates: over which two runs are compared.
+      seed: of the rows.
+
+    Returns:
+      A verdict on every promise. `audit(make).holds` is what a test asserts.
+
+    Raises:
+      ConfigError: the trainer cannot be used.
+    """
+    for name, value in (("length", length), ("vocab_size", vocab_size), ("updates", updates), ("seed", seed)):
+        if value < LEAST[name]:
+            raise ConfigError(f"{name}={value}: must be at least {LEAST[name]}; works: {name}={LEAST[name]}")
+    subject = Subject(make)
+    bench = Bench(subject, Data(length, vocab_size, updates, seed))
+    found: list[tuple[Promise, Broken | None, str]] = []
+    for promise in PROMISES:
+        broken, reason = bench.first_broken(promise, promise.rows)
+        found.append((promise, broken, reason))
+    if any(broken for _, broken, _ in found):  # what other rows do not break was rounding
+        other = Bench(subject, Data(length, vocab_size, updates, seed + 1))
+        found = [
+            (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)
+            for promise, broken, reason in found
+        ]
+    verdicts: list[Verdict] = []
+    known: dict[str, str] = {}
+    for promise, broken, reason in found:
+        if broken is None:
+            status = "not applicable" if reason else "holds"
+            verdicts.append(Verdict(promise.name, promise.sentence, status, reason))
+            continue
+        smallest = bench.smallest(promise, broken)
+        known[promise.name] = fault(bench, promise.name, smallest, known)
+        verdicts.append(_verdict(bench, promise, smallest, known[promise.name]))
+    within, reports_loss = bench.tolerance, bool(bench.base.losses)
+    return Audit(
+        tuple(verdicts),
+        spread=within.spread,
+        tolerance=LEAST_DISTANCE + TIMES * within.spread,
+        loss_spread=within.loss if reports_loss else None,
+        loss_tolerance=within.of_loss if reports_loss else None,
+        nan=_nan(bench),
+    )
+
+
+def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdict:
+    side, gap = broken.trial.second, broken.difference
+    weights = bench.data.batches(side.rows)[0]["weights"]
+    tokens = tuple(int(weights[slice(*piece)].sum()) for piece in side.pieces)
+    case = Case(side.rows.rows_given, side.rows.padding, side.layout, gap.update, tokens, side.save_after)
+    by = gap.by if gap.array and np.isfinite(gap.by) and not broken.trial.must_differ else None
+    return Verdict(
+        promise.name,
+        promise.sentence,
+        "broken",
+        reason=broken.raised,
+        fault=name,
+        explanation=FAULTS[name],
+        array=gap.array,
+        by=by,
+        loss_by=gap.loss_by if np.isfinite(gap.loss_by) else None,
+        terms=() if broken.raised or broken.trial.must_differ else tuple(terms(bench, broken.trial)),
+        case=case,
+    )
+
+
+def _nan(bench: Bench) -> str:
+    """Returns what a NaN among the weights of the second update does, whole and in one of two micro-batches."""
+    rows = Rows(_ROWS, poisoned=True)
+    layouts = {"whole": whole(_ROWS), "in one of two micro-batches": Layout(1, 2, _ROWS // 2)}
+    return "; ".join(f"{name}: {_after_nan(bench, Side(layout, rows))}" for name, layout in layouts.items())
+
+
+def _after_nan(bench: Bench, side: Side) -> str:
+    try:
+        run = bench.run(side)
+    except Refused as refused:
+        return f"raises {refused}"
+    finite = [all(np.isfinite(array).all() for array in params.values()) for params in run.params]
+    if not finite[2]:
+        return "the parameters are not finite from that update on" if not finite[-1] else "the parameters recover"
+    if all(np.array_equal(run.params[1][name], run.params[2][name]) for name in run.params[1]):
+        return "the update is skipped"
+    return "the parameters stay finite and change"
+
+
+def _many(number: int, name: str, plural: str = "") -> str:
+    return f"{number} {name if number == 1 else plural or name + 's'}"

@@ -1,0 +1,115 @@
+"""Runs trials, each run once, and judges them by the trainer's own rounding."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxbatch.auditing import compare
+from maxbatch.auditing.compare import Difference
+from maxbatch.auditing.data import Data, Rows
+from maxbatch.auditing.promises import Promise, Side, Trial, whole
+from maxbatch.auditing.trainer import Refused, Run, Subject
+from maxbatch.system.errors import ConfigError
+
+_ROWS = 8
+_PERMUTATIONS = 6
+
+
+class Broken(NamedTuple):
+    """A trial that breaks its promise."""
+
+    trial: Trial
+    difference: Difference
+    raised: str = ""  # the exception of the second run, or ""
+
+
+class Bench:
+    """The runs of a trainer on the rows of one seed.
+
+    Raises:
+      ConfigError: a whole batch on one device does not train.
+    """
+
+    def __init__(self, subject: Subject, data: Data) -> None:
+        self.data, self._subject = data, subject
+        self._runs: dict[Side, Run | Refused] = {}
+        layout = whole(_ROWS)
+        try:
+            self.base = self.run(Side(layout, Rows(_ROWS)))
+            self.permuted = [self.run(Side(layout, Rows(_ROWS, order=order))) for order in _orders(data.seed)]
+        except Refused as refused:
+            text = f"make: a batch of {_ROWS} rows, whole on one device, cannot be trained on ({refused})"
+            raise ConfigError(text) from refused
+        if not all(np.isfinite(array).all() for params in self.base.params for array in params.values()):
+            raise ConfigError(f"params: not finite within {data.updates} updates; a lower learning rate may work")
+        if not compare.moved(self.base):
+            raise ConfigError(f"step: changed no parameter in {data.updates} updates; works: a learning rate above 0")
+        self.tolerance, self.order_distance = compare.tolerance(self.base, self.permuted)
+
+    def run(self, side: Side) -> Run:
+        """Returns a run, from memory if it has been run; raises Refused."""
+        if side not in self._runs:
+            try:
+                batches = self.data.batches(side.rows)
+                self._runs[side] = self._subject.run(side.layout, batches, side.save_after)
+            except Refused as refused:
+                self._runs[side] = refused
+        found = self._runs[side]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def first_broken(self, promise: Promise, num_rows: int) -> tuple[Broken | None, str]:
+        """Returns the first trial of B rows that breaks the promise; and why none applies, if so."""
+        refused, applies = "", False
+        for trial in promise.trials(num_rows, self.data.updates):
+            try:
+                first = self.run(trial.first)
+                second = self.run(trial.second)
+            except Refused as error:
+                if broken := self._raises(trial, error):
+                    return broken, ""
+                refused = refused or str(error)
+                continue
+            applies = True
+            found = self._unseen(first, second) if trial.must_differ else self._difference(promise, first, second)
+            if found:
+                return Broken(trial, found), ""
+        return None, "" if applies else refused
+
+    def smallest(self, promise: Promise, broken: Broken) -> Broken:
+        """Returns the smallest counterexample, by rows and then by parts."""
+        for num_rows in range(promise.least_rows, broken.trial.first.rows.num_rows):
+            found, _ = self.first_broken(promise, num_rows)
+            if found:
+                return found
+        return broken
+
+    def _difference(self, promise: Promise, first: Run, second: Run) -> Difference | None:
+        if promise.name == "order" and not self.order_distance:  # else its spread is no measure of rounding
+            return None
+        return compare.difference(first, second, self.tolerance)
+
+    def _unseen(self, first: Run, second: Run) -> Difference | None:
+        params, loss = compare.is_same(first, second)
+        array = "all parameters" if params else None
+        return Difference(1, array, 0.0, 0.0) if params or loss else None
+
+    def _raises(self, trial: Trial, error: Refused) -> Broken | None:
+        """Returns a broken promise if the second run raises although rows of its shape have run in its layout."""
+        if not trial.same_shapes:
+            return None
+        try:
+            self.run(trial.first)
+            self.run(Side(trial.second.layout, Rows(trial.second.rows.num_rows)))
+        except Refused:
+            return None
+        return Broken(trial, Difference(1, None, float("inf"), 0.0), str(error))
+
+
+def _orders(seed: int) -> list[tuple[int, ...]]:
+    draw = np.random.default_rng(seed)
+    drawn = [tuple(map(int, draw.permutation(_ROWS))) for _ in range(_PERMUTATIONS - 1)]
+    return [tuple(reversed(range(_ROWS))), *drawn]

@@ -1,0 +1,157 @@
+"""The promises of a batch, and for each the pairs of runs that must agree.
+
+Shapes: B rows of a batch; of the trials of a promise for one B, those of the fewest parts come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from maxbatch.auditing.data import Rows
+from maxbatch.auditing.trainer import Layout
+
+_MOST_DEVICES = 4
+_ENOUGH = 2  # updates that show whether a row counts; the first of Adam alone may not
+
+
+class Side(NamedTuple):
+    """One run."""
+
+    layout: Layout
+    rows: Rows
+    save_after: int = 0  # updates after which a fresh trainer goes on from the saved state; 0: none does
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """The rows of each micro-batch, or of each device where there is one pass."""
+        given, per_pass = self.rows.rows_given, self.layout.rows_per_pass
+        if self.layout.gradient_accumulation_steps == 1:
+            per_pass = -(-given // self.layout.num_devices)
+        return [(start, min(start + per_pass, given)) for start in range(0, given, per_pass)]
+
+
+class Trial(NamedTuple):
+    """Two runs of a trainer that must agree, or differ."""
+
+    first: Side
+    second: Side
+    must_differ: bool = False
+    same_shapes: bool = False  # if the first runs, nothing excuses a second that raises
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the second has several passes."""
+        return self.second.layout.gradient_accumulation_steps > 1
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the second has several devices."""
+        return self.second.layout.num_devices > 1
+
+
+class Promise(NamedTuple):
+    """A row of the table."""
+
+    name: str
+    sentence: str
+    trials: Callable[[int, int], Iterator[Trial]]  # of B rows and U updates
+    rows: int = 8  # B of the audit
+    least_rows: int = 2  # B of the smallest counterexample
+
+
+def whole(num_rows: int) -> Layout:
+    """Returns the layout of one pass on one device."""
+    return Layout(1, 1, num_rows)
+
+
+def _cuts(num_rows: int) -> Iterator[Layout]:
+    yield from (Layout(1, g, num_rows // g) for g in range(2, num_rows + 1) if num_rows % g == 0)
+
+
+def _spreads(num_rows: int) -> Iterator[Layout]:
+    yield from (Layout(n, 1, num_rows) for n in range(2, _MOST_DEVICES + 1) if num_rows % n == 0)
+    if num_rows % 4 == 0:
+        yield Layout(2, 2, num_rows // 2)
+
+
+def _against_whole(layouts: Iterator[Layout], rows: Rows) -> Iterator[Trial]:
+    first = Side(whole(rows.rows_given), rows)
+    yield from (Trial(first, Side(layout, rows)) for layout in layouts)
+
+
+def _order(num_rows: int, _: int) -> Iterator[Trial]:
+    layout = whole(num_rows)
+    second = Side(layout, Rows(num_rows, order=tuple(reversed(range(num_rows)))))
+    yield Trial(Side(layout, Rows(num_rows)), second, same_shapes=True)
+
+
+def _every_row(num_rows: int, _: int) -> Iterator[Trial]:
+    cuts, spreads = list(_cuts(num_rows)), list(_spreads(num_rows))
+    for layout in dict.fromkeys([whole(num_rows), *cuts[:1], *cuts[-1:], *spreads[:1]]):
+        for row in range(num_rows):
+            first = Side(layout, Rows(num_rows, updates=_ENOUGH))
+            second = Side(layout, first.rows._replace(replaced=row))
+            yield Trial(first, second, must_differ=True, same_shapes=True)
+
+
+def _weights(num_rows: int, _: int) -> Iterator[Trial]:
+    for layout in (whole(num_rows), *list(_cuts(num_rows))[:1]):
+        rows = Rows(num_rows, "uneven")
+        yield Trial(Side(layout, rows), Side(layout, rows._replace(other_targets=True)), same_shapes=True)
+
+
+def _cut(num_rows: int, _: int) -> Iterator[Trial]:
+    yield from _against_whole(_cuts(num_rows), Rows(num_rows))
+
+
+def _uneven(num_rows: int, _: int) -> Iterator[Trial]:
+    for layouts in (_cuts(num_rows), _spreads(num_rows)):
+        yield from _against_whole(layouts, Rows(num_rows, "uneven"))
+
+
+def _empty(num_rows: int, _: int) -> Iterator[Trial]:
+    for layout in (*_cuts(num_rows), *_spreads(num_rows)):
+        parts = max(layout.gradient_accumulation_steps, layout.num_devices)
+        for trial in _against_whole(iter([layout]), Rows(num_rows, "empty", parts)):
+            yield trial._replace(same_shapes=True)  # as the same cut of full rows, which has run
+
+
+def _remainder(num_rows: int, _: int) -> Iterator[Trial]:
+    passes = ((g, -(-num_rows // g)) for g in range(2, num_rows) if num_rows % g)
+    cuts = [Layout(1, g, per_pass) for g, per_pass in passes if (g - 1) * per_pass < num_rows]
+    spreads = [Layout(n, 1, num_rows) for n in (2, 3, 4) if n < num_rows and num_rows % n]
+    yield from _against_whole(iter([*cuts, *spreads]), Rows(num_rows))
+
+
+def _padding(num_rows: int, _: int) -> Iterator[Trial]:
+    first = Side(whole(num_rows), Rows(num_rows, "uneven"))
+    padded = first.rows._replace(padding=max(1, num_rows // 2))
+    given = padded.rows_given
+    for layout in (whole(given), *_cuts(given), *_spreads(given)):
+        yield Trial(first, Side(layout, padded))
+
+
+def _devices(num_rows: int, _: int) -> Iterator[Trial]:
+    yield from _against_whole(_spreads(num_rows), Rows(num_rows))
+
+
+def _resume(num_rows: int, updates: int) -> Iterator[Trial]:
+    for layout in (whole(num_rows), *list(_cuts(num_rows))[:1]):
+        side = Side(layout, Rows(num_rows))
+        for after in range(1, updates):
+            yield Trial(side, side._replace(save_after=after), same_shapes=True)
+
+
+PROMISES = (
+    Promise("order", "the order of the rows of a batch does not matter", _order),
+    Promise("rows", "every row counts", _every_row),
+    Promise("weights", "what is not trained on adds nothing", _weights, least_rows=1),
+    Promise("cut", "accumulation does not change the update", _cut),
+    Promise("uneven", "nor where micro-batches or devices have unequal numbers of trained tokens", _uneven),
+    Promise("empty", "nor where one of them has no trained token", _empty),
+    Promise("remainder", "nor where the cut does not divide the batch", _remainder, rows=7, least_rows=3),
+    Promise("padding", "rows of zero weight add nothing", _padding, least_rows=1),
+    Promise("devices", "the number of devices does not change the update", _devices),
+    Promise("resume", "a saved state goes on as the run that was not stopped", _resume, least_rows=1),
+)

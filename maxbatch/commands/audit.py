@@ -1,0 +1,83 @@
+"""`maxbatch audit`: whether a trainer's update depends on how its batch is cut, padded, spread or resumed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+
+from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
+from maxbatch.commands.arguments import count, whole
+from maxbatch.config.user_function import import_function
+from maxbatch.config.values import shown
+from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from maxbatch.system.terminal import PipeConsole, PlainTable
+
+_LONGEST_PROBLEM = 400
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `maxbatch audit`."""
+    parser.add_argument("make", metavar="FILE.py:make", help="a function of a layout that returns a trainer")
+    length = whole(LEAST["length"], works=8)
+    parser.add_argument("--length", type=length, default=8, metavar="L", help="tokens of a row (default 8)")
+    vocabulary = whole(LEAST["vocab_size"], works=8)
+    tokens = "size of the vocabulary; the tokens are 1 to V - 1 (default 8)"
+    parser.add_argument("--vocab-size", type=vocabulary, default=8, metavar="V", help=tokens)
+    updates = whole(LEAST["updates"], works=4)
+    parser.add_argument("--updates", type=updates, default=4, metavar="U", help="updates of a run (default 4)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="seed of the rows (default 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    devices = "make N CPU devices for a trainer in JAX"
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a verdict on every promise; returns 0 if none is broken, else 1."""
+    place, colon, name = args.make.rpartition(":")
+    if not (place and colon and name):
+        raise ConfigError(f"{shown(args.make)}: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make")
+    if args.simulate_devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(args.simulate_devices)
+    with contextlib.redirect_stdout(sys.stderr):  # what the trainer prints is no part of the output
+        try:
+            make = import_function(args.make)
+        except ImportError as error:
+            raise ConfigError(f"{shown(args.make)}: {' '.join(str(error).split())[:_LONGEST_PROBLEM]}") from error
+        found = audit(make, length=args.length, vocab_size=args.vocab_size, updates=args.updates, seed=args.seed)
+    if args.json:
+        print(json.dumps(found.to_json()))
+    else:
+        _print(found)
+    return EXIT_DONE if found.holds else EXIT_FAILED
+
+
+def _print(found: Audit) -> None:
+    console = PipeConsole(highlight=False, soft_wrap=True)
+    table = PlainTable("promise", "verdict", "parameters", "loss", "smallest case")
+    for verdict in found.verdicts:
+        by = (f"{100 * gap:.2g}%" if gap else "" for gap in (verdict.by, verdict.loss_by))
+        table.add_row(verdict.promise, verdict.status, *by, str(verdict.case or ""))
+    console.print(table)
+    for verdict in found.verdicts:
+        if verdict.status != "holds":
+            console.print(f"{verdict.promise}: {_reason(verdict)}")
+    loss = "" if found.loss_spread is None else f"; loss {found.loss_spread:.1e}, {found.loss_tolerance:.1e}"
+    console.print(f"spread over permutations and tolerance: parameters {found.spread:.1e}, {found.tolerance:.1e}{loss}")
+    console.print(f"a NaN, not judged: {found.nan}")
+    names = ", ".join(verdict.promise for verdict in found.broken)
+    console.print(f"broken: {names}" if names else "no promise is broken")
+
+
+def _reason(verdict: Verdict) -> str:
+    if verdict.status != "broken":
+        return verdict.reason
+    parts = [verdict.fault, verdict.explanation, verdict.reason]
+    if verdict.array is None and not verdict.reason:
+        parts.append("of the reported loss alone")
+    if verdict.terms:
+        parts.append(f"it changes {', '.join(verdict.terms)}")
+    return "; ".join(filter(None, parts))
