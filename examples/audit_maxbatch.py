@@ -35,26 +35,27 @@ CONFIG = [
 
 @cache
 def program(num_devices: int) -> tuple[Any, Any, Any]:
-    """Returns the mesh, the shapes of the state and the compiled update of so many devices."""
+    """Returns the mesh, the first state (on the host) and the compiled update of so many devices."""
     if num_devices > len(jax.devices()):
         raise ValueError(f"there are {len(jax.devices())} devices; --simulate-devices makes more")
     config = maxbatch.load_config(overrides=CONFIG)
     mesh = maxbatch.make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(UpdateConfig.of(config), mesh)
-    return mesh, abstract, make_train_step(UpdateConfig.of(config), mesh, abstract)
+    first = jax.device_get(init_state(UpdateConfig.of(config), abstract))
+    return mesh, (first, abstract), make_train_step(UpdateConfig.of(config), mesh, abstract)
 
 
 class Loop:
     """The update of one layout."""
 
     def __init__(self, layout: maxbatch.Layout) -> None:
-        self.mesh, self.abstract, self.update = program(layout.num_devices)
+        self.mesh, (self.first, self.abstract), self.update = program(layout.num_devices)
         self.micro_batch = -(-layout.rows_per_pass // layout.num_devices) * layout.num_devices
         self.placement = Placement(batch_sharding(self.mesh), LENGTH)
 
     def init(self) -> Any:
         """Returns the parameters and the state of the optimizer."""
-        return init_state(UpdateConfig.of(maxbatch.load_config(overrides=CONFIG)), self.abstract)
+        return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.first, self.abstract)
 
     def step(self, state: Any, batch: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
         """Takes one update; slots behind the rows are padded with rows of zero weight."""
