@@ -40,7 +40,7 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     axolotl = f"micro_batch_size: {rows}, gradient_accumulation_steps: {g}"
     if plan.rl:
         return _of_prompts(plan, plan.rl)
-    if plan.padded_slots_per_step:
+    if _is_padded(plan):
         return (_maxbatch(plan),)  # no other framework pads a batch
     return (
         _maxbatch(plan),
@@ -103,7 +103,7 @@ def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
     """Returns the batch stated globally, which holds on any number of devices; p is then the most rows of a pass."""
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
     settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
-    settings += " batch_padding=true" if plan.padded_slots_per_step else ""
+    settings += " batch_padding=true" if _is_padded(plan) else ""
     batch = plan.global_batch_size_to_train_on
     ramp: tuple[str, ...] = ()
     if len(plan.stages) == 1:
@@ -172,6 +172,10 @@ def _maxtext(plan: BatchPlan) -> FrameworkSettings:
         f"per_device_batch_size_increment={_decimal(rise, devices)} global_rampup_samples={math.ceil(samples)}"
     )
     return FrameworkSettings("MaxText", settings, update, (ramp,))
+
+
+def _is_padded(plan: BatchPlan) -> bool:
+    return any(stage.padded_slots_per_step for stage in plan.stages)
 
 
 def _parts(plan: BatchPlan) -> int:

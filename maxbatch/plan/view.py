@@ -131,6 +131,8 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
         f"micro{of_pairs}",
         f"global{of_pairs}",
     ]
+    padded = any(stage.padded_slots_per_step for stage in plan.stages)
+    heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
     # A ramp changes those that are stated in tokens, and with adam_scaling=sde the moments'.
     decays = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
@@ -143,6 +145,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
             continue
         stage = plan.stages[index]
         cells = [str(index), *(_number(getattr(stage, name)) for name in _STAGE_NUMBERS)]
+        cells += [str(stage.padded_slots_per_step)] if padded else []
         cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
         cells += [f"{getattr(plan.decays[index], name):.4g}" for name in decays]
         cells += _first_and_last_rate(plan, stage, rate) if rate else []

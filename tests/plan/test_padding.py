@@ -53,6 +53,15 @@ def test_plan_prints_what_padding_wastes(capsys: pytest.CaptureFixture[str]) -> 
     assert (plan["samples_per_host"], plan["per_replica_batch_size"]) == (16, pytest.approx(16 / 3))
 
 
+def test_a_ramp_of_which_an_earlier_stage_is_padded_shows_it_and_no_words_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stated = ["batch_size_schedule=0:8 800:18", "per_device_batch_size=2", "train_samples=9000", "--devices", "3"]
+    assert main(["plan", "batch_padding=true", *stated, "--words"]) == 0
+    out = capsys.readouterr().out
+    assert "padded" in out and "batch_padding=true" in out and "DeepSpeed" not in out
+
+
 def test_without_the_key_the_refusal_names_it_and_the_nearest_batch() -> None:
     with pytest.raises(ConfigError, match=r"batch_padding=true.*works: global_batch_size=15"):
         BatchPlan.from_config(load_config(overrides=["global_batch_size=16"]), num_devices=3)
