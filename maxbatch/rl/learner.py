@@ -47,8 +47,11 @@ class Learner:
             sums = accumulation.add(accumulation.staged(params), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
-        def step(state: TrainState, sums: Sums, *rates: jax.Array) -> tuple[TrainState, StepMetrics]:
-            return update(keys.optimizer, state, accumulation.total(sums), *rates)
+        def step(
+            state: TrainState, sums: Sums, learning_rate: jax.Array, batch_ratio: jax.Array
+        ) -> tuple[TrainState, StepMetrics]:
+            totals = accumulation.total(sums)
+            return update(keys.optimizer, state, totals, learning_rate, batch_ratio, accumulation.balance)
 
         model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
 

@@ -89,8 +89,8 @@ class Sampler:
     Args:
       tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
         never drawn; `eos_id` ends a response.
-      mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
-        shardings of the parameters.
+      mesh: rows are split over its data, fsdp and expert axes, heads and widths over tensor; None: the
+        compiler follows the shardings of the parameters.
       rescores: below float32 the pass over one token rounds differently from a training pass, by up to 0.05 in a
         log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
         over the responses gives the log-probabilities there.

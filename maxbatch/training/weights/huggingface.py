@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxbatch.config.families import FAMILIES, Family
-from maxbatch.config.matrices import TABLES, Parameter, ParameterPath
+from maxbatch.config.matrices import MATRICES, TABLES, Parameter, ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
@@ -24,7 +24,7 @@ Axes = tuple[tuple[int, ...], ...]
 
 
 class Layout(NamedTuple):
-    """One parameter's place in a tensor; {layer} in the name stands for the number of a stacked parameter's layer."""
+    """One parameter's place in a tensor; {layer} and {expert} in the name stand for the numbers of its parts."""
 
     name: str
     axes: Axes  # for each axis of the tensor the parameter's axes that it joins, the outer first
@@ -32,7 +32,7 @@ class Layout(NamedTuple):
     joined_axis: int = 0  # the tensor's axis along which they follow each other
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer)."""
+        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
@@ -52,7 +52,7 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
     names = {row: name for row in TABLES[decoder_block] if (name := _tensor(family, row))}
     found: dict[ParameterPath, Layout] = {}
     for row, name in names.items():
-        inputs, outputs = row.groups
+        inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
         is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
         axes = (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
         together = tuple(other.path for other in names if names[other] == name)
@@ -68,17 +68,22 @@ def _tensor(family: Family, row: Parameter) -> str | None:
 
 
 class Place(NamedTuple):
-    """A parameter's part of a tensor, or of one tensor per layer."""
+    """A parameter's part of a tensor, or of one tensor per layer, or per layer and expert."""
 
     layout: Layout
-    shape: tuple[int, ...]  # of the parameter, in one layer
+    shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
     first: int  # where its part begins along the layout's joined axis
-    num_layers: int | None  # None: it is not stacked
+    stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
+
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The indices of its tensors along the leading axes, in order."""
+        return list(np.ndindex(self.stacked))
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names, in order of their layers."""
-        return [self.layout.name.format(layer=layer) for layer in range(self.num_layers or 1)]
+        """The tensors' names, in the order of `parts`."""
+        return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in self.parts]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ class Place(NamedTuple):
         return tensor.rows(first, last)[:, self.first : self.first + self.part_shape[1]]
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor as the parameter of one layer."""
+        """Returns a view of a tensor as the parameter of one layer and expert."""
         axis = self.layout.joined_axis
         part = (slice(None),) * axis + (slice(self.first, self.first + self.part_shape[axis]),)
         return self.layout.to_parameter(tensor[part], self.shape)
@@ -111,11 +116,14 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
         if path not in layouts:
             name = ".".join(path)
             raise ConfigError(f"decoder_block={decoder_block}: Hugging Face's family has no parameter like {name}")
-        layout, is_stacked = layouts[path], path[0] == "layers"
-        shape = shapes[path][1:] if is_stacked else shapes[path]
+        layout = layouts[path]
+        stacked = shapes[path][: path[0] == "layers"]
+        if path[-1] in MATRICES and MATRICES[path[-1]].per_expert:
+            stacked = shapes[path][:2]
+        shape = shapes[path][len(stacked) :]
         before = layout.joined[: layout.joined.index(path)] if layout.joined else ()
         first = sum(place(other).part_shape[layout.joined_axis] for other in before)
-        return Place(layout, shape, first, shapes[path][0] if is_stacked else None)
+        return Place(layout, shape, first, stacked)
 
     return {path: place(path) for path in shapes}
 
