@@ -41,6 +41,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "clip_qkv": (None,),
+    "swiglu_limit": (7.0, None),
+    "swiglu_alpha": (1.702, None),
 }
 
 
@@ -120,6 +122,12 @@ def _family(stated: Json, where: str) -> Family:
     if experts:
         value = shown(str(stated[experts[0]]))
         raise ConfigError(f"{where}: {shown(experts[0])}={value} is not supported for {name}, which has no experts")
+    packed = stated.get("quantization_config")
+    if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+        raise ConfigError(
+            f"{where}: quantization_config.quant_method=mxfp4: packed 4-bit weights are not read; works: a folder with "
+            "the weights in bfloat16"
+        )
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
@@ -238,7 +246,7 @@ class _Fields:
         if kind not in ROPE_TYPES:
             works = ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
-        for field, only in (("partial_rotary_factor", 1), ("truncate", True), ("mscale", None)):
+        for field, only in (("partial_rotary_factor", 1), ("mscale", None)):
             if rope.get(field, only) not in (only, None):
                 raise ConfigError(f"{self._where}: {field}={shown(str(rope[field]))} is not supported")
         keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
@@ -258,6 +266,7 @@ class _Fields:
         if kind == "yarn":
             keys |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
             keys["rope_attention_factor"] = rope.get("attention_factor")
+            keys["rope_truncate"] = rope.get("truncate") is not False
         return keys
 
     def _long_factors(self, rope: Json, original: int) -> dict[str, Any]:

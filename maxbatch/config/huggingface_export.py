@@ -16,7 +16,12 @@ from maxbatch.system.errors import ConfigError
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What an exported model takes from the folder that it was imported from; no key states it.
 _KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
-_ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type")  # defaults where a family lacks them
+_ABSENT = (
+    "trainable_position_size",
+    "local_rope_max_timescale",
+    "rope_type",
+    "rope_truncate",
+)  # defaults where a family lacks them
 
 
 def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
@@ -134,6 +139,7 @@ def _rope(config: ConfigDict, family: Family) -> Json:
     if kind == "yarn":
         scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
         scaling |= {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
+        scaling |= {} if config.rope_truncate else {"truncate": False}
     return stated | {"rope_scaling": scaling}
 
 

@@ -126,11 +126,18 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
         Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
     )
+    expert_biases = (
+        Parameter(f"{experts}.router_bias", ("router",)),
+        Parameter(f"{experts}.expert_gate_bias", ("moe_mlp",), per_expert=True),
+        Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
+        Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
+    )
     experts_rows = (
         Parameter(f"{experts}.router", ("router",), ("embed",)),
         Parameter(f"{experts}.expert_gate", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_0"),
         Parameter(f"{experts}.expert_up", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_1"),
         Parameter(f"{experts}.expert_down", ("embed",), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
+        *(expert_biases if family.has_expert_biases else ()),
         Parameter(
             f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
         ),
@@ -147,6 +154,7 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
         Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
         Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
+        *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
         Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
         Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
         *(norm("layers.attention_post_norm") if family.norms_after else ()),

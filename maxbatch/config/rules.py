@@ -276,6 +276,10 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
     for name in _ROUTER_LOSSES:
         if values[name] and values["batch_size"] is not None:
             raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
+    if family.expert_limit is not None and values["mlp_activations"] != "silu,linear":
+        raise fault(
+            "mlp_activations", f"silu,linear beside {block}, whose experts have one of their own", "silu,linear"
+        )
     if not str(values["mlp_activations"]).endswith(",linear"):
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
 

@@ -476,6 +476,9 @@ class ModelConfig(Section):
         bounds=_POSITIVE,
         maxtext=OURS,
     )
+    rope_truncate: bool = key(
+        "yarn: true: the pairs between which it stretches in part are rounded to whole ones", fixes=_MODEL
+    )
     rope_short_factors: str = key(
         "longrope: stretching factor of each pair of a head in rows of at most the original length; head_dim / 2 "
         "numbers",

@@ -83,6 +83,18 @@ def _qwen3_moe(expert: int, **shape: int) -> dict[str, Any]:
     return _shape("qwen3_moe", **shape, kv_heads=4, vocab=151936) | common | windows | experts
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _shape("gpt_oss", 2880, 2880, layers, 64, 8, 201088) | {
+        "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000, "tie_word_embeddings": False,
+        "attention_bias": True, "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128,
+        "swiglu_limit": 7.0, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+
+
 _OLMOE = _shape("olmoe", 2048, 1024, 16, 16, 16, 50304) | {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
     "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None,
@@ -137,6 +149,8 @@ PUBLISHED: dict[str, Published] = {
     "mixtral-8x22b": Published(_mixtral(width=6144, mlp=16384, layers=56, heads=48), 140_620_634_112),
     "qwen3-30b-a3b": Published(_qwen3_moe(768, width=2048, mlp=6144, layers=48, heads=32), 30_532_122_624),
     "qwen3-235b-a22b": Published(_qwen3_moe(1536, width=4096, mlp=12288, layers=94, heads=64), 235_093_634_560),
+    "gpt-oss-20b": Published(_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": Published(_gpt_oss(36, 128), 116_829_156_672),
     "olmoe-1b-7b": Published(_OLMOE, 6_919_161_856),
     "olmo2-7b": Published(_OLMO2, 7_298_617_344),
     "phi3-mini": Published(_PHI3, 3_821_079_552),

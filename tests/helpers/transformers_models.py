@@ -40,6 +40,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 24, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {**EXPERTS, "norm_topk_prob": False}),
     "olmoe_normalised": ("Olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "rope_parameters": YARN_ROPE | {"truncate": False, "original_max_position_embeddings": 16},
+        },
+    ),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
@@ -61,6 +71,7 @@ FAMILY_MODELS = (
     "mixtral",
     "qwen3_moe",
     "olmoe",
+    "gpt_oss",
 )
 
 

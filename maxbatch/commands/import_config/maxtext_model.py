@@ -36,7 +36,10 @@ PRESET_DIFFERENCES = {
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
 # The experts of a token in its models of a name.
-MODEL_CHOICES = {"mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8, "qwen3-235b-a22b": 8}
+MODEL_CHOICES = {
+    "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
+    "qwen3-235b-a22b": 8,
+}  # fmt: skip
 
 
 def translate_form(t: Translation, is_preset: bool) -> None:
@@ -46,6 +49,8 @@ def translate_form(t: Translation, is_preset: bool) -> None:
         _gemma(t, block, is_preset)
     elif block in _LLAMA_BLOCKS:
         t.ignore("decoder_block", "llama's block is the default")
+    elif block == "gpt_oss":
+        t.refuse("decoder_block", "one of its presets: model_name=gpt-oss-20b or gpt-oss-120b")
     elif block in _NORMALISING:
         t.map("decoder_block", f"{block}'s block normalises the weights of experts", decoder_block=block)
         t.settings["norm_topk_prob"] = "true"

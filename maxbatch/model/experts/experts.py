@@ -10,6 +10,7 @@ tokens, n = T x k choices.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.experts.grouped import grouped_product
@@ -27,6 +29,7 @@ from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, num_shards
 
 _AXIS = "expert"
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Experts(nnx.Module):
@@ -40,12 +43,22 @@ class Experts(nnx.Module):
     expert_gate: nnx.Param[jax.Array]
     expert_up: nnx.Param[jax.Array]
     expert_down: nnx.Param[jax.Array]
+    router_bias: nnx.Param[jax.Array]  # this and the next three if the family has biases
+    expert_gate_bias: nnx.Param[jax.Array]
+    expert_up_bias: nnx.Param[jax.Array]
+    expert_down_bias: nnx.Param[jax.Array]
     routed_bias: nnx.Param[jax.Array]  # if the model has it
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, "layers.experts", rngs=rngs)
         self.config = config
-        self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
+        family = FAMILIES[config.decoder_block]
+        self.has_biases = family.has_expert_biases
+        self.combine = (
+            partial(_gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
+            if family.expert_limit is None
+            else partial(_clamped, limit=family.expert_limit)
+        )
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array, slots: Slots, layer: jax.Array | int) -> tuple[jax.Array, RoutingSums]:
@@ -69,13 +82,29 @@ class Experts(nnx.Module):
         x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
         w_DxE = self.constrain(self.router[...].astype(jnp.float32), (None, None))
         logits = jnp.einsum("mld,de->mle", x_MxLxD.astype(jnp.float32), w_DxE, precision="highest")
+        if self.has_biases:
+            logits += self.router_bias[...].astype(jnp.float32)[None, None]
         return self.constrain(logits, ("batch", "length", None))
 
     def _computed(self, x_MxLxD: jax.Array, routes: Routes) -> jax.Array:
         """Returns the weighted sum of the outputs of each token's experts."""
+        y_MxLxD = self._products(x_MxLxD, routes)
+        if not self.has_biases:
+            return y_MxLxD
+        # The share of each expert in a token, by which its last bias counts.
+        is_chosen = routes.experts_MxLxk[..., None] == jnp.arange(self.config.num_experts)[None, None, None]
+        shares_MxLxE = jnp.sum(jnp.where(is_chosen, routes.weights_MxLxk[..., None], 0.0), axis=2)
+        bias_ExD = self.expert_down_bias[...].astype(x_MxLxD.dtype)
+        return y_MxLxD + jnp.einsum("mle,ed->mld", shares_MxLxE.astype(x_MxLxD.dtype), bias_ExD)
+
+    def _products(self, x_MxLxD: jax.Array, routes: Routes) -> jax.Array:
+        """Returns `_computed` without the bias of the last product."""
         weights = [getattr(self, f"expert_{name}")[...].astype(x_MxLxD.dtype) for name in ("gate", "up", "down")]
+        if self.has_biases:
+            biases = self.expert_gate_bias, self.expert_up_bias
+            weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
         mesh, platform = self.constrain.mesh, self.constrain.platform
-        run = partial(_of_rows, activation=self.activation, platform=platform)
+        run = partial(_of_rows, combine=self.combine, platform=platform)
         if mesh is None:
             return run(x_MxLxD, *routes, *weights, num_local=self.config.num_experts)
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
@@ -84,6 +113,7 @@ class Experts(nnx.Module):
         tensor = self.constrain.spec(weights[0].shape[1:], (None, "moe_mlp"))[1]
         axis = _AXIS if mesh.shape.get(_AXIS, 1) > 1 else None
         of_rows, into, out_of = P(rows or None, spec[1], None), P(axis, None, tensor), P(axis, tensor, None)
+        of_biases = (P(axis, tensor),) * (len(weights) - 3)
 
         def here(x_MxLxD: jax.Array, experts: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
             gathers = axis is not None and axis in rows
@@ -104,15 +134,25 @@ class Experts(nnx.Module):
             return y_MxLxD
 
         y_MxLxD: jax.Array = jax.shard_map(
-            here, mesh=mesh, in_specs=(of_rows, of_rows, of_rows, into, into, out_of), out_specs=of_rows,
+            here, mesh=mesh, in_specs=(of_rows, of_rows, of_rows, into, into, out_of, *of_biases), out_specs=of_rows,
             check_vma=False,  # kernels do not say over which axes their results vary
         )(x_MxLxD, *routes, *weights)  # fmt: skip
         return y_MxLxD
 
 
+def _gated(gate_nxF: jax.Array, up_nxF: jax.Array, *, activation: Activation) -> jax.Array:
+    return activation(gate_nxF) * up_nxF
+
+
+def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Array:
+    """Returns the gated product of gpt-oss (https://arxiv.org/abs/2508.10925, section 2.2), of values up to a limit."""
+    gate_nxF = jnp.minimum(gate_nxF, limit)
+    return (jnp.clip(up_nxF, -limit, limit) + 1) * gate_nxF * jax.nn.sigmoid(1.702 * gate_nxF)
+
+
 def _of_rows(
     x_MxLxD: jax.Array, experts_MxLxk: jax.Array, shares_MxLxk: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
-    down_ExFxD: jax.Array, *, num_local: int, activation: Activation, platform: str,
+    down_ExFxD: jax.Array, *biases_ExF: jax.Array, num_local: int, combine: Combine, platform: str,
 ) -> jax.Array:  # fmt: skip
     """Returns the weighted sum of the outputs of experts 0 to `num_local`; others add nothing."""
     rows, length, width = x_MxLxD.shape
@@ -126,10 +166,15 @@ def _of_rows(
     sizes_E = jnp.sum(experts_n[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
     x_nxD = _sorted(x_MxLxD.reshape(-1, width), order_n, place_n, k)
 
-    def product(x: jax.Array, w: jax.Array, name: str) -> jax.Array:
-        return kept(grouped_product(x, w, sizes_E, platform), MATRICES[name].kept)
+    def product(x: jax.Array, w: jax.Array, name: str, bias_ExF: jax.Array | None = None) -> jax.Array:
+        y = grouped_product(x, w, sizes_E, platform)
+        if bias_ExF is not None:  # as a product, whose gradient is one too
+            y += jax.nn.one_hot(experts_n[order_n], num_local, dtype=y.dtype) @ bias_ExF
+        return kept(y, MATRICES[name].kept)
 
-    inner_nxF = activation(product(x_nxD, gate_ExDxF, "expert_gate")) * product(x_nxD, up_ExDxF, "expert_up")
+    gate_bias, up_bias = biases_ExF or (None, None)
+    gate_nxF = product(x_nxD, gate_ExDxF, "expert_gate", gate_bias)
+    inner_nxF = combine(gate_nxF, product(x_nxD, up_ExDxF, "expert_up", up_bias))
     y_nxD = product(inner_nxF, down_ExFxD, "expert_down")
     y_TxkxD = _unsorted(y_nxD, order_n, place_n).reshape(-1, k, width)
     shares_Txk = shares_MxLxk.reshape(-1, k).astype(x_MxLxD.dtype)

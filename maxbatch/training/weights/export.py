@@ -158,6 +158,8 @@ def _tensors(places: dict[tuple[str, ...], Place], abstract: State, read: Reader
             of_part = [array[index] for array in here]
             parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_part, strict=True)]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
+            if place.layout.has_experts and place.layout.joined:
+                joined = np.stack(parts, axis=-1).reshape(joined.shape)
             yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[dtype]]))
 
 

@@ -112,7 +112,7 @@ Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a paramete
 def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns one parameter, of which each device is given its own part."""
     assert abstract.sharding is not None
-    if not abstract.sharding.is_fully_addressable and len(place.part_shape) > 1:
+    if not abstract.sharding.is_fully_addressable and len(place.part_shape) == 2:
         return read_shared(stored, place, abstract)
     cuts: dict[jax.Device, Cut] = {}
     for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
