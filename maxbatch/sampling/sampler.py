@@ -262,13 +262,14 @@ class _NextToken:
 
 
 def _gathered(decoder: Decoder) -> Decoder:
-    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor axis."""
+    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor and expert axes."""
 
     def gathered(weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         axes = weight.get_metadata("logical_axes")
         if "norm" in axes:  # computes in float32
             return weight
-        value = weight.get_value().astype(decoder.dtype)
+        value = weight.get_value()
+        value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
         axes = tuple(None if name == "layers" else name for name in axes)
         return weight.replace(decoder.constrain(value, axes))
 
