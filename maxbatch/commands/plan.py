@@ -57,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
              f"samples per update of pre-training are global_batch_size={config.batch_size}")  # fmt: skip
     for warning in plan.warnings:
         note(f"warning: {warning}")
+    model = _model(config)
     of_update = _trained_tokens(config, plan) if config.use_sft else None
     if args.json:
         import json
 
-        printed = plan.to_dict() | whole_layout
+        printed = plan.to_dict() | model | whole_layout
         if config.use_sft:
             printed["trained_tokens_per_step"] = of_update
         if args.words:
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
-    render_plan(plan, config, console)
+    render_plan(plan, config, _in_words(model), console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if args.layout:
@@ -90,6 +91,27 @@ def _may_mean_rows(args: argparse.Namespace) -> bool:
     path, overrides = config_arguments(args)
     is_overridden = any(re.match(r"\s*batch_size\s*=", text) for text in overrides)
     return is_overridden and (path is None or load_config(path).batch_size is None)
+
+
+def _model(config: ConfigDict) -> dict[str, int]:
+    """Returns the size of the model and its cost, without adapters."""
+    from maxbatch.config.matrices import active_model_size, model_size
+    from maxbatch.config.sections import ModelConfig
+    from maxbatch.model.decoder_config import DecoderConfig
+    from maxbatch.model.flops import model_flops_per_token
+
+    keys = ModelConfig.of(config)
+    return {
+        "num_parameters": model_size(keys),
+        "num_active_parameters": active_model_size(keys),
+        "flops_per_token": model_flops_per_token(DecoderConfig.of(config)),
+    }
+
+
+def _in_words(model: dict[str, int]) -> str:
+    size, active = model["num_parameters"], model["num_active_parameters"]
+    of_token = f", {active:,} of them active per token" if active != size else ""
+    return f"model: {size:,} parameters{of_token}; {model['flops_per_token']:,} FLOPs per token of training"
 
 
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:

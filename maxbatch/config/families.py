@@ -46,6 +46,11 @@ class Family:
     qk_norm_over: Literal["head", "heads"] = "head"  # what `use_qk_norm` normalises: each head, or all heads together
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
     has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
+    has_experts: bool = False  # its MLPs are experts, of which a router chooses some for each token
+    has_expert_biases: bool = False  # of the experts and of their router
+    expert_limit: float | None = None  # of the values that an expert multiplies, which are activated in another way
+    has_sinks: bool = False  # attention may go to a score that each head learns, and to no token
+    always_normalises: bool = False  # the weights of a token's experts, whatever it has them from
     # Its config.json. Defaults are those of the transformers library, where a file lacks a field.
     defaults: Json = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
@@ -61,6 +66,9 @@ class Family:
     local_every: int = 0
     # Its tensors. Modules of ours that have one name there lie in one tensor, in the order of the table.
     modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)  # its names of ours
+    # Whole names of its tensors, by ours. Experts without a number in it lie in one tensor, inputs first, and those of
+    # one name take turns along its last axis.
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layer: str = "model.layers.{layer}"  # the name that precedes those of a layer's modules
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     prefix: str = ""  # of its tensors' names, which older files lack
@@ -140,8 +148,76 @@ _GPT2 = Family(
     layer="transformer.h.{layer}", inputs_first=True, prefix="transformer.",
 )  # fmt: skip
 
+_EXPERTS = {
+    "experts.router": "mlp.gate", "experts.expert_gate": "mlp.experts.{expert}.gate_proj",
+    "experts.expert_up": "mlp.experts.{expert}.up_proj", "experts.expert_down": "mlp.experts.{expert}.down_proj",
+}  # fmt: skip
+_MIXTRAL = Family(
+    decoder_block="mixtral", model_type="mixtral", architecture="MixtralForCausalLM",
+    has_experts=True, always_normalises=True,
+    defaults={
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8, "num_experts_per_tok": 2,
+    },
+    fields={"num_experts": "num_local_experts"}, local_every=1,
+    modules={
+        **_MODULES, "experts.router": "block_sparse_moe.gate",
+        "experts.expert_gate": "block_sparse_moe.experts.{expert}.w1",
+        "experts.expert_up": "block_sparse_moe.experts.{expert}.w3",
+        "experts.expert_down": "block_sparse_moe.experts.{expert}.w2",
+    },
+)  # fmt: skip
+_QWEN3_MOE = Family(
+    decoder_block="qwen3_moe", model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM",
+    has_experts=True,
+    defaults={
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+    bias_fields=("attention_bias",), has_qk_norm=True, has_max_window_layers=True, modules={**_MODULES, **_EXPERTS},
+)  # fmt: skip
+_OLMOE = Family(
+    decoder_block="olmoe", model_type="olmoe", architecture="OlmoeForCausalLM",
+    has_experts=True, qk_norm_over="heads",
+    defaults={"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False, modules={**_MODULES, **_EXPERTS},
+)  # fmt: skip
+_GPT_OSS = Family(
+    decoder_block="gpt_oss", model_type="gpt_oss", architecture="GptOssForCausalLM",
+    has_experts=True, has_expert_biases=True, expert_limit=7.0, has_sinks=True, always_normalises=True,
+    defaults={
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 128,
+        "num_experts": 128, "num_experts_per_tok": 4, "attention_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    fields={"num_experts": "num_local_experts"}, bias_fields=("attention_bias",), local_every=2,
+    modules={**_MODULES, "experts.router": "mlp.router"},
+    tensors={
+        "attention.sinks": "self_attn.sinks",
+        "experts.expert_gate": "mlp.experts.gate_up_proj", "experts.expert_up": "mlp.experts.gate_up_proj",
+        "experts.expert_down": "mlp.experts.down_proj", "experts.expert_down_bias": "mlp.experts.down_proj_bias",
+        "experts.expert_gate_bias": "mlp.experts.gate_up_proj_bias",
+        "experts.expert_up_bias": "mlp.experts.gate_up_proj_bias",
+    },
+)  # fmt: skip
+
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
     family.decoder_block: family
-    for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA2, _GEMMA3, _OLMO2, _PHI3, _GPT2)
+    for family in (
+        _LLAMA,
+        _MISTRAL,
+        _QWEN2,
+        _QWEN3,
+        _GEMMA2,
+        _GEMMA3,
+        _OLMO2,
+        _PHI3,
+        _GPT2,
+        _MIXTRAL,
+        _QWEN3_MOE,
+        _OLMOE,
+        _GPT_OSS,
+    )
 }

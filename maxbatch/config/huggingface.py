@@ -38,6 +38,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "clip_qkv": (None,),
+    "swiglu_limit": (7.0, None),
+    "swiglu_alpha": (1.702, None),
 }
 
 
@@ -127,14 +132,20 @@ def model_keys(stated: Json, where: str) -> dict[str, str]:
 
 def _family(stated: Json, where: str) -> Family:
     name = str(stated.get("model_type"))
-    if experts := [field for field, value in stated.items() if "expert" in field and value]:
-        raise ConfigError(
-            f"{where}: {shown(experts[0])}={shown(str(stated[experts[0]]))}: models with experts are not supported yet"
-        )
     family = next((family for family in FAMILIES.values() if family.model_type == name), None)
     if family is None:
         works = ", ".join(family.model_type for family in FAMILIES.values())
         raise ConfigError(f"{where}: model_type={shown(name)} is not supported; works: one of {works}")
+    experts = [field for field, value in stated.items() if "expert" in field and value and not family.has_experts]
+    if experts:
+        value = shown(str(stated[experts[0]]))
+        raise ConfigError(f"{where}: {shown(experts[0])}={value} is not supported for {name}, which has no experts")
+    packed = stated.get("quantization_config")
+    if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+        raise ConfigError(
+            f"{where}: quantization_config.quant_method=mxfp4: packed 4-bit weights are not read; works: a folder with "
+            "the weights in bfloat16"
+        )
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
@@ -150,6 +161,8 @@ class _Fields:
         self._family, self._where = family, where
         own_names = {own: name for name, own in family.fields.items()}
         own = {own_names[name]: value for name, value in stated.items() if name in own_names}
+        if family.has_experts and "num_local_experts" in stated:  # as transformers 5 writes it for any family
+            own["num_experts"] = stated["num_local_experts"]
         self._stated = family.defaults | stated | own
         check_fields(self._stated, family.fields, where)
 
@@ -175,6 +188,7 @@ class _Fields:
             "attn_logits_soft_cap": (stated.get("attn_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "query_pre_attn_scalar": stated.get("query_pre_attn_scalar"),
+            **(self._experts() if family.has_experts else {}),
             **self._windows(layers),
             **(self._rope() if family.has_rope else {"trainable_position_size": self._positions()}),
         }
@@ -185,6 +199,16 @@ class _Fields:
     def _mlp_dim(self, width: int) -> int:
         stated: int | None = self._stated.get("intermediate_size")
         return 4 * width if stated is None and not self._family.has_rope else self._stated["intermediate_size"]
+
+    def _experts(self) -> dict[str, Any]:
+        """Returns the keys of experts; the weights of balance are those that training states."""
+        stated, width = self._stated, self._stated.get("moe_intermediate_size")
+        return {
+            "num_experts": stated["num_experts"],
+            "num_experts_per_tok": stated["num_experts_per_tok"],
+            "base_moe_mlp_dim": -1 if width is None else width,
+            "norm_topk_prob": self._family.always_normalises or bool(stated.get("norm_topk_prob")),
+        }
 
     def _positions(self) -> int:
         positions: int = self._stated.get("max_position_embeddings") or 1024
@@ -240,7 +264,7 @@ class _Fields:
         if kind not in ROPE_TYPES:
             works = ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
-        for field, only in (("partial_rotary_factor", 1), ("truncate", True), ("mscale", None)):
+        for field, only in (("partial_rotary_factor", 1), ("mscale", None)):
             if rope.get(field, only) not in (only, None):
                 raise ConfigError(f"{self._where}: {field}={shown(str(rope[field]))} is not supported")
         keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
@@ -260,6 +284,7 @@ class _Fields:
         if kind == "yarn":
             keys |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
             keys["rope_attention_factor"] = rope.get("attention_factor")
+            keys["rope_truncate"] = rope.get("truncate") is not False
         return keys
 
     def _long_factors(self, rope: Json, original: int) -> dict[str, Any]:

@@ -9,12 +9,19 @@ from ml_collections import ConfigDict
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
 from maxbatch.config.huggingface import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.config.loading import keys
+from maxbatch.config.matrices import moe_mlp_dim
+from maxbatch.config.sections import ModelConfig
 from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What an exported model takes from the folder that it was imported from; no key states it.
 _KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
-_ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type")  # defaults where a family lacks them
+_ABSENT = (
+    "trainable_position_size",
+    "local_rope_max_timescale",
+    "rope_type",
+    "rope_truncate",
+)  # defaults where a family lacks them
 
 
 def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
@@ -33,6 +40,8 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     stated["hidden_act"] = _activation(config, family)
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}
     stated |= {field: biases[field] for field in family.bias_fields}
+    if family.has_experts:
+        stated |= _experts(config, family)
     if family.has_head_dim:
         stated["head_dim"] = config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
@@ -65,6 +74,19 @@ def _common(config: ConfigDict) -> Json:
         "tie_word_embeddings": config.logits_via_embedding,
         "rms_norm_eps": config.normalization_layer_epsilon,
     }
+
+
+def _experts(config: ConfigDict, family: Family) -> Json:
+    stated: Json = {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
+    width = moe_mlp_dim(ModelConfig.of(config))
+    stated["intermediate_size"] = config.base_mlp_dim
+    if "moe_intermediate_size" in family.defaults:
+        stated |= {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    else:
+        stated["intermediate_size"] = width
+    if not family.always_normalises:
+        stated["norm_topk_prob"] = config.norm_topk_prob
+    return stated
 
 
 def _activation(config: ConfigDict, family: Family) -> str:
@@ -117,6 +139,7 @@ def _rope(config: ConfigDict, family: Family) -> Json:
     if kind == "yarn":
         scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
         scaling |= {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
+        scaling |= {} if config.rope_truncate else {"truncate": False}
     return stated | {"rope_scaling": scaling}
 
 
@@ -143,6 +166,8 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
         if key == "attention_type":
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)
+        if key in ("base_moe_mlp_dim", "base_mlp_dim") and FAMILIES[config.decoder_block].has_experts:
+            continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not any(
             is_local_layer(config.attention_type, config.base_num_decoder_layers)
         ):

@@ -15,7 +15,8 @@ _WHOLE = {
     **dict.fromkeys(
         (
             "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
-            "max_position_embeddings", "original_max_position_embeddings", "sliding_window",
+            "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
+            "num_experts_per_tok", "moe_intermediate_size",
         ),
         _MOST,
     ),

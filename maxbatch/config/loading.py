@@ -216,7 +216,7 @@ def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_La
     if model_name not in presets:
         nearest = nearest_name(model_name, presets) or "default"
         raise ConfigError(
-            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {', '.join(presets)}; "
+            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(presets), 300)}; "
             f"works: model_name={nearest}"
         )
     return [_layer("preset", entries(presets[model_name]))]

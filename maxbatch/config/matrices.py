@@ -15,16 +15,23 @@ from maxbatch.config.sections import ModelConfig
 
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
+ROUTED_BIAS = "routed_bias"  # the parameter that steps of `routed_bias_update_rate` move, and no optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of a decoder; its logical axes are those of its inputs, then those of its outputs."""
+    """A parameter of a decoder; its logical axes are those of its inputs, then those of its outputs.
+
+    Those of experts have an axis of experts before them.
+    """
 
     name: str  # its path, joined by dots; in `layers` it has a leading axis of that name beside its own axes
     outputs: Axes  # of a norm's scale or a bias, all of its axes
     inputs: Axes = ()  # that a product sums over, or a lookup chooses from
     is_lookup: bool = False  # its rows are chosen, not multiplied; tied to the output it also multiplies, transposed
+    per_expert: bool = False  # whether each expert has one
+    is_float32: bool = False  # whether it is float32 whatever `weight_dtype` is
+    is_learned: bool = True  # whether the optimizer steps it
     kept: str = ""  # the name by which rematerialisation keeps its product
     has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
 
@@ -41,7 +48,7 @@ class Parameter:
     @property
     def axes(self) -> Axes:
         """The logical axes, of one layer."""
-        return self.inputs + self.outputs
+        return (("experts",) if self.per_expert else ()) + self.inputs + self.outputs
 
     @property
     def is_stacked(self) -> bool:
@@ -56,7 +63,7 @@ class Parameter:
     @property
     def groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The numbers of its axes of inputs, and of outputs."""
-        numbers = tuple(range(len(self.axes)))
+        numbers = tuple(range(len(self.axes)))[self.per_expert :]
         return numbers[: len(self.inputs)], numbers[len(self.inputs) :]
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
@@ -67,14 +74,25 @@ class Parameter:
         """Returns the number of its values, in all layers."""
         return math.prod(self.shape(model)) * (model.base_num_decoder_layers if self.is_stacked else 1)
 
+    def active_size(self, model: ModelConfig) -> int:
+        """Returns the number of its values that a token meets, in all layers."""
+        size = self.size(model)
+        return size // model.num_experts * model.num_experts_per_tok if self.per_expert else size
+
 
 def _sizes(model: ModelConfig) -> dict[str, int]:
     """Returns the size of each logical axis."""
     return {
         "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
         "norm": model.base_emb_dim, "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
-        "head_dim": model.head_dim, "mlp": model.base_mlp_dim,
+        "head_dim": model.head_dim, "mlp": model.base_mlp_dim, "experts": model.num_experts,
+        "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
     }  # fmt: skip
+
+
+def moe_mlp_dim(model: ModelConfig) -> int:
+    """Returns the hidden width of an expert."""
+    return model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim
 
 
 def is_gated(model: ModelConfig) -> bool:
@@ -99,7 +117,31 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         return model.mlp_projection_bias or family.has_biases
 
     attention, mlp, heads = "layers.attention", "layers.mlp", ("heads", "head_dim")
-    kv_heads = ("kv_heads", "head_dim")
+    kv_heads, experts = ("kv_heads", "head_dim"), "layers.experts"
+    mlp_rows = (
+        Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
+        Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
+        Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
+        Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
+        Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
+        Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
+    )
+    expert_biases = (
+        Parameter(f"{experts}.router_bias", ("router",)),
+        Parameter(f"{experts}.expert_gate_bias", ("moe_mlp",), per_expert=True),
+        Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
+        Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
+    )
+    experts_rows = (
+        Parameter(f"{experts}.router", ("router",), ("embed",)),
+        Parameter(f"{experts}.expert_gate", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_0"),
+        Parameter(f"{experts}.expert_up", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_1"),
+        Parameter(f"{experts}.expert_down", ("embed",), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
+        *(expert_biases if family.has_expert_biases else ()),
+        Parameter(
+            f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
+        ),
+    )
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
@@ -112,16 +154,12 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
         Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
         Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
+        *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
         Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
         Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
         *(norm("layers.attention_post_norm") if family.norms_after else ()),
         *(norm("layers.mlp_norm") if family.norms_before else ()),
-        Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
-        Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
-        Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
-        Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
-        Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
-        Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
+        *(experts_rows if family.has_experts else mlp_rows),
         *(norm("layers.mlp_post_norm") if family.norms_after else ()),
         *norm("final_norm"),
         Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
@@ -145,3 +183,13 @@ def parameters(model: ModelConfig) -> list[Parameter]:
 def model_size(model: ModelConfig) -> int:
     """Returns the number of values in a decoder's parameters, without adapters."""
     return sum(row.size(model) for row in parameters(model))
+
+
+def active_model_size(model: ModelConfig) -> int:
+    """Returns the number of values that a token meets: all but those of the experts that are not its own."""
+    return sum(row.active_size(model) for row in parameters(model))
+
+
+def of_experts(name: str) -> bool:
+    """Returns whether a matrix of a layer, by the last part of its name, belongs to experts or to their router."""
+    return MATRICES[name].module == "layers.experts"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from maxbatch.config.families import GLOBAL, LOCAL
+from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.sections import customised_tensors, names_of
@@ -228,6 +228,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     if number["head_dim"] % 2:
         raise fault("head_dim", "even, since rotary embeddings turn pairs", number["head_dim"] + 1)
     _check_layers(values, fault)
+    _check_experts(values, keys, fault)
     warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
     if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -281,6 +282,56 @@ def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
     low, high = values["rope_low_freq_factor"], values["rope_high_freq_factor"]
     if isinstance(low, float) and isinstance(high, float) and high <= low:
         raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
+
+
+# Keys that do nothing in a model without experts.
+_OF_EXPERTS = (
+    "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias",
+    "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
+    "capacity_factor",
+)  # fmt: skip
+_ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
+
+
+def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for keys of experts that do not go together, or that the family lacks."""
+    family, num_experts = FAMILIES[str(values["decoder_block"])], int(str(values["num_experts"]))
+    block = f"decoder_block={family.decoder_block}"
+
+    def refuse(name: str, rule: str, works: Mapping[str, object]) -> ConfigError:
+        first, *others = (f"{key}={value}" for key, value in works.items())
+        return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
+
+    if not family.has_experts:
+        defaults = {name: keys[name].read(keys[name].default) for name in _OF_EXPERTS}
+        works = {name: keys[name].default for name, value in defaults.items() if values[name] != value}
+        if works:
+            name = next(iter(works))
+            others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
+            rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
+            raise refuse(name, rule, works)
+        return
+    normalises = {"norm_topk_prob": "true"} if family.always_normalises and not values["norm_topk_prob"] else {}
+    if num_experts < 2:
+        several = {"num_experts": str(max(8, int(str(values["num_experts_per_tok"]))))} | normalises
+        raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
+    if normalises:
+        raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
+    if int(str(values["num_experts_per_tok"])) > num_experts:
+        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", num_experts)
+    if values["routed_bias_update_rate"] and not values["routed_bias"]:
+        raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
+    if values["routed_bias_update_rate"] and values["lora_rank"]:
+        raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
+    for name in _ROUTER_LOSSES:
+        if values[name] and values["batch_size"] is not None:
+            raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
+    if family.expert_limit is not None and values["mlp_activations"] != "silu,linear":
+        raise fault(
+            "mlp_activations", f"silu,linear beside {block}, whose experts have one of their own", "silu,linear"
+        )
+    if not str(values["mlp_activations"]).endswith(",linear"):
+        raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
 
 
 def _check_factors(values: Values, fault: Callable[..., ConfigError]) -> None:

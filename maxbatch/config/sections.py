@@ -498,6 +498,9 @@ class ModelConfig(Section):
         bounds=_POSITIVE,
         maxtext=OURS,
     )
+    rope_truncate: bool = key(
+        "yarn: true: the pairs between which it stretches in part are rounded to whole ones", fixes=_MODEL
+    )
     rope_short_factors: str = key(
         "longrope: stretching factor of each pair of a head in rows of at most the original length; head_dim / 2 "
         "numbers",
@@ -506,6 +509,46 @@ class ModelConfig(Section):
     )
     rope_long_factors: str = key("longrope: the same in longer rows", fixes=_MODEL, maxtext=OURS)
     normalization_layer_epsilon: float = key("epsilon of the norms", fixes=_MODEL, bounds=_POSITIVE)
+    num_experts: int = key(
+        "E: experts of a layer, of a decoder_block that has experts; 1: none",
+        fixes=_MODEL,
+        bounds=_COUNT,
+        unit="experts",
+    )
+    num_experts_per_tok: int = key(
+        "k: experts that a token goes to; at most num_experts", fixes=_MODEL, bounds=_COUNT, unit="experts"
+    )
+    base_moe_mlp_dim: int = key("hidden width of an expert; -1: base_mlp_dim", fixes=_MODEL, bounds=_COUNT_OR_OFF)
+    norm_topk_prob: bool = key("true: the weights of a token's experts are divided by their sum", fixes=_MODEL)
+    routed_bias: bool = key(
+        "true: a bias of each expert, added to its score for the choice alone (Wang et al. 2024)", fixes=_MODEL
+    )
+    routed_bias_update_rate: float = key(
+        "step of that bias after an update, towards the experts that had fewer tokens than the mean",
+        fixes=_PROGRAM,
+        bounds=_FROM_ZERO,
+    )
+    load_balance_loss_weight: float = key(
+        "weight of the balance loss E sum(f P), which is 1 where the experts' loads are even; 0: off",
+        fixes=_PROGRAM,
+        bounds=_FROM_ZERO,
+    )
+    load_balance_scope: Literal["sequence", "global"] = key(
+        "sequence (loads of each row) | global (loads of the whole batch of the update before)",
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
+    router_z_loss_weight: float = key(
+        "weight of the mean square of the router's log-sum-exp (Zoph et al. 2022); 0: off",
+        fixes=_PROGRAM,
+        bounds=_FROM_ZERO,
+        maxtext=OURS,
+    )
+    capacity_factor: float = key(
+        "c > 0: an expert takes at most c x tokens x k / E of a row, rounded up, the first ones; -1: all",
+        fixes=_PROGRAM,
+        bounds=Bounds(above=0, also=-1),
+    )
     dtype: Literal["float32", "bfloat16"] = key("compute: float32 | bfloat16", fixes=_PROGRAM)
     weight_dtype: Literal["float32", "bfloat16"] = key(
         "parameters and optimizer state: float32 | bfloat16", fixes=_MODEL
@@ -529,7 +572,7 @@ class RematConfig(Section):
         "none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"
     ] = key(
         "none | minimal (keep matrix products) | minimal_with_context (and attention) | save_qkv_proj | "
-        "save_out_proj | full (keep layer inputs) | custom (the next nine keys)",
+        "save_out_proj | full (keep layer inputs) | custom (the next twelve keys)",
         fixes=_PROGRAM,
     )
     decoder_layer_input: Literal["device", "offload"] = key(
@@ -554,6 +597,15 @@ class RematConfig(Section):
     )
     mlpwo: Literal["remat", "device", "offload"] = key(
         "custom: the MLP's last projection: remat | device | offload", fixes=_PROGRAM
+    )
+    moe_mlpwi_0: Literal["remat", "device", "offload"] = key(
+        "custom: the experts' gate: remat | device | offload", fixes=_PROGRAM
+    )
+    moe_mlpwi_1: Literal["remat", "device", "offload"] = key(
+        "custom: the experts' projection beside the gate: remat | device | offload", fixes=_PROGRAM
+    )
+    moe_mlpwo: Literal["remat", "device", "offload"] = key(
+        "custom: the experts' last projection: remat | device | offload", fixes=_PROGRAM
     )
 
 
@@ -685,6 +737,7 @@ class MeshConfig(Section):
 
     ici_data_parallelism: int = key("parameters replicated, batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
     ici_fsdp_parallelism: int = key("parameters and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    ici_expert_parallelism: int = key("experts and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
     ici_tensor_parallelism: int = key("heads, MLP and vocabulary split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
     ici_context_parallelism: int = key("sequence split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
     ici_pipeline_parallelism: int = key("layers split over pipeline stages", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
@@ -692,6 +745,7 @@ class MeshConfig(Section):
         "over slices: parameters replicated, batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
     )
     dcn_fsdp_parallelism: int = key("over slices: parameters and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
+    dcn_expert_parallelism: int = key("over slices: experts and batch split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF)
     dcn_tensor_parallelism: int = key(
         "over slices: heads, MLP and vocabulary split", fixes=_PROGRAM, bounds=_COUNT_OR_OFF
     )

@@ -56,12 +56,14 @@ def attend(
     segments_MxL: jax.Array,
     scores: Scores = PLAIN,
     constrain: Constrain = unconstrained,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns causal attention within segments, [M, L, H, h] in q's dtype, with softmax in float32.
 
     A token sees itself and the tokens before it of its own segment, and only those; in a local layer only the nearest
     `scores.window`. Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
-    Queries and keys come rotated.
+    Queries and keys come rotated. With sinks a head may attend to a score of its own in place of tokens (Xiao et al.
+    2023, https://arxiv.org/abs/2309.17453; as gpt-oss has it).
     """
     if scores.implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
@@ -69,8 +71,8 @@ def attend(
     if scores.is_local is not False:
         places_L = jnp.arange(q_MxLxHxh.shape[1])
         mask &= scores.in_window((places_L[:, None] - places_L[None, :])[None, None])
-    if scores.soft_cap:
-        return _attend_capped(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores)
+    if scores.soft_cap or sinks_H is not None:
+        return _attend_plainly(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores, sinks_H)
     if scores.implementation == "cudnn":
         # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
@@ -80,22 +82,42 @@ def attend(
     )  # fmt: skip
 
 
-def _attend_capped(
-    q_MxLxHxh: jax.Array, k_MxLxKxh: jax.Array, v_MxLxKxh: jax.Array, mask_Mx1xLxL: jax.Array, scores: Scores
+def _attend_plainly(
+    q_MxLxHxh: jax.Array,
+    k_MxLxKxh: jax.Array,
+    v_MxLxKxh: jax.Array,
+    mask_Mx1xLxL: jax.Array,
+    scores: Scores,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """Returns causal attention with soft-capped scores, which JAX's own function does not know."""
+    """Returns causal attention with soft-capped scores or sinks, which JAX's own function does not know."""
     rows, length, heads, head_dim = q_MxLxHxh.shape
     kv_heads = k_MxLxKxh.shape[2]
     q_MxLxKxGxh = q_MxLxHxh.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     logits = jnp.einsum("mqkgh,mlkh->mkgql", q_MxLxKxGxh, k_MxLxKxh, preferred_element_type=jnp.float32)
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     visible = mask_Mx1xLxL & jnp.tril(jnp.ones((length, length), bool))[None, None]
-    weights_MxKxGxLxL = jax.nn.softmax(jnp.where(visible[:, :, None], logits, -jnp.inf)).astype(v_MxLxKxh.dtype)
+    weights_MxKxGxLxL = _softmax(jnp.where(visible[:, :, None], logits, -jnp.inf), sinks_H).astype(v_MxLxKxh.dtype)
     return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(q_MxLxHxh.shape)
 
 
+def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Array:
+    """Returns the softmax over the last axis, to whose sum each head's sink adds."""
+    if sinks_H is None:
+        return jax.nn.softmax(logits_MxKxGxLxL)
+    sinks = sinks_H.astype(jnp.float32).reshape(1, *logits_MxKxGxLxL.shape[1:3], 1, 1)
+    peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(logits_MxKxGxLxL, axis=-1, keepdims=True), sinks))
+    exp = jnp.exp(logits_MxKxGxLxL - peak)
+    return exp / (jnp.sum(exp, axis=-1, keepdims=True) + jnp.exp(sinks - peak))
+
+
 def attend_to_cache(
-    q_BxTxHxh: jax.Array, k_BxKxLxh: jax.Array, v_BxKxLxh: jax.Array, positions_BxT: jax.Array, scores: Scores = PLAIN
+    q_BxTxHxh: jax.Array,
+    k_BxKxLxh: jax.Array,
+    v_BxKxLxh: jax.Array,
+    positions_BxT: jax.Array,
+    scores: Scores = PLAIN,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype."""
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
@@ -108,7 +130,7 @@ def attend_to_cache(
         visible_BxTxL &= scores.in_window(positions_BxT[:, :, None] - slots_1x1xL)
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     logits = jnp.where(visible_BxTxL[:, None, None], logits, -jnp.inf)
-    weights_BxKxGxTxL = jax.nn.softmax(logits).astype(v_BxKxLxh.dtype)
+    weights_BxKxGxTxL = _softmax(logits, sinks_H).astype(v_BxKxLxh.dtype)
     return jnp.einsum("bkgtl,bklh->btkgh", weights_BxKxGxTxL, v_BxKxLxh).reshape(q_BxTxHxh.shape)
 
 
@@ -122,6 +144,7 @@ class Attention(nnx.Module):
     key: nnx.Param[jax.Array]
     value: nnx.Param[jax.Array]
     out: nnx.Param[jax.Array]
+    sinks: nnx.Param[jax.Array]  # if the family has them
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, _NAME, rngs=rngs)
@@ -144,7 +167,7 @@ class Attention(nnx.Module):
         if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
             factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
         q, k, v = self._queries_keys_values(x_MxLxD, rope, factor)
-        joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain))
+        joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks))
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
 
     def with_cache(
@@ -165,7 +188,11 @@ class Attention(nnx.Module):
         cache = cache.write(layer, positions_BxT, k, v)
         k_BxKxLxh, v_BxKxLxh = (array[layer] for array in cache)
         scores = self.scores._replace(is_local=is_local)
-        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT, scores)), cache
+        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT, scores, self._sinks)), cache
+
+    @property
+    def _sinks(self) -> jax.Array | None:
+        return self.sinks[...] if hasattr(self, "sinks") else None
 
     def _queries_keys_values(
         self, x_MxLxD: jax.Array, rope: Rope | None, factor: float = 1.0

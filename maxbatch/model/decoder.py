@@ -23,6 +23,8 @@ from maxbatch.config.families import FAMILIES, is_local_layer
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.experts.experts import Experts
+from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
 from maxbatch.model.mlp import MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
@@ -35,6 +37,8 @@ from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
 
+_STREAM = ("batch", "length", "embed")
+
 
 class LayerRunner(Protocol):
     """A way to run the layers other than a plain loop over them."""
@@ -46,28 +50,52 @@ class LayerRunner(Protocol):
     def order(self, num_layers: int) -> np.ndarray:
         """Returns the numbers of the layers in the order in which their parameters come stacked."""
 
-    def __call__(self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, segments_MxL: jax.Array, /) -> jax.Array:
-        """Returns x after all layers; `layers` runs as many as are stacked."""
+    def __call__(
+        self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, slots: Slots, /
+    ) -> tuple[jax.Array, RoutingSums | None]:
+        """Returns x after all layers and their sums, stacked alike; `layers` runs as many as are stacked."""
 
 
 class DecoderLayer(nnx.Module):
-    """One residual block: attention, then the MLP, normalised before or after, or both, as `decoder_block` says."""
+    """One residual block: attention, then the MLP or experts, normalised before or after, or both.
+
+    `decoder_block` says which.
+    """
+
+    mlp: MLP  # if the layers have no experts
+    experts: Experts  # if they have
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         self.attention_norm = norm_of(config, "layers.attention_norm")
         self.attention = Attention(config, rngs=rngs, constrain=constrain)
         self.attention_post_norm = norm_of(config, "layers.attention_post_norm")
         self.mlp_norm = norm_of(config, "layers.mlp_norm")
-        self.mlp = MLP(config, rngs=rngs, constrain=constrain)
+        self.has_experts = FAMILIES[config.decoder_block].has_experts
+        if self.has_experts:
+            self.experts = Experts(config, rngs=rngs, constrain=constrain)
+        else:
+            self.mlp = MLP(config, rngs=rngs, constrain=constrain)
         self.mlp_post_norm = norm_of(config, "layers.mlp_post_norm")
         self.constrain = constrain
 
     def __call__(
-        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool
-    ) -> jax.Array:
-        """Returns the residual stream after this layer, [M, L, D], in x's dtype."""
-        attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), segments_MxL, rope, is_local)
-        return features_last(self._add(x_MxLxD, attended_MxLxD), self.constrain)
+        self,
+        x_MxLxD: jax.Array,
+        slots: Slots,
+        rope: Rope | None,
+        is_local: jax.Array | bool,
+        number: jax.Array | int | None = None,
+    ) -> tuple[jax.Array, RoutingSums | None]:
+        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts."""
+        attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), slots.segments_MxL, rope, is_local)
+        x_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
+        sums = None
+        if self.has_experts:
+            assert number is not None, "layers with experts are numbered"
+            out_MxLxD, sums = self.experts(self.mlp_norm(x_MxLxD), slots, number)
+        else:
+            out_MxLxD = self.mlp(self.mlp_norm(x_MxLxD))
+        return features_last(self._add(x_MxLxD, out_MxLxD), self.constrain), sums
 
     def with_cache(
         self,
@@ -82,12 +110,15 @@ class DecoderLayer(nnx.Module):
         attended_BxTxD, cache = self.attention.with_cache(
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
         )
-        return self._add(x_BxTxD, attended_BxTxD), cache
+        x_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
+        run = self.experts.of_each if self.has_experts else self.mlp
+        return self._add(x_BxTxD, run(self.mlp_norm(x_BxTxD))), cache
 
-    def _add(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
-        stream = ("batch", "length", "embed")
-        x = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), stream)
-        return self.constrain(x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), stream)
+    def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
+        return self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
+
+    def _add(self, x_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+        return self.constrain(x_MxLxD + self.mlp_post_norm(out_MxLxD), _STREAM)
 
 
 class Decoder(nnx.Module):
@@ -141,18 +172,26 @@ class Decoder(nnx.Module):
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
         self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)
+        self.has_experts = FAMILIES[config.decoder_block].has_experts
         self.scan_layers = config.scan_layers
         self.remat = Remat.of(config.remat)
         self.layer_runner = layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the arguments."""
-        x_MxLxD = self.hidden(tokens_MxL, segments_MxL)
+        """Returns the logits of the token after each, float32[M, L, V]; `hidden_and_sums` has the arguments."""
+        return self.logits(self.hidden(tokens_MxL, segments_MxL))
+
+    def logits(self, x_MxLxD: jax.Array) -> jax.Array:
+        """Returns the logits of the token after each, float32[M, L, V], from the stream after the final norm."""
         w_DxV = self.output_projection().astype(x_MxLxD.dtype)
         return jnp.einsum("mld,dv->mlv", x_MxLxD, w_DxV, preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Returns the stream after the final norm, [M, L, D] in `dtype`.
+        """Returns the stream after the final norm, [M, L, D] in `dtype`; `hidden_and_sums` has the arguments."""
+        return self.hidden_and_sums(tokens_MxL, segments_MxL)[0]
+
+    def hidden_and_sums(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> tuple[jax.Array, RoutingSums | None]:
+        """Returns the stream after the final norm, [M, L, D] in `dtype`, and the sums of all layers' experts, if any.
 
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
@@ -160,19 +199,22 @@ class Decoder(nnx.Module):
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
         layerdef, parameters = nnx.split(self.layers)
 
-        def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
+        def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
             is_local = self._is_local(one)
-            rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, segments_MxL))
-            return nnx.merge(layerdef, one.parameters)(x_MxLxD, segments_MxL, rope, is_local)
+            rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, slots.segments_MxL))
+            return nnx.merge(layerdef, one.parameters)(x_MxLxD, slots, rope, is_local, one.number)
 
+        slots = Slots(segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None)
         if self.layer_runner is not None:
+            order = self.layer_runner.order(len(self.local_layers))
             run = partial(_run_layers, layer, self.scan_layers)
-            stacked = self._stacked(parameters, self.layer_runner.order(len(self.local_layers)))
-            x_MxLxD = self.layer_runner(run, stacked, x_MxLxD, segments_MxL)
-            return self.final_norm(self.constrain(x_MxLxD, ("batch", "length", "embed")))
+            x_MxLxD, sums = self.layer_runner(run, self._stacked(parameters, order), x_MxLxD, slots)
+            sums = jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
+            return self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums
         in_loop = self.scan_layers and len(self.local_layers) > 1
         layer = checkpointed(layer, self.remat, in_loop)
-        return self.final_norm(_run_layers(layer, self.scan_layers, x_MxLxD, segments_MxL, self._stacked(parameters)))
+        x_MxLxD, sums = _run_layers(layer, self.scan_layers, x_MxLxD, slots, self._stacked(parameters))
+        return self.final_norm(x_MxLxD), sums
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:
         """Returns a cache in the compute dtype with room for `length` tokens in each of B rows."""
@@ -187,7 +229,7 @@ class Decoder(nnx.Module):
         """Returns `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
 
         A token sees those before it in its row, which is one document from its start and whose slots are in the cache.
-        The layers run in a plain loop.
+        The layers run in a plain loop, and experts without a capacity.
 
         Args:
           positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
@@ -219,10 +261,11 @@ class Decoder(nnx.Module):
 
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
         """Returns the layers to run, in order or in that of a runner."""
+        order = np.arange(len(self.local_layers)) if order is None else order
+        numbers = order.astype(np.int32) if self.has_experts else None
         if len(set(self.local_layers)) == 1:
-            return Stacked(parameters)
-        local = np.asarray(self.local_layers)
-        return Stacked(parameters, local if order is None else local[order])
+            return Stacked(parameters, number=numbers)
+        return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
 
     def _is_local(self, one: Stacked) -> jax.Array | bool:
         if one.is_local is None:
@@ -238,7 +281,7 @@ class Decoder(nnx.Module):
         if self.rope_keys is None:
             table_PxD = self.constrain(self.positions[...].astype(self.dtype), ("position", "embed"))
             x_MxLxD += table_PxD[places()]
-        return self.constrain(x_MxLxD, ("batch", "length", "embed"))
+        return self.constrain(x_MxLxD, _STREAM)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Returns logits under `final_logits_soft_cap`."""
@@ -266,11 +309,14 @@ def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
 
 
 def _run_layers(
-    layer: Layers, scanned: bool, x_MxLxD: jax.Array, segments_MxL: jax.Array, stacked: Stacked
-) -> jax.Array:
-    """Returns x after all stacked layers, which run in a loop or one by one."""
+    layer: Layers, scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
+) -> tuple[jax.Array, RoutingSums | None]:
+    """Returns x after all stacked layers, which run in a loop or one by one, and their sums, stacked alike."""
     if scanned and jax.tree.leaves(stacked.parameters)[0].shape[0] > 1:
-        return jax.lax.scan(lambda x, one: (layer(x, segments_MxL, one), None), x_MxLxD, stacked)[0]
+        x_MxLxD, sums = jax.lax.scan(lambda x, one: layer(x, slots, one), x_MxLxD, stacked)
+        return x_MxLxD, sums
+    found = []
     for one in stacked.one_by_one():
-        x_MxLxD = layer(x_MxLxD, segments_MxL, one)
-    return x_MxLxD
+        x_MxLxD, of_layer = layer(x_MxLxD, slots, one)
+        found.append(of_layer)
+    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)

@@ -10,7 +10,8 @@ from maxbatch.model.decoder_config import DecoderConfig
 def model_flops_per_token(config: DecoderConfig) -> int:
     """Returns the floating-point operations of training per token, forward and backward, without recomputation.
 
-    They are 6 per parameter that multiplies (2 forward, 4 backward; the embedding lookup multiplies nothing), and
+    They are 6 per parameter that multiplies a token (2 forward, 4 backward; the embedding lookup multiplies nothing,
+    and of a layer's experts only those that the token goes to), and
     12 * H * h for attention per layer and token that is seen: L / 2 of them, because it is causal, and in a layer with
     a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer.
 
@@ -23,5 +24,5 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     length, windows = config.max_target_length, is_local_layer(config.attention_type, config.base_num_decoder_layers)
     seen = (min(config.sliding_window_size, length) if local else length for local in windows)
     twice_seen = sum(2 * window - window * window // length for window in seen)
-    matrices = sum(row.size(config) for row in multiplying)
+    matrices = sum(row.active_size(config) for row in multiplying)
     return 6 * (matrices + twice_seen * config.base_num_query_heads * config.head_dim)

@@ -91,11 +91,18 @@ def loss_sums(
     `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0. A token's segment is the
     document that it belongs to, 0 for padding. Both sums are float32 scalars.
     """
+    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    return loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards)
+
+
+def loss_sums_of(
+    decoder: Decoder, x_MxLxD: jax.Array, tokens_MxL: jax.Array, weights_MxL: jax.Array, *, batch_shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `loss_sums` of a micro-batch whose last hidden state is x."""
     # The last position predicts the first token, whose weight is 0.
     targets_MxL, weights_MxL = (jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL))
-    x_MxLxD, w_DxV = decoder.hidden(tokens_MxL, segments_MxL), decoder.output_projection()
     rules = Rules(decoder.constrain, decoder.logits_soft_cap)
-    return _token_losses(x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards, rules)
+    return _token_losses(x_MxLxD, decoder.output_projection(), targets_MxL, weights_MxL, batch_shards, rules)
 
 
 def token_logprobs(
@@ -107,6 +114,13 @@ def token_logprobs(
     time and are recomputed in the backward pass. Softmax is float32.
     """
     x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    return token_logprobs_of(decoder, x_MxLxD, tokens_MxL, batch_shards=batch_shards)
+
+
+def token_logprobs_of(
+    decoder: Decoder, x_MxLxD: jax.Array, tokens_MxL: jax.Array, *, batch_shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `token_logprobs` of rows whose last hidden state is x."""
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
     rows, length = tokens_MxL.shape
     pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, decoder.constrain.platform)

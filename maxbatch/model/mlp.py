@@ -19,7 +19,8 @@ from maxbatch.model.products import two_products
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+Activation = Callable[[jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Activation] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=True),
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
@@ -38,7 +39,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, "layers.mlp", rngs=rngs)
-        self.activation = _ACTIVATIONS[config.mlp_activations.partition(",")[0]]
+        self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
         self.constrain = constrain
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ def parameter_path(path: Any) -> ParameterPath:
 
 
 def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: nnx.Rngs | None = None) -> None:
-    """Gives a module its parameters, in `weight_dtype`, as attributes of their names.
+    """Gives a module its parameters, in `weight_dtype` or float32, as attributes of their names.
 
     Args:
       module: a part of the decoder.
@@ -33,7 +33,8 @@ def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: n
     """
     for row in parameters(config):
         if row.name in names or row.module in names:
-            value = _first_value(config, row, rngs).astype(config.weight_dtype)
+            value = _first_value(config, row, rngs)
+            value = value if row.is_float32 else value.astype(config.weight_dtype)
             setattr(module, row.path[-1], nnx.Param(value, logical_axes=row.axes))
 
 

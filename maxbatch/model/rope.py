@@ -46,6 +46,7 @@ class RopeKeys:
     original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
+    rope_truncate: bool
     rope_short_factors: str
     rope_long_factors: str
 
@@ -186,5 +187,9 @@ def _yarn_share(keys: RopeKeys) -> np.ndarray:
     def pair(turns: float) -> float:
         return h * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(keys.rope_max_timescale))
 
-    first, last = max(math.floor(pair(keys.beta_fast)), 0), min(math.ceil(pair(keys.beta_slow)), h - 1)
-    return 1 - np.clip((np.arange(h // 2) - first) / max(last - first, 0.001), 0, 1)
+    first, last = pair(keys.beta_fast), pair(keys.beta_slow)
+    if keys.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, h - 1)
+    share: np.ndarray = 1 - np.clip((np.arange(h // 2) - first) / max(last - first, 0.001), 0, 1)
+    return share

@@ -25,6 +25,8 @@ class Stacked(NamedTuple):
     parameters: State
     # Whether a layer is local: bool[N], of a single layer a `Static` or a traced bool; None if all layers are alike.
     is_local: Any = None
+    # The number of each layer: int32[N], of a single layer a scalar; None in a model without experts.
+    number: Any = None
 
     def one_by_one(self) -> list[Stacked]:
         """Returns each layer, its parameters by one split per array, whose gradient is one concatenation."""
@@ -32,7 +34,8 @@ class Stacked(NamedTuple):
         num_layers = arrays[0].shape[0]
         split = [[part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)] for array in arrays]
         parameters = [jax.tree.unflatten(treedef, parts) for parts in zip(*split, strict=True)]
-        return [Stacked(own, self._is_local(layer)) for layer, own in enumerate(parameters)]
+        numbers = [None] * num_layers if self.number is None else self.number
+        return [Stacked(own, self._is_local(layer), numbers[layer]) for layer, own in enumerate(parameters)]
 
     def _is_local(self, layer: int) -> Any:
         known = isinstance(self.is_local, np.ndarray)

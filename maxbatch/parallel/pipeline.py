@@ -31,8 +31,9 @@ from maxbatch.parallel.sharding import Constrain, activation_constraint, num_sha
 from maxbatch.parallel.trees import Tree, TreeOf
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
-# (x_bxLxD, segments_bxL, the parameters of one layer, or of several stacked in order) -> x_bxLxD
-Layers = Callable[[jax.Array, jax.Array, Any], jax.Array]
+# (x_bxLxD, slots of [b, L] each, the parameters of one layer, or of several stacked in order) -> (x_bxLxD, sums over
+# the rows, if the layers have any, stacked alike)
+Layers = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
 
 _STREAM = ("stage", None, "batch", "length", "embed")
 
@@ -77,15 +78,15 @@ class Pipeline:
         """The ticks of one pass: M x R of work for each stage, and S - 1 to fill and drain."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
-    def __call__(self, layers: Layers, stacked: Tree, x_BxLxD: jax.Array, segments_BxL: jax.Array) -> jax.Array:
-        """Returns x after all layers, stacked in `stage_order`; B is divisible by batch_shards x M."""
+    def __call__(self, layers: Layers, stacked: Tree, x_BxLxD: jax.Array, slots: TreeOf) -> tuple[jax.Array, Any]:
+        """Returns x after all layers, stacked in `stage_order`, and their sums; B is divisible by batch_shards x M."""
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
         weights_SxRxN = jax.tree.map(lambda w: w.reshape(S, self.num_repeats, -1, *w.shape[1:]), stacked)
         stream = self.constrain(self._to_parts(x_BxLxD), _STREAM)
         # Whole on every stage: they are small, and each stage looks up its own.
-        segments_MxbxL = self._to_parts(segments_BxL).reshape(M, -1, segments_BxL.shape[-1])
-        segments_MxbxL = self.constrain(segments_MxbxL, (None, "batch", "length"))
+        slots_MxbxL = jax.tree.map(lambda x_BxL: self._to_parts(x_BxL).reshape(M, -1, x_BxL.shape[-1]), slots)
+        slots_MxbxL = self._placed(slots_MxbxL, None)
         run_stages = self._stages(layers)
         stage_S = jnp.arange(S)
         # A column of the stream moves up by one whenever its head is taken. When part m leaves the last stage, this has
@@ -100,25 +101,39 @@ class Pipeline:
             useful_head = _choose(self._per_stage(t < M * self.num_repeats), head_SxbxLxD)
             x_SxbxLxD = self._place(_choose(is_first, useful_head, moved_SxbxLxD))
             part_S = self.constrain((t - stage_S) % M, ("stage",))
-            segments_SxbxL = self.constrain(segments_MxbxL[part_S], ("stage", "batch", "length"))
+            slots_SxbxL = self._placed(jax.tree.map(lambda x_MxbxL: x_MxbxL[part_S], slots_MxbxL), "stage")
             repeat_S = jnp.clip((t - stage_S) // M, 0, self.num_repeats - 1)
-            out_SxbxLxD = self._place(run_stages(weights_SxRxN, repeat_S, x_SxbxLxD, segments_SxbxL))
+            out_SxbxLxD, sums_SxN = run_stages(weights_SxRxN, repeat_S, x_SxbxLxD, slots_SxbxL)
+            out_SxbxLxD = self._place(out_SxbxLxD)
             stream_SxCxbxLxD = _with_column(stream_SxCxbxLxD, _roll(head_SxbxLxD, -1), t % columns)
             done = (t - S + 1) % columns
             result = _roll(out_SxbxLxD, home - (S - 1))
             kept = _choose(is_home & (t >= S - 1), result, _column(stream_SxCxbxLxD, done))
             stream_SxCxbxLxD = self.constrain(_with_column(stream_SxCxbxLxD, kept, done), _STREAM)
-            return (stream_SxCxbxLxD, self._place(_roll(out_SxbxLxD, 1))), None
+            return (stream_SxCxbxLxD, self._place(_roll(out_SxbxLxD, 1))), sums_SxN
 
         nothing_yet = self._place(jnp.zeros_like(stream[:, 0]))
-        (stream, _), _ = jax.lax.scan(tick, (stream, nothing_yet), jnp.arange(self.num_ticks))
-        return self._to_rows(stream)
+        (stream, _), sums_TxSxN = jax.lax.scan(tick, (stream, nothing_yet), jnp.arange(self.num_ticks))
+        return self._to_rows(stream), jax.tree.map(self._of_layers, sums_TxSxN)
+
+    def _of_layers(self, sums_TxSxN: jax.Array) -> jax.Array:
+        """Returns the sums of the layers in `stage_order` over all parts; a stage that has none gives nothing."""
+        S, M, R = self.num_stages, self.num_microbatches, self.num_repeats
+        stage_Sx1x1, part_M = np.arange(S)[:, None, None], np.arange(M)
+        ticks_SxRxM = stage_Sx1x1 + np.arange(R)[:, None] * M + part_M
+        of_parts_SxRxMxN = sums_TxSxN[ticks_SxRxM, stage_Sx1x1]
+        return of_parts_SxRxMxN.sum(axis=2, dtype=sums_TxSxN.dtype).reshape(-1, *sums_TxSxN.shape[3:])
+
+    def _placed(self, slots_xbxL: TreeOf, first: str | None) -> TreeOf:
+        """Returns arrays of slots with a leading axis of parts or of stages, placed."""
+        placed: TreeOf = jax.tree.map(lambda x: self.constrain(x, (first, "batch", "length")), slots_xbxL)
+        return placed
 
     def order(self, num_layers: int) -> np.ndarray:
         """Returns the numbers of the layers in `stage_order`."""
         return np.arange(num_layers).reshape(self.num_repeats, self.num_stages, -1).swapaxes(0, 1).reshape(-1)
 
-    def _stages(self, layers: Layers) -> Callable[..., jax.Array]:
+    def _stages(self, layers: Layers) -> Callable[..., tuple[jax.Array, Any]]:
         """Returns a function that runs all stages at once, each on its part with the weights of its repeat."""
 
         def of_repeat(weight_RxN: jax.Array, repeat: jax.Array) -> jax.Array:
@@ -127,9 +142,9 @@ class Pipeline:
             array: jax.Array = jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
             return array
 
-        def stage(weights_RxN: Tree, repeat: jax.Array, x_bxLxD: jax.Array, segments_bxL: jax.Array) -> jax.Array:
+        def stage(weights_RxN: Tree, repeat: jax.Array, x_bxLxD: jax.Array, slots: Tree) -> tuple[jax.Array, Any]:
             return layers(
-                self.remat.entering(x_bxLxD), segments_bxL, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN)
+                self.remat.entering(x_bxLxD), slots, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN)
             )
 
         stages = jax.vmap(stage, spmd_axis_name="pipeline")

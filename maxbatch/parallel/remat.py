@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -17,9 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 
+Output = TypeVar("Output")
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage
 CONTEXT = "context"  # the output of attention, and its kernel's sums of the softmax
-_PRODUCTS = tuple(row.kept for row in MATRICES.values())
+_PRODUCTS = tuple(row.kept for row in MATRICES.values() if row.kept)
 _KEPT = {
     "minimal_with_context": (*_PRODUCTS, CONTEXT),
     "minimal": _PRODUCTS,
@@ -69,7 +70,7 @@ class Remat:
         return kept(x, INPUT) if INPUT in self.on_host else x
 
 
-def checkpointed(layer: Callable[..., jax.Array], remat: Remat, in_loop: bool) -> Callable[..., jax.Array]:
+def checkpointed(layer: Callable[..., Output], remat: Remat, in_loop: bool) -> Callable[..., Output]:
     """Returns a layer, whose first argument is its input, that keeps the tensors of `remat`.
 
     In a loop the compiler cannot merge the recomputation with the first run. Elsewhere a barrier prevents that,
@@ -78,9 +79,9 @@ def checkpointed(layer: Callable[..., jax.Array], remat: Remat, in_loop: bool) -
     if remat.keeps_all:
         return layer
 
-    def named(x_MxLxD: jax.Array, *others: Any) -> jax.Array:
+    def named(x_MxLxD: jax.Array, *others: Any) -> Output:
         return layer(remat.entering(x_MxLxD), *others)
 
     run = named if INPUT in remat.on_host else layer
-    checkpointed: Callable[..., jax.Array] = jax.checkpoint(run, policy=remat.policy, prevent_cse=not in_loop)
+    checkpointed: Callable[..., Output] = jax.checkpoint(run, policy=remat.policy, prevent_cse=not in_loop)
     return checkpointed

@@ -28,7 +28,10 @@ LogicalAxes = tuple[str | None, ...]
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
     "vocab": ("tensor",),
-    "embed": ("fsdp", "pipeline"),
+    "embed": ("fsdp", "expert", "pipeline"),
+    "experts": ("expert",),
+    "router": (),
+    "moe_mlp": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
@@ -45,6 +48,9 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "kv_heads": "tensor",
     "head_dim": None,
     "mlp": "tensor",
+    "experts": "expert",
+    "router": None,
+    "moe_mlp": "tensor",
     "vocab": "tensor",
     "position": None,
 }
@@ -96,7 +102,7 @@ def num_shards(mesh: Mesh, axes: Iterable[str] = BATCH_AXES) -> int:
 def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
     """Returns the constraint that follows from `ACTIVATION_RULES`; `batch_axes` split the dimension named "batch".
 
-    Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already, and they are ("fsdp",).
+    Under `jax.vmap(..., spmd_axis_name="data")` the mapped dimension has the data axis already, which is none of them.
     They also split `OVER_ROWS`: a dimension of an array that has the rows of the whole batch on every device.
     """
 
@@ -120,6 +126,7 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
     taken: list[tuple[str, ...]] = []
     for name, size in zip(logical_axes, shape, strict=True):
         wanted = tuple(axis for axis in PARAMETER_RULES[name] if (axis,) not in taken)
+        wanted = tuple(axis for axis in wanted if axis != "expert" or mesh.shape["expert"] > 1)
         if mesh.shape["pipeline"] == 1 and name != "layers":
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
         while wanted and size % num_shards(mesh, wanted):

@@ -15,14 +15,15 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError
 
-AXES = ("data", "fsdp", "tensor", "context", "pipeline")
-BATCH_AXES = ("data", "fsdp")
+AXES = ("data", "fsdp", "expert", "tensor", "context", "pipeline")
+BATCH_AXES = ("data", "fsdp", "expert")
 MODEL_AXES = ("tensor", "context", "pipeline")
 MOST_DEVICES = 2**31
 # The axis that receives the devices that another gives up.
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
 # The key of the dimension of the model that an axis splits. The axis must divide it.
 _SPLIT = {
+    "expert": "num_experts",
     "tensor": "base_num_query_heads", "context": "max_target_length", "pipeline": "base_num_decoder_layers",
 }  # fmt: skip
 _SHARES = ("trainer_devices_fraction", "sampler_devices_fraction")
@@ -71,7 +72,7 @@ class MeshShape:
 
     @property
     def batch_shards(self) -> int:
-        """Parts that every micro-batch is split into: data x fsdp."""
+        """Parts that every micro-batch is split into: data x fsdp x expert."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
@@ -18,9 +19,13 @@ Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # of each kernel: whether e
 def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
     """Returns the rules of the attention kernels for rows of a length, on a context axis of a size."""
     head_dim, cap = model.head_dim, model.attn_logits_soft_cap
+    no_sinks = (not FAMILIES[model.decoder_block].has_sinks, f"have no sinks, and decoder_block={model.decoder_block}")
     block = f"{LANES} x {context} context shards" if context > 1 else LANES
     return {
-        "splash": [(length % (LANES * context) == 0, f"have max_target_length={length} divisible by {block}")],
+        "splash": [
+            (length % (LANES * context) == 0, f"have max_target_length={length} divisible by {block}"),
+            no_sinks,
+        ],
         # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
         "cudnn": [
             (model.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={model.dtype}"),
@@ -28,6 +33,7 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
             (length % 2 == 0, f"have max_target_length={length} even"),
             (context == 1, f"have the whole length on a device, and the context axis has {context}"),
             (not cap, f"have attn_logits_soft_cap=0, not {cap:g}"),
+            no_sinks,
         ],
         "dot_product": [],
     }

@@ -103,9 +103,10 @@ def equation(plan: BatchPlan) -> str:
     return line
 
 
-def render_plan(plan: BatchPlan, config: ConfigDict, console: Console) -> None:
-    """Prints the whole plan: the equation, every number by the name it has in JSON, the ramp, the rates."""
+def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Console) -> None:
+    """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
+    console.print(Text(model), soft_wrap=True)
     console.print(_numbers(plan, console.width), soft_wrap=True, end="")
     try:
         rate = LearningRate.from_config(config, plan.manager)

@@ -49,7 +49,7 @@ class Learner:
             return sums, sums.losses_d.sum()
 
         def step(state: TrainState, sums: Sums, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
-            return update(keys.optimizer, state, accumulation.total(sums), settings)
+            return update(keys.optimizer, state, accumulation.total(sums), settings, accumulation.balance)
 
         model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
 

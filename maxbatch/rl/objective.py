@@ -17,8 +17,8 @@ import numpy as np
 
 from maxbatch.config.sections import RLConfig
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.loss import token_logprobs
-from maxbatch.training.update.gradients import Objective
+from maxbatch.model.loss import token_logprobs_of
+from maxbatch.training.update.gradients import Objective, ObjectiveSums
 
 
 class Pairs(NamedTuple):
@@ -110,12 +110,11 @@ def pair_losses(
 def policy_objective(config: RLConfig) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
-    def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        logprobs_MxL, entropies_MxL = token_logprobs(
-            decoder, pairs.tokens_MxL, pairs.segments_MxL, batch_shards=batch_shards
-        )
+    def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> ObjectiveSums:
+        x_MxLxD, routing = decoder.hidden_and_sums(pairs.tokens_MxL, pairs.segments_MxL)
+        logprobs_MxL, entropies_MxL = token_logprobs_of(decoder, x_MxLxD, pairs.tokens_MxL, batch_shards=batch_shards)
         loss, weight, others = pair_losses(logprobs_MxL, pairs, config)
         entropy = jnp.sum(jax.lax.stop_gradient(entropies_MxL) * pairs.weights_MxL)
-        return loss, weight, {**others, "entropy": entropy}
+        return loss, weight, {**others, "entropy": entropy}, routing
 
     return Objective(sums, (*SUMS, "kl") if config.grpo_beta else SUMS)

@@ -70,6 +70,15 @@ class Metric(StrEnum):
         "gradient_noise_scale", "real or null", "samples", "Running estimate, with `gradient_noise_scale`.", _SOME)
     CRITICAL_BATCH_ESTIMATE = (
         "critical_batch_estimate", "whole or null", "samples", "That estimate, rounded, at least 1.", _SOME)
+    LOAD_BALANCE_LOSS = (
+        "load_balance_loss", "real", "", "Balance loss of the experts, without its weight; 1 where all is even.", _SOME)
+    ROUTER_Z_LOSS = "router_z_loss", "real", "", "Mean squared log-sum-exp of the router, without its weight.", _SOME
+    EXPERT_LOAD_MAX = (
+        "expert_load_max", "real", "", "Largest count of an expert over the mean count, of the worst layer.", _SOME)
+    DROPPED_TOKENS = (
+        "dropped_tokens", "whole", "choices", "Choices of experts beyond `capacity_factor`, over all layers.", _SOME)
+    ROUTING_FINGERPRINT = (
+        "routing_fingerprint", "text", "", "Hash of which experts the tokens went to, whatever the layout.", _SOME)
     SAMPLES_BY_SOURCE = (
         "samples_by_source", "map", "samples", "Samples seen of each source of a mixture.", _SOME_OF_TRAIN)
     EVAL_LOSS = (

@@ -92,8 +92,8 @@ class Sampler:
     Args:
       tokenizer: ids that are not text (padding, beginning of text, rows of the embedding beyond its vocabulary) are
         never drawn; `eos_id` ends a response.
-      mesh: rows are split over its data and fsdp axes, heads and widths over tensor; None: the compiler follows the
-        shardings of the parameters.
+      mesh: rows are split over its data, fsdp and expert axes, heads and widths over tensor; None: the
+        compiler follows the shardings of the parameters.
       rescores: below float32 the pass over one token rounds differently from a training pass, by up to 0.05 in a
         log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
         over the responses gives the log-probabilities there.
@@ -350,13 +350,14 @@ class _NextToken:
 
 
 def _gathered(decoder: Decoder) -> Decoder:
-    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor axis."""
+    """Returns the decoder with its weights in the compute dtype and whole, except along the tensor and expert axes."""
 
     def gathered(weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         axes = weight.get_metadata("logical_axes")
         if "norm" in axes:  # computes in float32
             return weight
-        value = weight.get_value().astype(decoder.dtype)
+        value = weight.get_value()
+        value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
         axes = tuple(None if name == "layers" else name for name in axes)
         return weight.replace(decoder.constrain(value, axes))
 

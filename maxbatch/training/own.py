@@ -17,13 +17,16 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import ModelConfig
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.experts.routing import RoutingSums
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
-from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
+from maxbatch.training.update.gradients import NEXT_TOKEN, Objective, ObjectiveSums
 from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -129,22 +132,54 @@ def module_maker(model: MakeModel, config: ConfigDict) -> ModelMaker:
     return make
 
 
-def objective_of(loss: Loss | None, make_model: ModelMaker | None, vocab_size: int) -> Objective:
-    """Returns the objective of a run: a user's loss, or the loss of a user's model; else next-token prediction."""
+def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig) -> Objective:
+    """Returns the objective of a run: a user's loss, or the loss of a user's model; else next-token prediction.
+
+    Raises:
+      ConfigError: the config has terms of balance, which are added to its own loss only.
+    """
     if make_model is None and loss is None:
         return NEXT_TOKEN
+    for name in ("load_balance_loss_weight", "router_z_loss_weight"):
+        if config[name]:
+            raise ConfigError(f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0")
 
-    def sums(model: Any, rows: Any, _: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def sums(model: Any, rows: Any, _: int) -> ObjectiveSums:
         given = Rows(*rows[:3])
         shape = f"[{', '.join(map(str, given.tokens.shape))}]"
+        called = _RoutedModel(model) if isinstance(model, Decoder) and model.has_experts else model
         if loss is None:
             with _naming(f"the model, called with tokens and segments int32{shape}"):
-                return *_next_token_sums(model, given, vocab_size), {}
-        with _naming(f"the objective {_name(loss)} or the model that it calls, with rows of tokens int32{shape}"):
-            returned = loss(model, given)
-        return *_checked(returned), {}
+                found = _next_token_sums(called, given, config.vocab_size)
+        else:
+            with _naming(f"the objective {_name(loss)} or the model that it calls, with rows of tokens int32{shape}"):
+                returned = loss(called, given)
+            found = _checked(returned)
+        return *found, {}, called.routing if isinstance(called, _RoutedModel) else None
 
     return Objective(sums, make_model=make_model)
+
+
+class _RoutedModel:
+    """The config's own model with experts, as a user's loss calls it: it adds up what its experts were sent."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._routing: RoutingSums | None = None
+
+    def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+        """Returns the logits, float32[M, L, V]."""
+        x_MxLxD, found = self._decoder.hidden_and_sums(tokens_MxL, segments_MxL)
+        assert found is not None, "it has experts"
+        self._routing = found if self._routing is None else self._routing.plus(found)
+        return self._decoder.logits(x_MxLxD)
+
+    @property
+    def routing(self) -> RoutingSums:
+        """The sums of all calls."""
+        if self._routing is None:
+            raise ConfigError("objective: never called the model, whose experts are to be counted")
+        return self._routing
 
 
 def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.huggingface import end_tokens
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import AdapterConfig, EvaluationConfig
+from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -98,7 +98,7 @@ class Pretraining:
         make_model = module_maker(parts.model, config) if parts.model else None
         base = config.load_parameters_path
         self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
-        self._objective = objective_of(parts.objective, make_model, config.vocab_size)
+        self._objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._evaluator: Evaluator | None = None

@@ -65,7 +65,8 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar", "trainable_position_size",
         "local_rope_max_timescale", "rope_type", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
         "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_attention_factor",
-        "attention_out_bias", "mlp_projection_bias", "rope_short_factors", "rope_long_factors",
+        "attention_out_bias", "mlp_projection_bias", "rope_short_factors", "rope_long_factors", "num_experts",
+        "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias", "rope_truncate",
         "adam_b1_half_life", "adam_b2_half_life",
     }  # fmt: skip
 

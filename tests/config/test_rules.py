@@ -22,6 +22,30 @@ def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
     load_config(overrides=[*broken, message.partition("works: ")[2]])
 
 
+MIXTRAL = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (("num_experts=8", "num_experts_per_tok=2"), "num_experts=8: must be 1 beside decoder_block=llama2"),
+        (("load_balance_loss_weight=0.1",), "load_balance_loss_weight=0.1: must be 0.0 beside decoder_block=llama2"),
+        (("decoder_block=mixtral",), "num_experts=1: must be at least 2 beside decoder_block=mixtral"),
+        ((*MIXTRAL, "num_experts_per_tok=9"), "num_experts_per_tok=9: must be at most num_experts=8"),
+        ((*MIXTRAL, "norm_topk_prob=false"), "norm_topk_prob=false: must be true beside decoder_block=mixtral"),
+        ((*MIXTRAL, "routed_bias_update_rate=0.1"), "routed_bias_update_rate=0.1: must be 0 beside routed_bias=false"),
+        ((*MIXTRAL, "mlp_activations=gelu"), "mlp_activations=gelu: must be gated beside decoder_block=mixtral"),
+        ((*MIXTRAL, "batch_size=4", "router_z_loss_weight=1"), "router_z_loss_weight=1.0: must be 0 beside batch_size"),
+    ],
+)
+def test_keys_of_experts_that_do_not_go_together_are_one_line_with_keys_that_work(
+    broken: tuple[str, ...], said: str
+) -> None:
+    message = error_of(overrides=broken)
+    assert message.startswith(said)
+    load_config(overrides=[*broken, *shlex.split(message.partition("works: ")[2])])
+
+
 @pytest.mark.parametrize("factors", ["", "1,1,1", "1,1,1,0", "1,1,1,-1", "1,1,1,x", "1,1,1,1,"])
 def test_longrope_needs_a_positive_factor_for_each_pair_of_a_head(factors: str) -> None:
     broken = ("rope_type=longrope", "head_dim=8", f"rope_short_factors={factors}", f"rope_long_factors={factors}")

@@ -70,7 +70,7 @@ def test_no_hint_by_spelling_names_a_key_of_another_meaning() -> None:
         ("stepz", "steps"), ("learning_rat", "learning_rate"), ("Steps", "steps"),
         ("global-batch-size", "global_batch_size"),
         ("gradient_acumulation_steps", "gradient_accumulation_steps"), ("learningrate", "learning_rate"),
-        ("min_learning_rate", None), ("ici_expert_parallelism", None), ("max_steps", None), ("xyzzy", None),
+        ("min_learning_rate", None), ("ici_sequence_parallelism", None), ("max_steps", None), ("xyzzy", None),
     ],
 )  # fmt: skip
 def test_a_hint_by_spelling_needs_every_part_of_the_name(name: str, near: str | None) -> None:

@@ -68,6 +68,37 @@ def _gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _mixtral(**shape: int) -> dict[str, Any]:
+    return _shape("mixtral", **shape, kv_heads=8, vocab=32000) | {
+        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+        "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+
+
+def _qwen3_moe(expert: int, **shape: int) -> dict[str, Any]:
+    common = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "tie_word_embeddings": False}
+    windows = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": shape["layers"]}
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert, "norm_topk_prob": True,
+               "decoder_sparse_step": 1, "mlp_only_layers": []}  # fmt: skip
+    return _shape("qwen3_moe", **shape, kv_heads=4, vocab=151936) | common | windows | experts
+
+
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    return _shape("gpt_oss", 2880, 2880, layers, 64, 8, 201088) | {
+        "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 150000, "tie_word_embeddings": False,
+        "attention_bias": True, "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128,
+        "swiglu_limit": 7.0, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+
+
+_OLMOE = _shape("olmoe", 2048, 1024, 16, 16, 16, 50304) | {
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "tie_word_embeddings": False,
+    "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None,
+}  # fmt: skip
 _MISTRAL = _shape("mistral", 4096, 14336, 32, 32, 8, 32000) | {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -114,6 +145,13 @@ PUBLISHED: dict[str, Published] = {
         3_880_263_168,
     ),
     "mistral-7b": Published(_MISTRAL, 7_241_732_096),
+    "mixtral-8x7b": Published(_mixtral(width=4096, mlp=14336, layers=32, heads=32), 46_702_792_704),
+    "mixtral-8x22b": Published(_mixtral(width=6144, mlp=16384, layers=56, heads=48), 140_620_634_112),
+    "qwen3-30b-a3b": Published(_qwen3_moe(768, width=2048, mlp=6144, layers=48, heads=32), 30_532_122_624),
+    "qwen3-235b-a22b": Published(_qwen3_moe(1536, width=4096, mlp=12288, layers=94, heads=64), 235_093_634_560),
+    "gpt-oss-20b": Published(_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": Published(_gpt_oss(36, 128), 116_829_156_672),
+    "olmoe-1b-7b": Published(_OLMOE, 6_919_161_856),
     "olmo2-7b": Published(_OLMO2, 7_298_617_344),
     "phi3-mini": Published(_PHI3, 3_821_079_552),
     "smollm2-135m": Published(_smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008),

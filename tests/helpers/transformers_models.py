@@ -18,6 +18,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.5],
              "long_factor": [1.0, 2.5, 4.0, 6.0]}  # fmt: skip
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 
 # The name of a model: its type and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,6 +36,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {"sliding_window": WINDOW}),
     "gpt2": ("GPT2", {"num_key_value_heads": 4}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {**EXPERTS, "norm_topk_prob": False}),
+    "olmoe_normalised": ("Olmoe", {**EXPERTS, "norm_topk_prob": True, "attention_bias": True}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "rope_parameters": YARN_ROPE | {"truncate": False, "original_max_position_embeddings": 16},
+        },
+    ),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
@@ -43,7 +58,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # One of each family, for the tests that take long.
-FAMILY_MODELS = ("llama3", "mistral", "qwen2_windows", "qwen3", "gemma2", "gemma3", "olmo2", "phi3", "gpt2")
+FAMILY_MODELS = (
+    "llama3",
+    "mistral",
+    "qwen2_windows",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+)
 
 
 def make_model(name: str, **overrides: Any) -> Any:

@@ -24,7 +24,7 @@ def shape(num_devices: int, num_slices: int = 1, **sizes: int) -> MeshShape:
 
 def test_by_default_all_devices_split_parameters_and_batch() -> None:
     mesh = shape(10240)
-    assert mesh.sizes == {"data": 1, "fsdp": 10240, "tensor": 1, "context": 1, "pipeline": 1}
+    assert mesh.sizes == {"data": 1, "fsdp": 10240, "expert": 1, "tensor": 1, "context": 1, "pipeline": 1}
     assert tuple(mesh.sizes) == AXES
     assert (mesh.batch_shards, mesh.num_pipeline_stages) == (10240, 1)
 
@@ -33,7 +33,7 @@ def test_minus_one_is_the_rest_and_slices_multiply_the_axes() -> None:
     mesh = shape(
         64, 2, dcn_data_parallelism=-1, ici_tensor_parallelism=4, ici_pipeline_parallelism=2, ici_data_parallelism=2
     )
-    assert mesh.ici == {"data": 2, "fsdp": 2, "tensor": 4, "context": 1, "pipeline": 2}
+    assert mesh.ici == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 4, "context": 1, "pipeline": 2}
     assert mesh.dcn["data"] == 2 and mesh.sizes["data"] == 4
     assert (mesh.batch_shards, mesh.num_pipeline_stages) == (8, 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
 from maxbatch.training.weights.export import export_model
@@ -178,13 +177,14 @@ def test_gradients_are_those_of_torch(family: Reference) -> None:
 
 def folder_of_gradients(model: Any, folder: Path) -> Path:
     """Writes the gradients of a model as if they were its tensors, so that they are read as parameters are."""
-    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    target = folder / "gradients"
-    target.mkdir()
-    shutil.copy(folder / "config.json", target)
-    shapes = {name: gradient.shape for name, gradient in gradients.items()}
-    write_tensors(target / "model.safetensors", "F32", shapes, iter(gradients.values()))
-    return target
+    import torch
+
+    holding = copy.deepcopy(model)
+    with torch.no_grad():
+        for ours, parameter in zip(holding.parameters(), model.parameters(), strict=True):
+            ours.copy_(parameter.grad)
+    holding.save_pretrained(folder / "gradients")  # which takes the experts apart that it holds as one
+    return folder / "gradients"
 
 
 def abstract(params: nnx.State) -> nnx.State:

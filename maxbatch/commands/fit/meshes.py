@@ -19,7 +19,7 @@ _FREE = ("data", "fsdp", "tensor")
 
 
 def mesh_keys(shape: MeshShape) -> dict[str, int]:
-    """Returns a mesh as config keys, all ten of them."""
+    """Returns a mesh as config keys, all of them."""
     nets = {"ici": shape.ici, "dcn": shape.dcn}
     return {axis_key(net, axis): sizes[axis] for net, sizes in nets.items() for axis in AXES}
 
@@ -40,7 +40,7 @@ def proposals(
     """Yields axis sizes as config keys, the likely best first; the devices and the model may still refuse them.
 
     Args:
-      config: what the user states; context and pipeline axes stay as they are there.
+      config: what the user states; expert, context and pipeline axes stay as they are there.
       fixed: the keys that the user states. Other data, fsdp and tensor axes are chosen. Over slices it is the data
         axis, if no dcn axis is stated.
       num_devices: over all slices.

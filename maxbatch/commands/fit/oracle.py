@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
-from maxbatch.config.matrices import MATRICES
-from maxbatch.config.sections import ModelConfig, RematConfig, names_fixing
+from maxbatch.config.matrices import MATRICES, parameters
+from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -137,7 +137,11 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
     model = ModelConfig.of(config)
-    sizes = {row.kept: math.prod(row.shape(model)[len(row.inputs) :]) for row in MATRICES.values()}
+    rows = [row for row in parameters(model) if row.kept]
+    outputs = {row.kept: math.prod(row.shape(model)[axis] for axis in row.groups[1]) for row in rows}
+    sizes = dict.fromkeys(REMAT_TENSORS, 0) | {
+        row.kept: outputs[row.kept] * (model.num_experts_per_tok if row.per_expert else 1) for row in rows
+    }
     products = sum(sizes.values()) + model.base_mlp_dim
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))

@@ -12,6 +12,7 @@ _OF_IMAGES = ("vision_encoder_block", "image_placeholder", "freeze_vision_encode
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 # Blocks whose windows are a pattern of the layers that attention_type does not state there.
 _PATTERNS = {name: FAMILIES[name].attention_type for name in ("gemma2", "gemma3")}
+_NORMALISING = tuple(name for name, family in FAMILIES.items() if family.always_normalises)
 _POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 _YARN_ONLY = ("rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 # Llama 3.1's RoPE, with numbers from MaxText's code.
@@ -25,8 +26,21 @@ PRESET_DIFFERENCES = {
     "gemma2-2b": {"vocab_size": "256128"},
     "gemma2-9b": {"vocab_size": "256128"},
     "gemma3-4b": {"vocab_size": "262144"},
+    "mixtral-8x7b": {"load_balance_loss_weight": "0"},
+    "mixtral-8x22b": {"load_balance_loss_weight": "0", "vocab_size": "32768"},
+    "qwen3-30b-a3b": {
+        "load_balance_loss_weight": "0",
+        "load_balance_scope": "sequence",
+        "rope_max_timescale": "10000000",
+    },
+    "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
+# The experts of a token in its models of a name.
+MODEL_CHOICES = {
+    "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
+    "qwen3-235b-a22b": 8,
+}  # fmt: skip
 
 
 def translate_form(t: Translation, is_preset: bool) -> None:
@@ -37,6 +51,14 @@ def translate_form(t: Translation, is_preset: bool) -> None:
         _gemma(t, block, is_preset)
     elif block in _LLAMA_BLOCKS:
         t.ignore("decoder_block", "llama's block is the default")
+    elif block == "gpt_oss":
+        t.refuse("decoder_block", "one of its presets: model_name=gpt-oss-20b or gpt-oss-120b")
+    elif block in _NORMALISING:
+        t.map("decoder_block", f"{block}'s block normalises the weights of experts", decoder_block=block)
+        t.settings["norm_topk_prob"] = "true"
+        if "norm_topk_prob" in t:
+            t.ignore("norm_topk_prob", f"{block}'s block always normalises")
+    _balance(t)
     _tied_logits(t, block)
     _activations(t)
     _rope(t)
@@ -48,16 +70,22 @@ def _family(t: Translation, block: str) -> None:
     """Refuses models of other families by their names."""
     if "decoder_block" in t and block not in (*_LLAMA_BLOCKS, *FAMILIES):
         t.refuse("decoder_block", f"the family {block}; there are {', '.join(FAMILIES)}", is_essential=True)
-    if (t.number("num_experts") or 1) > 1:
-        t.refuse("num_experts", "mixtures of experts are not supported", is_essential=True)
-    elif "load_balance_loss_weight" in t:
-        t.ignore("load_balance_loss_weight", "there are no experts")
     if t.is_true("use_multimodal"):
         t.refuse("use_multimodal", "text only", is_essential=True)
     else:
         for word in t.left():
             if word.endswith("_for_vit") or word in _OF_IMAGES:
                 t.ignore(word, "use_multimodal=false: text alone is read")
+
+
+def _balance(t: Translation) -> None:
+    """Takes the weight of the balance loss, which there is the number of a token's experts where all is even."""
+    weight, choices = t.number("load_balance_loss_weight"), t.number("num_experts_per_tok")
+    if weight and choices is None and t.text("model_name") in MODEL_CHOICES:
+        choices = MODEL_CHOICES[t.text("model_name")]
+    if weight and "load_balance_loss_weight" in t:
+        why = "x the experts of a token: there the loss is their number where all is even, here 1"
+        t.map("load_balance_loss_weight", why, load_balance_loss_weight=f"{weight * (choices or 1):.12g}")
 
 
 def _gemma(t: Translation, block: str, is_preset: bool) -> None:

@@ -33,6 +33,9 @@ PANELS = (
           ((M.GRADIENT_NOISE_SCALE, "faint"), (M.CRITICAL_BATCH_ESTIMATE, "line")), is_log=True),
     Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
     # Of reinforcement learning.
+    Panel("Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)),
+    Panel("Balance loss", "1 where all is even", ((M.LOAD_BALANCE_LOSS, "line"),)),
+    Panel("Choices beyond capacity", "choices", ((M.DROPPED_TOKENS, "line"),)),
     Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),
     Panel("pass@1 on held-out prompts, sampled", "share of the responses", ((M.EVAL_PASS_AT_1, "points"),)),
     Panel("pass@1 on held-out prompts, greedy", "share of the responses", ((M.EVAL_GREEDY_PASS_AT_1, "points"),)),

@@ -1,99 +1,12 @@
-"""A fingerprint of rows: the sum of their hashes modulo 2^64, which does not depend on their order and place.
-
-The same code runs in numpy and inside a jitted step: it uses only operators on uint32 arrays, which wrap around in
-both. A 64-bit row hash is two uint32 lanes. The sum over rows is kept as four limbs of 16 bits, low ones first, in
-uint32, which holds 65,536 such summands; more rows are summed in blocks.
-
-Legend: R rows, L slots of a row.
-"""
+"""A fingerprint of rows: the sum of their hashes modulo 2^64 (`maxbatch.system.hashing`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    import jax
-    from jax.typing import ArrayLike
-
-Array = TypeVar("Array", np.ndarray, "jax.Array")
-
-_U32 = np.uint32
-# Multipliers of MurmurHash3 (Appleby, 2011) and of its finaliser fmix32; the lanes differ in their start value.
-_FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
-_POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
-_LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
-_LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
-_BLOCK = 1 << 16  # rows whose limbs 32 bits can sum
-
-
-def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_RxL: Array) -> Array:
-    """Hashes each row's tokens, segments and weights, slot by slot.
-
-    Args:
-      xp: numpy or jax.numpy; both give the same bits.
-      tokens_RxL, segments_RxL: int32.
-      weights_RxL: float32; its bits count.
-
-    Returns:
-      uint32[R, 2]: low and high half of each row's hash; 0 for padding rows (all segments 0).
-    """
-    position_1xL = xp.arange(tokens_RxL.shape[1], dtype=xp.uint32)[None, :]
-    tokens = tokens_RxL.astype(xp.uint32) * _TOKEN
-    segments = segments_RxL.astype(xp.uint32) * _SEGMENT
-    weights = weights_RxL.astype(xp.float32).view(xp.uint32) * _WEIGHT
-    sums = []
-    for lane in _LANES:
-        slot = mixed(position_1xL * _POSITION + lane)
-        for part in (tokens, segments, weights):
-            slot = mixed(slot ^ part)
-        sums.append(slot.sum(axis=1, dtype=xp.uint32))
-    # Without this, the sum over rows would be linear in slots and miss tokens that two rows swap at one place.
-    low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
-    high = mixed(sums[1] ^ mixed(low + _LANES[1]))
-    real_R = (segments_RxL != 0).any(axis=1)
-    hashes_Rx2: Array = xp.stack([low, high], axis=1) * real_R.astype(xp.uint32)[:, None]
-    return hashes_Rx2
-
-
-def mixed(x: Array) -> Array:
-    """Returns MurmurHash3's finaliser of uint32 values, a bijection."""
-    x = (x ^ (x >> _HALF)) * _FMIX[0]
-    x = (x ^ (x >> _U32(13))) * _FMIX[1]
-    x = x ^ (x >> _HALF)
-    return x
-
-
-def limb_sums(xp: ModuleType, hashes_Rx2: Array) -> Array:
-    """Returns uint32[4]: the sum of row hashes (uint32[R, 2]) in limbs of 16 bits, not yet carried."""
-    limbs_Rx4 = xp.stack([hashes_Rx2 & _LOW_HALF, hashes_Rx2 >> _HALF], axis=2).reshape(-1, 4)
-    sums = [limbs_Rx4[i : i + _BLOCK].sum(axis=0, dtype=xp.uint32) for i in range(0, max(len(limbs_Rx4), 1), _BLOCK)]
-    total: Array = sums[0]
-    for more in sums[1:]:
-        total = carry(xp, carry(xp, total) + carry(xp, more))
-    return total
-
-
-def carry(xp: ModuleType, limbs: Array) -> Array:
-    """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be added."""
-    carried: list[Array] = []
-    over: Array | np.uint32 = _U32(0)
-    for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):
-        # Split the limb before adding the carry from below: their sum could exceed 2^32.
-        low = (limb & _LOW_HALF) + (over & _LOW_HALF)
-        carried.append(low & _LOW_HALF)
-        over = (limb >> _HALF) + (over >> _HALF) + (low >> _HALF)
-    limbs = xp.stack(carried)
-    return limbs
-
-
-def to_hex(limbs: ArrayLike) -> str:
-    """Returns the sum modulo 2^64 as 16 hex digits."""
-    total = sum(int(limb) << (16 * place) for place, limb in enumerate(np.asarray(limbs)))
-    return f"{total % (1 << 64):016x}"
+from maxbatch.system.hashing import carry, limb_sums, row_hashes, to_hex
 
 
 def fingerprint(blocks: Iterable[Mapping[str, np.ndarray]]) -> str:

@@ -12,12 +12,12 @@ import jax
 
 from maxbatch.config.keys import Section
 from maxbatch.config.sections import OptimizerConfig
-from maxbatch.data.stream.fingerprint import to_hex
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
 from maxbatch.system.chips import chip_of
 from maxbatch.system.errors import DivergedError
+from maxbatch.system.hashing import to_hex
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.task import Dispatched
 from maxbatch.training.update.step import StepMetrics
@@ -171,6 +171,14 @@ class Recorder:
             samples = position.noise_scale.samples
             record[Metric.GRADIENT_NOISE_SCALE] = samples
             record[Metric.CRITICAL_BATCH_ESTIMATE] = None if samples is None else max(1, round(samples))
+        if (routing := metrics.routing) is not None:
+            record |= {
+                Metric.LOAD_BALANCE_LOSS: float(routing.load_balance_loss),
+                Metric.ROUTER_Z_LOSS: float(routing.router_z_loss),
+                Metric.EXPERT_LOAD_MAX: float(routing.load_max),
+                Metric.DROPPED_TOKENS: int(routing.dropped),
+                Metric.ROUTING_FINGERPRINT: to_hex(routing.fingerprint),
+            }
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:

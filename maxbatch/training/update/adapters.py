@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import MATRICES, ParameterPath
+from maxbatch.config.matrices import MATRICES, ParameterPath, of_experts
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.model.parameters import parameter_path
@@ -89,6 +89,10 @@ class Adapters:
             raise ConfigError(
                 f"lora_rank={self.rank}: this model has no matrices that adapters know; works: lora_rank=0"
             )
+        if experts := sorted(name for name in self.names & MATRICES.keys() if of_experts(name)):
+            raise ConfigError(
+                f"lora_targets: {experts[0]} is of experts, which have no adapters; works: lora_targets={ALL}"
+            )
         for name in sorted(self.names - known):
             works = nearest_name(name, known) or ALL
             raise ConfigError(
@@ -133,12 +137,12 @@ class Adapters:
 
 
 def _matrices(base: State) -> Iterator[Target]:
-    """Yields the stacked matrices of a model's layers."""
+    """Yields the stacked matrices of a model's layers, those of experts and their router left out."""
     leaves = jax.tree.leaves_with_path(base, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in leaves:
         names = parameter_path(path)
         axes = variable.get_metadata().get("logical_axes", ())
-        if names[0] == "layers" and names[-1] in MATRICES:
+        if names[0] == "layers" and names[-1] in MATRICES and not of_experts(names[-1]):
             row = MATRICES[names[-1]]
             if len(axes) == 1 + len(row.axes):
                 yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(row.inputs))

@@ -20,35 +20,45 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.data.feed.placement import Batch
-from maxbatch.data.stream.fingerprint import carry, limb_sums, row_hashes
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.loss import loss_sums
+from maxbatch.model.experts.routing import RoutingSums, carried
+from maxbatch.model.loss import loss_sums_of
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State, Tree
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.hashing import carry, limb_sums, row_hashes
 from maxbatch.training.update.adapters import Adapters
+from maxbatch.training.update.balance import Balance, Scale
 from maxbatch.training.update.layer_gradients import SummingLayers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import ModelMaker
 from maxbatch.training.update.update_config import UpdateConfig
 
+PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # that split the rows of a data shard
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
 
-class Objective(NamedTuple):
-    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums)`.
+ObjectiveSums = tuple[jax.Array, jax.Array, dict[str, jax.Array], RoutingSums | None]
 
-    The sums are float32 scalars of a micro-batch, the others by name. Rows are a NamedTuple of [M, L] arrays, of which
-    the first three are those of `Batch`.
+
+class Objective(NamedTuple):
+    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums, routing)`.
+
+    The sums are float32 scalars of a micro-batch, the others by name; the routing is that of the decoder's experts, if
+    it has any. The weight is the sum of the rows' weights if the loss is to have terms of balance. Rows are a
+    NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
     """
 
-    sums: Callable[[Decoder, Any, int], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+    sums: Callable[[Decoder, Any, int], ObjectiveSums]
     others: tuple[str, ...] = ()  # names of the other sums
     make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
 
 
-def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    return *loss_sums(decoder, *rows, batch_shards=batch_shards), {}
+def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
+    tokens_MxL, segments_MxL, weights_MxL = rows
+    x_MxLxD, routing = decoder.hidden_and_sums(tokens_MxL, segments_MxL)
+    return *loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards), {}, routing
 
 
 NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each token
@@ -75,6 +85,7 @@ class Sums(NamedTuple):
     others_d: dict[str, jax.Array]
     noise_parts_d: NoiseParts
     fingerprints_dx4: jax.Array
+    routing_d: RoutingSums | None  # of a model with experts
 
 
 class Weights(NamedTuple):
@@ -93,6 +104,7 @@ class Totals(NamedTuple):
     others: dict[str, jax.Array]
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    routing: RoutingSums | None  # of a model with experts
 
 
 class Accumulation:
@@ -100,12 +112,13 @@ class Accumulation:
 
     def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
         self._objective = objective
-        self._model = model = ModelOnMesh(config, config.mesh, mesh, ("fsdp",), objective.make_model)
+        self._model = model = ModelOnMesh(config, config.mesh, mesh, PARTIAL_AXES, objective.make_model)
         remat = Remat.of(config.remat)
         self._adapters = adapters = Adapters.from_config(config.adapters)
         is_own = objective.make_model is not None
         self._sums_layers = config.scan_layers and not model.has_pipeline and not is_own and not adapters
         self.data_shards = mesh.shape["data"]
+        self.balance = balance = None if is_own else Balance.of(config)
         trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
         self._partial_sharding = jax.tree.map(
             lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)
@@ -115,15 +128,21 @@ class Accumulation:
         )
 
         def loss_fn(
-            params: State, layer_sums: State, others: State, rows: Tree
-        ) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
+        ) -> tuple[jax.Array, ObjectiveSums]:
             summing = SummingLayers(layer_sums["layers"], remat, model.constrain) if layer_sums else None
             whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
-            loss, weight, figures = objective.sums(model.module(whole, summing), rows, model.row_shards)
-            return loss, (weight, figures)
+            loss, weight, figures, routing = objective.sums(model.module(whole, summing), rows, model.row_shards)
+            minimised = loss
+            if scale is not None:
+                assert balance is not None and routing is not None, "terms of balance need experts"
+                minimised += balance.term(routing, scale)
+            return minimised, (loss, weight, figures, routing)
 
         self._partial_gradients = jax.vmap(
-            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True), in_axes=(None, 0, None, 0), spmd_axis_name="data"
+            jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),
+            in_axes=(None, 0, None, None, 0),
+            spmd_axis_name="data",
         )
 
         def add_fingerprint(limbs_4: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
@@ -153,7 +172,11 @@ class Accumulation:
         layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
         layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
         noise_parts = NoiseParts(nothing, nothing, nothing)
-        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs)
+        routing = None
+        if self.balance is not None:
+            of_shard = RoutingSums.nothing(self.balance.num_layers, self.balance.num_experts)
+            routing = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), of_shard)
+        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, routing)
 
     def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
         """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest."""
@@ -162,17 +185,22 @@ class Accumulation:
         layers, rest = nnx.split_state(params, nnx.PathContains("layers"), ...)
         return layers, rest
 
-    def add(self, weights: Weights, sums: Sums, rows: Tree, measures_noise: jax.Array | bool) -> Sums:
+    def add(
+        self, weights: Weights, sums: Sums, rows: Tree, measures_noise: jax.Array | bool, scale: Scale | None = None
+    ) -> Sums:
         """Returns the sums with one more micro-batch, for `staged` parameters.
 
         Args:
           rows: [M, L] arrays, as the objective takes them.
           measures_noise: whether to take the parts of the noise scale from it, the first of its update.
+          scale: of the terms of balance; None: the loss has none.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
         of_layers, rest = self._apart(weights.trained, bool(sums.layers))
         others = of_layers if weights.frozen is None else weights.frozen
-        (loss_d, (weight_d, others_d)), (gradients, layers) = self._partial_gradients(rest, sums.layers, others, shards)
+        (_, (loss_d, weight_d, others_d, routing_d)), (gradients, layers) = self._partial_gradients(
+            rest, sums.layers, others, scale, shards
+        )
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
         noise_parts_d = sums.noise_parts_d
@@ -187,12 +215,15 @@ class Accumulation:
             jax.tree.map(jnp.add, sums.others_d, others_d),
             noise_parts_d,
             self._add_fingerprints(sums.fingerprints_dx4, tuple(shards)[:3]),
+            None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
         )
 
     def total(self, sums: Sums) -> Totals:
         """Returns the sums over all shards, the gradient in the order of the parameters."""
         gradients = nnx.merge_state(sums.accumulator.acc_grads, sums.layers)
-        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0), (gradients, *sums[2:])))
+        totals = Totals(*jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), (gradients, *sums[2:])))
+        if totals.routing is not None:
+            totals = totals._replace(routing=totals.routing._replace(limbs_4=carried(totals.routing.limbs_4)))
         if not self._adapters:
             totals = totals._replace(gradient=self._model.unstaged(totals.gradient))
         return totals._replace(fingerprint=carry(jnp, totals.fingerprint))

@@ -9,13 +9,14 @@ their "gradient" starts as the sums themselves, so `jax.grad` with respect to th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.model.stacked import Stacked
+from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.parallel.trees import State, Tree
@@ -38,15 +39,8 @@ class SummingLayers:
         """Returns the numbers of the layers in the order in which their parameters come stacked: their own."""
         return np.arange(num_layers)
 
-    def __call__(
-        self,
-        layers: Callable[[jax.Array, jax.Array, Stacked], jax.Array],
-        stacked: Stacked,
-        x_MxLxD: jax.Array,
-        segments_MxL: jax.Array,
-        /,
-    ) -> jax.Array:
-        """Returns x after all layers; `layers(x, segments, parameters)` runs as many as are stacked.
+    def __call__(self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, slots: Tree, /) -> tuple[jax.Array, Any]:
+        """Returns x after all layers and their sums, stacked alike; `layers(x, slots, stacked)` runs several.
 
         Raises:
           RuntimeError: they ran before.
@@ -55,8 +49,9 @@ class SummingLayers:
             raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
         self._has_run = True
 
-        def layer(x_MxLxD: jax.Array, segments_MxL: jax.Array, one: Stacked) -> jax.Array:
-            return layers(x_MxLxD, segments_MxL, jax.tree.map(lambda p: p[None], one))
+        def layer(x_MxLxD: jax.Array, slots: Tree, one: Stacked) -> tuple[jax.Array, Any]:
+            x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], one))
+            return x_MxLxD, jax.tree.map(lambda only: only[0], of_layer)
 
         # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
         numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
@@ -64,14 +59,15 @@ class SummingLayers:
 
         def run_one(
             carried: tuple[jax.Array, Tree], numbered: tuple[jax.Array, Stacked]
-        ) -> tuple[tuple[jax.Array, Tree], None]:
+        ) -> tuple[tuple[jax.Array, Tree], Any]:
             (x_MxLxD, sums), (index, one) = carried, numbered
             parameters, sums = _tie(one.parameters, sums, index)
-            return (layer(x_MxLxD, segments_MxL, one._replace(parameters=parameters)), sums), None
+            x_MxLxD, of_layer = layer(x_MxLxD, slots, one._replace(parameters=parameters))
+            return (x_MxLxD, sums), of_layer
 
         frozen = stacked._replace(parameters=jax.lax.stop_gradient(stacked.parameters))
-        (x_MxLxD, sums), _ = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, frozen))
-        return _turn_round(x_MxLxD, sums)
+        (x_MxLxD, sums), of_layers = jax.lax.scan(run_one, (x_MxLxD, self.sums), (numbers_N, frozen))
+        return _turn_round(x_MxLxD, sums), of_layers
 
 
 @jax.custom_vjp

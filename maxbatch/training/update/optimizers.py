@@ -192,7 +192,8 @@ def _adafactor(
         optax.clip_by_block_rms(1.0),
         optax.identity() if config.adam_b1 == 0 else momentum,
     )
-    return optax.partition({True: _layer_by_layer(one_layer), False: one_layer}, _is_stacked)
+    by_layer = _one_by_one(one_layer)
+    return optax.partition({0: one_layer, 1: by_layer, 2: _one_by_one(by_layer)}, _num_stacked)
 
 
 def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
@@ -234,9 +235,15 @@ def _in_stack(path: KeyPath) -> bool:
     return "layers" in names[:-1] and not isinstance(names[names.index("layers") + 1], int)
 
 
-def _is_stacked(parameters: Tree) -> Tree:
-    """Returns whether the first axis of each parameter counts layers."""
-    return jax.tree.map_with_path(lambda path, _: _in_stack(path), parameters)
+def _num_stacked(parameters: Tree) -> Tree:
+    """Returns how many axes of each parameter count layers, or layers and experts."""
+
+    def count(path: KeyPath, value: jax.Array) -> int:
+        rows = [MATRICES[str(name)] for name in _names(path) if name in MATRICES]
+        is_expert = any(row.per_expert and value.ndim == 1 + len(row.axes) for row in rows)
+        return _in_stack(path) * (1 + is_expert)
+
+    return jax.tree.map_with_path(count, parameters)
 
 
 def _is_matrix(parameters: Tree) -> Tree:
@@ -266,7 +273,7 @@ def _muon_matrices(parameters: Tree) -> Tree:
     return jax.tree.map_with_path(dimension_numbers, parameters)
 
 
-def _layer_by_layer(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _one_by_one(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Maps an optimizer over the first axis of parameters, gradients and state, where there are any."""
 
     def mapped(function: Callable[..., object], tree: Tree) -> Callable[..., object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -24,6 +25,7 @@ from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstra
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
+from maxbatch.training.update.balance import Balance, BalancedState, learned
 from maxbatch.training.update.optimizers import AT_REST, make_optimizer
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -38,7 +40,8 @@ class ModelMaker(Protocol):
 class TrainState(NamedTuple):
     """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them.
 
-    In a run with adapters the parameters are the adapters, and `frozen` are those of the model that they adapt.
+    With experts it is a `BalancedState`. In a run with adapters the parameters are the adapters, and `frozen` are those
+    of the model that they adapt.
     """
 
     params: State
@@ -110,7 +113,9 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
     optimizer = make_optimizer(config.optimizer, AT_REST)
-    opt_state = jax.eval_shape(optimizer.init, params)
+    balance = None if make_model else Balance.of(config)
+    stepped, stepped_shardings = learned(params, balance), learned(shardings, balance)
+    opt_state = jax.eval_shape(optimizer.init, stepped)
     whole = NamedSharding(mesh, P())
 
     def is_masked(moment: object) -> bool:
@@ -129,8 +134,8 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
         abstract_optimizer,
         place_moment,
         opt_state,
-        params,
-        shardings,
+        stepped,
+        stepped_shardings,
         transform_non_params=lambda _: whole,
         is_leaf=is_masked,
     )
@@ -138,6 +143,9 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     def with_sharding(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    if balance:
+        opt_state = BalancedState(opt_state, jax.eval_shape(balance.no_counts))
+        opt_shardings = opt_state._replace(optimizer=opt_shardings, last_counts_NxE=whole)
     state = TrainState(params, opt_state, frozen)
     made: TrainState = jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
     return made
@@ -156,7 +164,7 @@ def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMake
         else:
             model = make_model(rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
-        return _started(config, params, seed)
+        return _started(config, params, seed, None if make_model else Balance.of(config))
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
@@ -166,22 +174,28 @@ def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMake
 def init_opt_state(config: UpdateConfig, abstract: TrainState, params: State) -> TrainState:
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    balance = Balance.of(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
-        opt_state = jax.jit(make_optimizer(config.optimizer, AT_REST).init, out_shardings=shardings.opt_state)(params)
+        opt_state = jax.jit(partial(_first_opt_state, config, balance), out_shardings=shardings.opt_state)(params)
         return TrainState(params, opt_state)
 
     def start(seed: jax.Array) -> TrainState:
-        return _started(config, abstract.model, seed).saved
+        return _started(config, abstract.model, seed, balance).saved
 
     made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
     return TrainState(made.params, made.opt_state, params)
 
 
-def _started(config: UpdateConfig, model: State, seed: jax.Array) -> TrainState:
+def _started(config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
-    return TrainState(params, make_optimizer(config.optimizer, AT_REST).init(params), model if adapters else None)
+    return TrainState(params, _first_opt_state(config, balance, params), model if adapters else None)
+
+
+def _first_opt_state(config: UpdateConfig, balance: Balance | None, params: State) -> optax.OptState:
+    opt_state = make_optimizer(config.optimizer, AT_REST).init(learned(params, balance))
+    return BalancedState(opt_state, balance.no_counts()) if balance else opt_state
 
 
 def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:

@@ -23,6 +23,7 @@ from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.training.update.balance import Balance, BalancedState, RoutingMetrics, Scale, learned, with_learned
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.training.update.optimizers import AT_REST, make_optimizer
 from maxbatch.training.update.state import TrainState
@@ -39,6 +40,7 @@ class StepMetrics(NamedTuple):
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
     others: dict[str, jax.Array]  # float32, the objective's other sums
+    routing: RoutingMetrics | None  # of a model with experts
 
 
 def make_train_step(
@@ -62,24 +64,41 @@ def make_train_step(
       `num_micro_batches` an int32 scalar, and `settings` (`UpdateSettings`) float32 scalars.
     """
     accumulation = Accumulation(config, mesh, objective)
+    balance = accumulation.balance
+
+    def scale(state: TrainState, batch: Batch, num_micro_batches: jax.Array) -> Scale | None:
+        """Returns what the terms of balance need to know of the whole batch; None without such terms."""
+        if balance is None or not balance.has_terms:
+            return None
+
+        def count(j: jax.Array, counted: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            _, segments_MxL, weights_MxL = arrange(
+                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
+            )
+            tokens = jnp.sum(segments_MxL != 0, dtype=jnp.int32)
+            return counted[0] + jnp.sum(weights_MxL), counted[1] + tokens
+
+        weight, tokens = jax.lax.fori_loop(0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0)))
+        return Scale(weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE)
 
     def train_step(
         state: TrainState, batch: Batch, num_micro_batches: jax.Array, settings: UpdateSettings
     ) -> tuple[TrainState, StepMetrics]:
         params = accumulation.staged(state.params, state.frozen)
         max_micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        of_terms = scale(state, batch, num_micro_batches)
         measures_noise = config.optimizer.gradient_noise_scale and max_micro_batches * accumulation.data_shards > 1
 
         def add_micro_batch(j: jax.Array, sums: Sums) -> Sums:
             micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
-            return accumulation.add(params, sums, arrange(micro), (j == 0) if measures_noise else False)
+            return accumulation.add(params, sums, arrange(micro), (j == 0) if measures_noise else False, of_terms)
 
         sums = accumulation.start(params, sums_layers=max_micro_batches > 1)
         if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(config.optimizer, state, accumulation.total(sums), settings)
+        return update(config.optimizer, state, accumulation.total(sums), settings, balance)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
@@ -95,21 +114,31 @@ def abstract_settings() -> UpdateSettings:
 
 
 def update(
-    config: OptimizerConfig, state: TrainState, totals: Totals, settings: UpdateSettings
+    config: OptimizerConfig, state: TrainState, totals: Totals, settings: UpdateSettings, balance: Balance | None = None
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped."""
+    """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped.
+
+    With experts (`balance`) the routers' bias takes its step, and the counts become those of the update before.
+    """
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
 
     def stepped(state: TrainState, gradient_sum: State) -> TrainState:
-        gradient = jax.tree.map(lambda g: g / denominator, gradient_sum)
+        params, opt_state = learned(state.params, balance), state.opt_state
+        gradient = jax.tree.map(lambda g: g / denominator, learned(gradient_sum, balance))
         if config.gradient_clipping_threshold:
             shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
-        gradient = optax.tree.cast_like(gradient, state.params)
+        gradient = optax.tree.cast_like(gradient, params)
         optimizer = make_optimizer(config, settings)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        before = opt_state.optimizer if balance else opt_state
+        updates, opt_state = optimizer.update(gradient, before, params)
+        params = with_learned(state.params, optax.apply_updates(params, updates), balance)
+        if balance is not None:
+            assert totals.routing is not None, "experts have counts"
+            opt_state = BalancedState(opt_state, totals.routing.counts_E)
+            params = balance.with_bias_stepped(params, totals.routing.counts_E)
+        return state._replace(params=params, opt_state=opt_state)
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
@@ -120,11 +149,14 @@ def update(
         totals.gradient,
     )
     applies = finite & (totals.weight > 0)
+    routing = None
+    if balance is not None and totals.routing is not None:
+        routing = balance.metrics(totals.routing, state.opt_state.last_counts_NxE)
     new = stepped(state, totals.gradient)
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
     loss = totals.loss / denominator
     parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
-    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others)
+    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others, routing)
 
 
 def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.data.stream.fingerprint import mixed
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.runs.position import CheckpointRecord, StoredParameter
+from maxbatch.system.hashing import mixed
 
 CHECKSUMS = "checksums"  # name of the compiled program
 # Of the Fibonacci lattice, so that no two places of an array that fits a device share a number by their pattern.

@@ -161,10 +161,12 @@ def _tensors(places: dict[tuple[str, ...], Place], abstract: State, read: Reader
         found = {parameter_path(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
         here = [np.asarray(found[path]) for path in group]
         place = places[group[0]]
-        for layer in range(place.num_layers or 1):
-            of_layer = [array if place.num_layers is None else array[layer] for array in here]
-            parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_layer, strict=True)]
+        for index in place.parts:
+            of_part = [array[index] for array in here]
+            parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_part, strict=True)]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
+            if place.layout.has_experts and place.layout.joined:
+                joined = np.stack(parts, axis=-1).reshape(joined.shape)
             yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[dtype]]))
 
 

@@ -24,15 +24,16 @@ Axes = tuple[tuple[int, ...], ...]
 
 
 class Layout(NamedTuple):
-    """One parameter's place in a tensor; {layer} in the name stands for the number of a stacked parameter's layer."""
+    """One parameter's place in a tensor; {layer} and {expert} in the name stand for the numbers of its parts."""
 
     name: str
     axes: Axes  # for each axis of the tensor the parameter's axes that it joins, the outer first
     joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
     joined_axis: int = 0  # the tensor's axis along which they follow each other
+    has_experts: bool = False  # whether the tensor holds all experts; parameters of one name then take turns
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer)."""
+        """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
@@ -52,11 +53,16 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
     names = {row: name for row in TABLES[decoder_block] if (name := _tensor(family, row))}
     found: dict[ParameterPath, Layout] = {}
     for row, name in names.items():
-        inputs, outputs = row.groups
+        inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
         is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
-        axes = (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
+        axes: Axes = (outputs, inputs) if is_reversed else (inputs, outputs) if inputs else (outputs,)
+        holds_experts = row.per_expert and "{expert}" not in name
+        if holds_experts:
+            inputs, outputs = row.groups
+            axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
         together = tuple(other.path for other in names if names[other] == name)
-        found[row.path] = Layout(name, axes, together, axes.index(outputs)) if together[1:] else Layout(name, axes)
+        joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
+        found[row.path] = Layout(name, axes, joined, along, holds_experts)
     return found
 
 
@@ -64,21 +70,28 @@ def _tensor(family: Family, row: Parameter) -> str | None:
     """Returns the name of the tensor that holds a parameter; None if the family has none."""
     module = family.modules.get(re.sub(r"^layers\.|[._](scale|bias)$", "", row.name))
     before, after = f"{family.layer}." if row.is_stacked else "", "bias" if row.name.endswith("bias") else "weight"
+    if whole := family.tensors.get(row.name.removeprefix("layers.")):
+        return before + whole
     return module and f"{before}{module}.{after}"
 
 
 class Place(NamedTuple):
-    """A parameter's part of a tensor, or of one tensor per layer."""
+    """A parameter's part of a tensor, or of one tensor per layer, or per layer and expert."""
 
     layout: Layout
-    shape: tuple[int, ...]  # of the parameter, in one layer
+    shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
     first: int  # where its part begins along the layout's joined axis
-    num_layers: int | None  # None: it is not stacked
+    stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
+
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The indices of its tensors along the leading axes, in order."""
+        return list(np.ndindex(self.stacked))
 
     @property
     def names(self) -> list[str]:
-        """The tensors' names, in order of their layers."""
-        return [self.layout.name.format(layer=layer) for layer in range(self.num_layers or 1)]
+        """The tensors' names, in the order of `parts`."""
+        return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in self.parts]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -89,13 +102,18 @@ class Place(NamedTuple):
         """Returns rows `first` to before `last` of its part of a tensor with two axes."""
         if self.layout.joined_axis == 0:
             return tensor.rows(self.first + first, self.first + last)
-        return tensor.rows(first, last)[:, self.first : self.first + self.part_shape[1]]
+        return tensor.rows(first, last)[:, self._part(1)]
 
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor as the parameter of one layer."""
+        """Returns a view of a tensor as the parameter of one layer and expert."""
         axis = self.layout.joined_axis
-        part = (slice(None),) * axis + (slice(self.first, self.first + self.part_shape[axis]),)
-        return self.layout.to_parameter(tensor[part], self.shape)
+        return self.layout.to_parameter(tensor[(slice(None),) * axis + (self._part(axis),)], self.shape)
+
+    def _part(self, axis: int) -> slice:
+        """Returns its part of a tensor along the joined axis."""
+        if self.layout.has_experts and self.layout.joined:
+            return slice(self.first, None, len(self.layout.joined))
+        return slice(self.first, self.first + self.part_shape[axis])
 
 
 def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, Place]:
@@ -106,16 +124,22 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
     """
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
     layouts = layouts_of(decoder_block)
+    per_expert = {row.path for row in TABLES[decoder_block] if row.per_expert}
 
     def place(path: ParameterPath) -> Place:
         if path not in layouts:
             name = ".".join(path)
             raise ConfigError(f"decoder_block={decoder_block}: Hugging Face's family has no parameter like {name}")
-        layout, is_stacked = layouts[path], path[0] == "layers"
-        shape = shapes[path][1:] if is_stacked else shapes[path]
+        layout = layouts[path]
+        stacked = shapes[path][: path[0] == "layers"]
+        if path in per_expert:
+            stacked = shapes[path][: 1 if layout.has_experts else 2]
+        shape = shapes[path][len(stacked) :]
         before = layout.joined[: layout.joined.index(path)] if layout.joined else ()
-        first = sum(place(other).part_shape[layout.joined_axis] for other in before)
-        return Place(layout, shape, first, shapes[path][0] if is_stacked else None)
+        first = len(before)
+        if not layout.has_experts:
+            first = sum(place(other).part_shape[layout.joined_axis] for other in before)
+        return Place(layout, shape, first, stacked)
 
     return {path: place(path) for path in shapes}
 

@@ -36,10 +36,10 @@ def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.Sha
     add = _adder(place, abstract.sharding, exchange)
     found = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
     with ThreadPoolExecutor() as threads:
-        for layer, name in enumerate(place.names):
+        for number, name in enumerate(place.names):
             tensor_RxC = _by_rows(stored[name], place, exchange[0], abstract.dtype, threads)
             # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
-            found = add(found.block_until_ready(), tensor_RxC, np.int32(layer))
+            found = add(found.block_until_ready(), tensor_RxC, np.int32(number))
     whole: jax.Array = found.block_until_ready()
     return whole
 
@@ -84,14 +84,13 @@ def _by_rows(
 def _adder(
     place: Place, sharding: NamedSharding, exchange: list[NamedSharding]
 ) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
-    """Returns a compiled function that puts the tensor of a layer into the parameter."""
+    """Returns a compiled function that puts one of the parameter's tensors into it."""
 
-    def add(found: jax.Array, tensor_RxC: jax.Array, layer: np.int32) -> jax.Array:
+    def add(found: jax.Array, tensor_RxC: jax.Array, number: np.int32) -> jax.Array:
         for step in exchange:
             tensor_RxC = jax.lax.with_sharding_constraint(tensor_RxC, step)
         parameter = place.layout.to_parameter(tensor_RxC[: place.part_shape[0]], place.shape)
-        stacked_axes = len(found.shape) - len(place.shape)
-        layers = jnp.arange(place.num_layers or 1).reshape([-1] * stacked_axes + [1] * len(place.shape))
-        return jnp.where(layers == layer, parameter, found)
+        numbers = jnp.arange(len(place.parts)).reshape(*place.stacked, *[1] * len(place.shape))
+        return jnp.where(numbers == number, parameter, found)
 
     return jax.jit(add, donate_argnums=0, out_shardings=sharding)

@@ -9,13 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.hub import folder_of
 from maxbatch.config.huggingface import CONFIG_FILE
 from maxbatch.config.loading import load_config
+from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.parameters import parameter_path
@@ -24,7 +27,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
 from maxbatch.system.storage import AnyPath, read_range
-from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, layouts_of, parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
@@ -78,7 +81,7 @@ class HuggingFaceFolder:
         family = FAMILIES[config.decoder_block]
         if not any(name.startswith(family.prefix) for name in stored):
             stored = {family.prefix + name: tensor for name, tensor in stored.items()}
-        places = parameter_places(config.decoder_block, abstract_params)
+        places = parameter_places(config.decoder_block, _without_bias(config.decoder_block, abstract_params))
         tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
         _check_tensors(self._folder, stored, tensor_shapes(places), tied_output)
 
@@ -86,12 +89,26 @@ class HuggingFaceFolder:
             leaves = jax.tree.leaves_with_path(part)
             found: dict[int, jax.Array] = {}
             for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
-                place, abstract = leaves[number]
-                found[number] = _read(stored, places[parameter_path(place)], abstract)
+                keys, abstract = leaves[number]
+                path = parameter_path(keys)
+                found[number] = _read(stored, places[path], abstract) if path in places else _zeros(abstract)
             whole: State = jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
             return whole
 
         return read
+
+
+def _without_bias(decoder_block: str, abstract_params: State) -> State:
+    """Returns the parameters that a folder of the family holds: routers begin without a bias if it has none."""
+    flat = nnx.to_flat_state(abstract_params)
+    layouts = layouts_of(decoder_block)
+    state: State = nnx.from_flat_state(item for item in flat if item[0][-1] != ROUTED_BIAS or item[0] in layouts)
+    return state
+
+
+def _zeros(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    zeros: jax.Array = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
+    return zeros
 
 
 Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter
@@ -100,7 +117,7 @@ Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a paramete
 def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns one parameter, of which each device is given its own part."""
     assert abstract.sharding is not None
-    if not abstract.sharding.is_fully_addressable and len(place.part_shape) > 1:
+    if not abstract.sharding.is_fully_addressable and len(place.part_shape) == 2:
         return read_shared(stored, place, abstract)
     cuts: dict[jax.Device, Cut] = {}
     for device, index in abstract.sharding.addressable_devices_indices_map(abstract.shape).items():
@@ -117,8 +134,8 @@ def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype:
     """Returns parts of a parameter; each of its tensors is read once."""
     parts = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
     with ThreadPoolExecutor() as threads:
-        for layer, name in enumerate(place.names):
-            rows = {cut: _row_of_layer(cut, part, layer, place) for cut, part in parts.items()}
+        for index, name in zip(place.parts, place.names, strict=True):
+            rows = {cut: _row_of(cut, part, index) for cut, part in parts.items()}
             wanted = {cut: row for cut, row in rows.items() if row is not None}
             if not wanted:
                 continue
@@ -128,12 +145,13 @@ def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype:
     return parts
 
 
-def _row_of_layer(cut: Cut, part: np.ndarray, layer: int, place: Place) -> np.ndarray | None:
-    """Returns a view of a layer in a part of the parameter, None if it is not in it."""
-    if place.num_layers is None:
-        return part
-    begin, end = cut[0]
-    return part[layer - begin] if begin <= layer < end else None
+def _row_of(cut: Cut, part: np.ndarray, index: tuple[int, ...]) -> np.ndarray | None:
+    """Returns a view of a layer, or of an expert of it, in a part of the parameter, None if it is not in it."""
+    edges = list(zip(index, cut, strict=False))
+    if not all(begin <= number < end for number, (begin, end) in edges):
+        return None
+    row: np.ndarray = part[tuple(number - begin for number, (begin, _) in edges)]
+    return row
 
 
 def _check_tensors(

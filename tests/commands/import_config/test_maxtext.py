@@ -195,6 +195,26 @@ def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) ->
     assert fates["shared_experts"].fate == "ignored"  # at 0 it says nothing
 
 
+MIXTRAL = """decoder_block: mixtral
+num_experts: 8
+num_experts_per_tok: 2
+base_moe_mlp_dim: 14336
+load_balance_loss_weight: 0.01
+ici_expert_parallelism: 4
+megablox: true
+sparse_matmul: true
+"""
+
+
+def test_experts_are_those_of_maxtext_and_its_balance_loss_is_theirs_per_choice(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{MIXTRAL}")
+    assert config.norm_topk_prob and config.load_balance_loss_weight == 0.02
+    assert (config.num_experts, config.ici_expert_parallelism) == (8, 4)
+    assert fates["megablox"].fate == fates["sparse_matmul"].fate == "ignored"
+    preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: mixtral-8x22b\n")
+    assert (preset.load_balance_loss_weight, preset.vocab_size) == (0, 32768)
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")

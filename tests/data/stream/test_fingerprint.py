@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.data.stream.fingerprint import carry, fingerprint, limb_sums, row_hashes, to_hex
+from maxbatch.data.stream.fingerprint import fingerprint
+from maxbatch.system.hashing import carry, limb_sums, row_hashes, to_hex
 
 Rows = dict[str, np.ndarray]
 

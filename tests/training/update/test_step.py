@@ -15,11 +15,11 @@ from flax import nnx
 
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.data.feed.placement import BatchShape, Placement
-from maxbatch.data.stream.fingerprint import limb_sums, row_hashes, to_hex
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.system.hashing import limb_sums, row_hashes, to_hex
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig

@@ -207,7 +207,7 @@ def test_tensors_of_another_model_are_refused(
     ("fields", "said"),
     [
         ({"model_type": "mamba"}, "model_type=mamba is not supported; works: one of llama"),
-        ({"num_local_experts": 8}, "num_local_experts=8: models with experts are not supported"),
+        ({"num_local_experts": 8}, "num_local_experts=8 is not supported for llama, which has no experts"),
         ({"model_type": "mistral", "mlp_bias": True}, "mlp_bias=True is not supported for mistral"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is not supported"),
         (

@@ -1,0 +1,206 @@
+"""The experts of a decoder's layer, in place of its MLP.
+
+Every device computes the experts of its own rows by grouped products. With an axis of experts it holds some of them
+only: the rows travel by a gather within the axis, and their outputs by a reduce-scatter back. No buffer is smaller
+than all choices of these rows, so nothing is dropped here.
+
+Shapes: M micro-batch, L length, D model, F hidden width of an expert, E experts, k experts of a token; T = M x L
+tokens, n = T x k choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import MATRICES
+from maxbatch.config.sections import ModelConfig
+from maxbatch.model.experts.grouped import grouped_product
+from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
+from maxbatch.model.mlp import ACTIVATIONS, Activation
+from maxbatch.model.parameters import add_parameters
+from maxbatch.parallel.remat import kept
+from maxbatch.parallel.sharding import Constrain, num_shards
+
+_AXIS = "expert"
+Combine = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Experts(nnx.Module):
+    """sum over a token's experts of weight x down(activation(gate(x)) * up(x)).
+
+    References: Shazeer et al. 2017 (https://arxiv.org/abs/1701.06538); Mixtral (Jiang et al. 2024,
+    https://arxiv.org/abs/2401.04088).
+    """
+
+    router: nnx.Param[jax.Array]
+    expert_gate: nnx.Param[jax.Array]
+    expert_up: nnx.Param[jax.Array]
+    expert_down: nnx.Param[jax.Array]
+    router_bias: nnx.Param[jax.Array]  # this and the next three if the family has biases
+    expert_gate_bias: nnx.Param[jax.Array]
+    expert_up_bias: nnx.Param[jax.Array]
+    expert_down_bias: nnx.Param[jax.Array]
+    routed_bias: nnx.Param[jax.Array]  # if the model has it
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, "layers.experts", rngs=rngs)
+        self.config = config
+        family = FAMILIES[config.decoder_block]
+        self.has_biases = family.has_expert_biases
+        self.combine = (
+            partial(_gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
+            if family.expert_limit is None
+            else partial(_clamped, limit=family.expert_limit)
+        )
+        self.constrain = constrain
+
+    def __call__(self, x_MxLxD: jax.Array, slots: Slots, layer: jax.Array | int) -> tuple[jax.Array, RoutingSums]:
+        """Returns the output, [M, L, D] in x's dtype, and the sums of this layer, whose number is `layer`."""
+        logits_MxLxE = self._logits(x_MxLxD)
+        routes, scores_MxLxE = choose(self.config, logits_MxLxE, self._bias)
+        routes, sums = within_rows(self.config, routes, scores_MxLxE, logits_MxLxE, slots, layer)
+        return self._computed(x_MxLxD, routes), sums
+
+    def of_each(self, x_MxLxD: jax.Array) -> jax.Array:
+        """Returns the output of tokens that are all real and whose rows have no capacity, as in sampling."""
+        routes, _ = choose(self.config, self._logits(x_MxLxD), self._bias)
+        return self._computed(x_MxLxD, routes)
+
+    @property
+    def _bias(self) -> jax.Array | None:
+        return jax.lax.stop_gradient(self.routed_bias[...]) if hasattr(self, "routed_bias") else None
+
+    def _logits(self, x_MxLxD: jax.Array) -> jax.Array:
+        # Whole in D and E, so that no mesh changes the order of the sums.
+        x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
+        w_DxE = self.constrain(self.router[...].astype(jnp.float32), (None, None))
+        logits = jnp.einsum("mld,de->mle", x_MxLxD.astype(jnp.float32), w_DxE, precision="highest")
+        if self.has_biases:
+            logits += self.router_bias[...].astype(jnp.float32)[None, None]
+        return self.constrain(logits, ("batch", "length", None))
+
+    def _computed(self, x_MxLxD: jax.Array, routes: Routes) -> jax.Array:
+        """Returns the weighted sum of the outputs of each token's experts."""
+        y_MxLxD = self._products(x_MxLxD, routes)
+        if not self.has_biases:
+            return y_MxLxD
+        # The share of each expert in a token, by which its last bias counts.
+        is_chosen = routes.experts_MxLxk[..., None] == jnp.arange(self.config.num_experts)[None, None, None]
+        shares_MxLxE = jnp.sum(jnp.where(is_chosen, routes.weights_MxLxk[..., None], 0.0), axis=2)
+        bias_ExD = self.expert_down_bias[...].astype(x_MxLxD.dtype)
+        return y_MxLxD + jnp.einsum("mle,ed->mld", shares_MxLxE.astype(x_MxLxD.dtype), bias_ExD)
+
+    def _products(self, x_MxLxD: jax.Array, routes: Routes) -> jax.Array:
+        """Returns `_computed` without the bias of the last product."""
+        weights = [getattr(self, f"expert_{name}")[...].astype(x_MxLxD.dtype) for name in ("gate", "up", "down")]
+        if self.has_biases:
+            biases = self.expert_gate_bias, self.expert_up_bias
+            weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
+        mesh, platform = self.constrain.mesh, self.constrain.platform
+        run = partial(_of_rows, combine=self.combine, platform=platform)
+        if mesh is None:
+            return run(x_MxLxD, *routes, *weights, num_local=self.config.num_experts)
+        spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
+        rows = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
+        rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
+        tensor = self.constrain.spec(weights[0].shape[1:], (None, "moe_mlp"))[1]
+        axis = _AXIS if mesh.shape.get(_AXIS, 1) > 1 else None
+        of_rows, into, out_of = P(rows or None, spec[1], None), P(axis, None, tensor), P(axis, tensor, None)
+        of_biases = (P(axis, tensor),) * (len(weights) - 3)
+
+        def here(x_MxLxD: jax.Array, experts: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
+            gathers = axis is not None and axis in rows
+            if gathers:
+                x_MxLxD, experts, shares = (
+                    jax.lax.all_gather(array, _AXIS, axis=0, tiled=True) for array in (x_MxLxD, experts, shares)
+                )
+            num_local = weights[0].shape[0]
+            if axis is not None:
+                experts = experts - jax.lax.axis_index(_AXIS) * num_local
+            y_MxLxD = run(x_MxLxD, experts, shares, *weights, num_local=num_local)
+            if tensor is not None:
+                y_MxLxD = jax.lax.psum(y_MxLxD, tensor)
+            if gathers:
+                y_MxLxD = jax.lax.psum_scatter(y_MxLxD, _AXIS, scatter_dimension=0, tiled=True)
+            elif axis is not None:
+                y_MxLxD = jax.lax.psum(y_MxLxD, _AXIS)
+            return y_MxLxD
+
+        y_MxLxD: jax.Array = jax.shard_map(
+            here, mesh=mesh, in_specs=(of_rows, of_rows, of_rows, into, into, out_of, *of_biases), out_specs=of_rows,
+            check_vma=False,  # kernels do not say over which axes their results vary
+        )(x_MxLxD, *routes, *weights)  # fmt: skip
+        return y_MxLxD
+
+
+def _gated(gate_nxF: jax.Array, up_nxF: jax.Array, *, activation: Activation) -> jax.Array:
+    return activation(gate_nxF) * up_nxF
+
+
+def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Array:
+    """Returns the gated product of gpt-oss (https://arxiv.org/abs/2508.10925, section 2.2), of values up to a limit."""
+    gate_nxF = jnp.minimum(gate_nxF, limit)
+    return (jnp.clip(up_nxF, -limit, limit) + 1) * gate_nxF * jax.nn.sigmoid(1.702 * gate_nxF)
+
+
+def _of_rows(
+    x_MxLxD: jax.Array, experts_MxLxk: jax.Array, shares_MxLxk: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array, *biases_ExF: jax.Array, num_local: int, combine: Combine, platform: str,
+) -> jax.Array:  # fmt: skip
+    """Returns the weighted sum of the outputs of experts 0 to `num_local`; others add nothing."""
+    rows, length, width = x_MxLxD.shape
+    k = experts_MxLxk.shape[-1]
+    experts_n = experts_MxLxk.reshape(-1)
+    experts_n = jnp.where((experts_n >= 0) & (experts_n < num_local), experts_n, num_local)
+    order_n = jnp.argsort(experts_n, stable=True)
+    place_n = (
+        jnp.zeros_like(order_n).at[order_n].set(jnp.arange(order_n.size, dtype=order_n.dtype), unique_indices=True)
+    )
+    sizes_E = jnp.sum(experts_n[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
+    x_nxD = _sorted(x_MxLxD.reshape(-1, width), order_n, place_n, k)
+
+    def product(x: jax.Array, w: jax.Array, name: str, bias_ExF: jax.Array | None = None) -> jax.Array:
+        y = grouped_product(x, w, sizes_E, platform)
+        if bias_ExF is not None:  # as a product, whose gradient is one too
+            y += jax.nn.one_hot(experts_n[order_n], num_local, dtype=y.dtype) @ bias_ExF
+        return kept(y, MATRICES[name].kept)
+
+    gate_bias, up_bias = biases_ExF or (None, None)
+    gate_nxF = product(x_nxD, gate_ExDxF, "expert_gate", gate_bias)
+    inner_nxF = combine(gate_nxF, product(x_nxD, up_ExDxF, "expert_up", up_bias))
+    y_nxD = product(inner_nxF, down_ExFxD, "expert_down")
+    y_TxkxD = _unsorted(y_nxD, order_n, place_n).reshape(-1, k, width)
+    shares_Txk = shares_MxLxk.reshape(-1, k).astype(x_MxLxD.dtype)
+    return jnp.einsum("tkd,tk->td", y_TxkxD, shares_Txk).reshape(rows, length, width)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sorted(x_TxD: jax.Array, order_n: jax.Array, place_n: jax.Array, k: int) -> jax.Array:
+    """Returns the token of each choice, sorted by expert; its gradient is a gather too, and no scatter."""
+    del place_n
+    return x_TxD[order_n // k]
+
+
+_sorted.defvjp(
+    lambda x_TxD, order_n, place_n, k: (x_TxD[order_n // k], place_n),
+    lambda k, place_n, grad_nxD: (grad_nxD[place_n].reshape(-1, k, grad_nxD.shape[-1]).sum(axis=1), None, None),
+)
+
+
+@jax.custom_vjp
+def _unsorted(y_nxD: jax.Array, order_n: jax.Array, place_n: jax.Array) -> jax.Array:
+    """Returns rows that are sorted by expert in the order of the choices."""
+    del order_n
+    return y_nxD[place_n]
+
+
+_unsorted.defvjp(
+    lambda y_nxD, order_n, place_n: (y_nxD[place_n], order_n), lambda order_n, grad_nxD: (grad_nxD[order_n], None, None)
+)

@@ -1,0 +1,214 @@
+"""Products of rows with the matrix of their group: `[rows sorted by group] x [groups, D, F]`.
+
+What is fastest depends on the platform. On a CPU `jax.lax.ragged_dot` takes the time of all groups; here a loop over
+blocks of rows computes little more than the products that there are. On a TPU the gradient of `ragged_dot` by the
+matrices compiles to the dense product, E times the work; there it is the Pallas kernels of JAX (Gale et al. 2023,
+MegaBlocks, https://arxiv.org/abs/2211.15841). On a GPU it is `ragged_dot`.
+
+Shapes: n rows, E groups, D input, F output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _one_by_one(product: Product) -> Product:
+    """Returns a product that runs once for each mapped array under `jax.vmap`: a device has one of them."""
+    mapped: Product = sequential_vmap(product)
+    return mapped
+
+
+# Rows of a block on a CPU: at most, and as a share of the rows that a group has on average.
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 16
+_TILES = (512, 1024, 1024)  # of rows, inputs and outputs, on a TPU
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
+    """Returns each row times the matrix of its group: [n, F] in x's dtype; rows behind the groups give zeros.
+
+    Args:
+      x_nxD: the rows of group 0, then those of group 1, and so on; then rows of no group.
+      w_ExDxF: the groups' matrices, in x's dtype.
+      sizes_E: int32: rows of each group.
+      platform: "cpu", "gpu" or "tpu".
+    """
+    return _forward(x_nxD, w_ExDxF, sizes_E, platform)[0]
+
+
+def _forward(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> tuple[jax.Array, Any]:
+    return _PRODUCTS[platform](False)(x_nxD, w_ExDxF, sizes_E), (x_nxD, w_ExDxF, sizes_E)
+
+
+def _backward(platform: str, kept: Any, grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_nxD, w_ExDxF, sizes_E = kept
+    grad_x_nxD = _PRODUCTS[platform](True)(grad_nxF, w_ExDxF, sizes_E)
+    return grad_x_nxD, _OUTER_PRODUCTS[platform](x_nxD, grad_nxF, sizes_E), None
+
+
+grouped_product.defvjp(_forward, _backward)
+
+
+def _without_rest(y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """Returns y with zeros behind the groups."""
+    in_group_n = jnp.arange(y_nxF.shape[0]) < jnp.sum(sizes_E)
+    return jnp.where(in_group_n[:, None], y_nxF, jnp.zeros_like(y_nxF))
+
+
+class _Blocks:
+    """The blocks of rows that a CPU goes through; each has rows of one group, and maybe of the groups behind it."""
+
+    def __init__(self, num_rows: int, sizes_E: jax.Array) -> None:
+        mean = num_rows // (2 * sizes_E.shape[0])
+        self.size = next((b for b in (256, 128, 64, 32) if b <= min(mean, _LARGEST_BLOCK)), _SMALLEST_BLOCK)
+        self.ends_E = jnp.cumsum(sizes_E)
+        self._starts_E = self.ends_E - sizes_E
+        blocks_E = -(-sizes_E // self.size)
+        self._last_E = jnp.cumsum(blocks_E)
+        self._first_E = self._last_E - blocks_E
+
+    @property
+    def count(self) -> jax.Array:
+        """The number of blocks."""
+        return self._last_E[-1]
+
+    def __getitem__(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the group of a block, and its first row."""
+        group = jnp.searchsorted(self._last_E, block, side="right")
+        return group, self._starts_E[group] + (block - self._first_E[group]) * self.size
+
+    def padded(self, x_nxD: jax.Array) -> jax.Array:
+        """Returns rows with room for the last block to end behind them."""
+        return jnp.pad(x_nxD, ((0, self.size), (0, 0)))
+
+    def rows(self, x_nxD: jax.Array, first: jax.Array) -> jax.Array:
+        """Returns the rows of a block, of `padded` ones."""
+        rows: jax.Array = jax.lax.dynamic_slice_in_dim(x_nxD, first, self.size)
+        return rows
+
+
+def _cpu_product(is_transposed: bool) -> Product:
+    """Returns the product with the matrices, or with their transposes."""
+
+    @_one_by_one
+    def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        blocks = _Blocks(x_nxD.shape[0], sizes_E)
+        padded_nxD = blocks.padded(x_nxD)
+        inputs, outputs = (1, 0) if is_transposed else (0, 1)
+
+        def add_block(block: jax.Array, y_nxF: jax.Array) -> jax.Array:
+            group, first = blocks[block]
+            w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, group, keepdims=False)
+            y_bxF = jax.lax.dot_general(blocks.rows(padded_nxD, first), w_DxF, (((1,), (inputs,)), ((), ())))
+            # Rows of the groups behind are written again by their own blocks.
+            written: jax.Array = jax.lax.dynamic_update_slice_in_dim(y_nxF, y_bxF, first, axis=0)
+            return written
+
+        y_nxF = jnp.zeros((padded_nxD.shape[0], w_ExDxF.shape[1 + outputs]), x_nxD.dtype)
+        y_nxF = jax.lax.fori_loop(0, blocks.count, add_block, y_nxF)
+        return _without_rest(y_nxF[: x_nxD.shape[0]], sizes_E)
+
+    return product
+
+
+@_one_by_one
+def _cpu_outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    blocks = _Blocks(x_nxD.shape[0], sizes_E)
+    padded_nxD, padded_nxF = blocks.padded(x_nxD), blocks.padded(y_nxF)
+
+    def add_block(block: jax.Array, w_ExDxF: jax.Array) -> jax.Array:
+        group, first = blocks[block]
+        x_bxD = blocks.rows(padded_nxD, first)
+        of_group_b = first + jnp.arange(blocks.size) < blocks.ends_E[group]
+        x_bxD = jnp.where(of_group_b[:, None], x_bxD, jnp.zeros_like(x_bxD))
+        more_DxF = jax.lax.dot_general(x_bxD, blocks.rows(padded_nxF, first), (((0,), (0,)), ((), ())))
+        w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, group, keepdims=False) + more_DxF
+        added: jax.Array = jax.lax.dynamic_update_index_in_dim(w_ExDxF, w_DxF, group, axis=0)
+        return added
+
+    zeros = jnp.zeros((sizes_E.shape[0], x_nxD.shape[1], y_nxF.shape[1]), x_nxD.dtype)
+    w_ExDxF: jax.Array = jax.lax.fori_loop(0, blocks.count, add_block, zeros)
+    return w_ExDxF
+
+
+def _tiles(*shape: int) -> tuple[int, ...]:
+    return tuple(min(tile, -(-size // 128) * 128) for tile, size in zip(_TILES, shape, strict=True))
+
+
+def _padded_rows(x_nxD: jax.Array, tile: int) -> jax.Array:
+    return jnp.pad(x_nxD, ((0, -x_nxD.shape[0] % tile), (0, 0)))
+
+
+@contextlib.contextmanager
+def _standard_promotion() -> Iterator[None]:
+    """Lets the kernels mix types, also where the program around them promotes nothing."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def _tpu_product(is_transposed: bool, interpret: bool = False) -> Product:
+    @_one_by_one
+    def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+        tiles = _tiles(x_nxD.shape[0], x_nxD.shape[1], w_ExDxF.shape[1 if is_transposed else 2])
+        with _standard_promotion():
+            y_nxF: jax.Array = gmm(
+                _padded_rows(x_nxD, tiles[0]), w_ExDxF, sizes_E, preferred_element_type=x_nxD.dtype, tiling=tiles,
+                transpose_rhs=is_transposed, interpret=interpret,
+            )  # fmt: skip
+        return _without_rest(y_nxF[: x_nxD.shape[0]], sizes_E)
+
+    return product
+
+
+def _tpu_outer_products(interpret: bool = False) -> Product:
+    @_one_by_one
+    def products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+        tiles = _tiles(x_nxD.shape[0], x_nxD.shape[1], y_nxF.shape[1])
+        x_nxD, y_nxF = _padded_rows(x_nxD, tiles[0]), _padded_rows(y_nxF, tiles[0])
+        with _standard_promotion():
+            w_ExDxF: jax.Array = tgmm(
+                x_nxD.T, y_nxF, sizes_E, preferred_element_type=x_nxD.dtype, tiling=tiles, interpret=interpret
+            )
+        return w_ExDxF
+
+    return products
+
+
+def _ragged_product(is_transposed: bool) -> Product:
+    @_one_by_one
+    def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+        w_ExDxF = w_ExDxF.swapaxes(1, 2) if is_transposed else w_ExDxF
+        return _without_rest(jax.lax.ragged_dot(x_nxD, w_ExDxF, sizes_E), sizes_E)
+
+    return product
+
+
+@_one_by_one
+def _ragged_outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    numbers = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+    )
+    w_ExDxF: jax.Array = jax.lax.ragged_dot_general(x_nxD, y_nxF, sizes_E, numbers)
+    return w_ExDxF
+
+
+_PRODUCTS: dict[str, Callable[[bool], Product]] = {"cpu": _cpu_product, "tpu": _tpu_product, "gpu": _ragged_product}
+_OUTER_PRODUCTS: dict[str, Product] = {
+    "cpu": _cpu_outer_products,
+    "tpu": _tpu_outer_products(),
+    "gpu": _ragged_outer_products,
+}

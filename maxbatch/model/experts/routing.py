@@ -1,0 +1,156 @@
+"""Routing: which experts a token goes to, with which weights, and the sums that balance is computed from.
+
+Where a token goes is a function of the token alone, in float32. A capacity is counted within a row.
+
+Shapes: M micro-batch, L length, E experts, k experts of a token, N layers.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.config.sections import ModelConfig
+from maxbatch.system.hashing import carry, limb_sums, mixed, row_hashes
+
+_LAYER, _EXPERT = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
+_LANES = np.uint32(0x2545F491), np.uint32(0x8F1BBCDC)
+_BYTE = np.uint32(0xFF)
+
+
+class Slots(NamedTuple):
+    """The slots of rows, as layers see them."""
+
+    segments_MxL: jax.Array  # int32: the document of each token, 0 for padding
+    hashes_MxL: jax.Array | None = None  # uint32: of the row and the place in it; None in a model without experts
+
+
+class RoutingSums(NamedTuple):
+    """Sums over the real tokens of some rows: of one layer, or with a leading axis of layers.
+
+    Each is a plain sum, so those of micro-batches, shards and stages add up to those of the whole batch.
+    """
+
+    counts_E: jax.Array  # int32: choices of each expert
+    scores_E: jax.Array  # float32: of each expert's score, the scores of a token divided by their sum
+    sequence: jax.Array  # float32: of E sum(f P) of each row, times its tokens
+    squares: jax.Array  # float32: of the squared log-sum-exp of the router's logits
+    dropped: jax.Array  # int32: choices beyond the capacity of an expert
+    limbs_4: jax.Array  # uint32: of the hashes of row, place, layer and chosen expert, modulo 2^64, in 16-bit limbs
+
+    def plus(self, other: RoutingSums) -> RoutingSums:
+        """Returns the sums over the rows of both."""
+        added: RoutingSums = jax.tree.map(jnp.add, self, other)
+        return added._replace(limbs_4=carried(added.limbs_4))
+
+    @classmethod
+    def nothing(cls, num_layers: int, num_experts: int) -> RoutingSums:
+        """Returns the sums over no rows, of all layers."""
+        of_experts, layers = (num_layers, num_experts), (num_layers,)
+        return cls(
+            jnp.zeros(of_experts, jnp.int32), jnp.zeros(of_experts, jnp.float32), jnp.zeros(layers, jnp.float32),
+            jnp.zeros(layers, jnp.float32), jnp.zeros(layers, jnp.int32), jnp.zeros((num_layers, 4), jnp.uint32),
+        )  # fmt: skip
+
+
+class Routes(NamedTuple):
+    """The experts of tokens."""
+
+    experts_MxLxk: jax.Array  # int32; E: none
+    weights_MxLxk: jax.Array  # float32
+
+
+def carried(limbs_x4: jax.Array) -> jax.Array:
+    """Returns 64-bit sums, each in four limbs of 16 bits along the last axis, with every limb below 2^16."""
+    return jnp.moveaxis(carry(jnp, jnp.moveaxis(limbs_x4, -1, 0)), 0, -1)
+
+
+def slot_hashes(tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
+    """Returns a hash of each slot, from the content of its row and its place: uint32[M, L]."""
+    hashes_Mx2 = row_hashes(jnp, tokens_MxL, segments_MxL, jnp.zeros(tokens_MxL.shape, jnp.float32))
+    places_1xL = jnp.arange(tokens_MxL.shape[1], dtype=jnp.uint32)[None]
+    return mixed(mixed(places_1xL + hashes_Mx2[:, :1]) ^ hashes_Mx2[:, 1:])
+
+
+def choose(config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | None) -> tuple[Routes, jax.Array]:
+    """Returns the experts of each token, the likeliest first, and its scores of all experts, float32[M, L, E].
+
+    Of equal scores the expert with the lower number comes first. The bias changes the choice, and no weight.
+    """
+    scores_MxLxE = jax.nn.softmax(logits_MxLxE)
+    ranked_MxLxE = scores_MxLxE if bias_E is None else scores_MxLxE + bias_E[None, None]
+    _, experts_MxLxk = jax.lax.top_k(jax.lax.stop_gradient(ranked_MxLxE), config.num_experts_per_tok)
+    weights_MxLxk = jnp.take_along_axis(scores_MxLxE, experts_MxLxk, axis=-1)
+    if config.norm_topk_prob:
+        weights_MxLxk /= jnp.sum(weights_MxLxk, axis=-1, keepdims=True)
+    return Routes(experts_MxLxk, weights_MxLxk), scores_MxLxE
+
+
+def within_rows(
+    config: ModelConfig, routes: Routes, scores_MxLxE: jax.Array, logits_MxLxE: jax.Array, slots: Slots,
+    layer: jax.Array | int,
+) -> tuple[Routes, RoutingSums]:  # fmt: skip
+    """Returns the routes of real tokens, within the capacity if there is one, and the sums over the rows.
+
+    Padding goes to no expert, and so do choices beyond the capacity, whose share of the output is lost.
+    """
+    num_experts, experts_MxLxk = config.num_experts, routes.experts_MxLxk
+    real_MxL = slots.segments_MxL != 0
+    tokens_M = jnp.sum(real_MxL, axis=1, dtype=jnp.int32)
+    is_chosen_MxLxkxE = (experts_MxLxk[..., None] == jnp.arange(num_experts)[None, None, None]) & real_MxL[
+        ..., None, None
+    ]
+    counts_MxE = jnp.sum(is_chosen_MxLxkxE, axis=(1, 2), dtype=jnp.int32)
+    scores_MxE = jnp.sum(jnp.where(real_MxL[..., None], scores_MxLxE, 0.0), axis=1)
+    share_M = num_experts / (config.num_experts_per_tok * jnp.maximum(tokens_M, 1).astype(jnp.float32))
+    even_M = share_M * jnp.sum(counts_MxE.astype(jnp.float32) * scores_MxE, axis=1)
+    squares_MxL = jnp.square(jax.nn.logsumexp(logits_MxLxE, axis=-1))
+    goes_MxLxk = jnp.broadcast_to(real_MxL[..., None], experts_MxLxk.shape)
+    if config.capacity_factor > 0:
+        goes_MxLxk &= _fits(config, is_chosen_MxLxkxE, tokens_M)
+    num_dropped = jnp.sum(real_MxL[..., None] & ~goes_MxLxk, dtype=jnp.int32)
+    sums = RoutingSums(
+        jnp.sum(counts_MxE, axis=0, dtype=jnp.int32),
+        jnp.sum(scores_MxE, axis=0),
+        jnp.sum(even_M),
+        jnp.sum(jnp.where(real_MxL, squares_MxL, 0.0)),
+        num_dropped,
+        _fingerprint(slots, experts_MxLxk, layer),
+    )
+    return Routes(jnp.where(goes_MxLxk, experts_MxLxk, num_experts), routes.weights_MxLxk), sums
+
+
+def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array) -> jax.Array:
+    """Returns whether each choice is within the capacity of its expert; earlier tokens of a row come first."""
+    rows, length, k, num_experts = is_chosen_MxLxkxE.shape
+    factor = Fraction(repr(config.capacity_factor))
+    capacities = np.asarray([math.ceil(factor * tokens * k / num_experts) for tokens in range(length + 1)], np.int32)
+    in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
+    places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)  # from 1
+    fits: jax.Array = places <= jnp.asarray(capacities)[tokens_M][:, None, None]
+    return fits
+
+
+def _fingerprint(slots: Slots, experts_MxLxk: jax.Array, layer: jax.Array | int) -> jax.Array:
+    """Returns the sum of the hashes of row, place, layer and chosen expert over the real tokens: uint32[4]."""
+    assert slots.hashes_MxL is not None, "the rows are hashed where there are experts"
+    route = experts_MxLxk.astype(jnp.uint32) * _EXPERT + jnp.asarray(layer).astype(jnp.uint32) * _LAYER
+    low = mixed(slots.hashes_MxL[..., None] ^ mixed(route + _LANES[0]))
+    high = mixed(low ^ mixed(route + _LANES[1]))
+    real = (slots.segments_MxL != 0).astype(jnp.uint32)[..., None]
+    # By bytes, of which 32 bits hold the sum over 2^23 slots and choices of a row.
+    in_row = [jnp.sum((lane >> np.uint32(8 * byte) & _BYTE) * real, axis=(1, 2), dtype=jnp.uint32)
+              for lane in (low, high) for byte in range(4)]  # fmt: skip
+    bytes_M, over = [], jnp.zeros_like(in_row[0])
+    for total in in_row:
+        total += over
+        bytes_M.append(total & _BYTE)
+        over = total >> np.uint32(8)
+    lanes_M = [sum((bytes_M[4 * lane + byte] << np.uint32(8 * byte) for byte in range(1, 4)), bytes_M[4 * lane])
+               for lane in range(2)]  # fmt: skip
+    return carry(jnp, limb_sums(jnp, jnp.stack(lanes_M, axis=1)))

@@ -1,0 +1,142 @@
+"""The balance of experts over the global batch: terms of the loss, the step of the routers' bias, the metrics.
+
+Every term is a sum over the real tokens of the global batch, divided once by their number and by the number of layers
+with experts, so neither it nor its gradient depends on how the batch is cut. References: Fedus et al. 2022
+(https://arxiv.org/abs/2101.03961), section 2.2; Zoph et al. 2022 (https://arxiv.org/abs/2202.08906), section 3; Wang et
+al. 2024 (https://arxiv.org/abs/2408.15664); on the loads of a whole batch Qiu et al. 2025
+(https://arxiv.org/abs/2501.11873).
+
+Shapes: N layers with experts, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.matrices import ROUTED_BIAS
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.experts.routing import RoutingSums, carried
+from maxbatch.parallel.trees import State
+
+_IS_BIAS = nnx.PathContains(ROUTED_BIAS)
+
+
+class RoutingMetrics(NamedTuple):
+    """Scalars of one update, on device."""
+
+    load_balance_loss: jax.Array  # float32, without its weight
+    router_z_loss: jax.Array  # float32, without its weight
+    load_max: jax.Array  # float32: largest count of an expert over the mean count, of the worst layer
+    dropped: jax.Array  # int32: choices beyond a capacity
+    fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of the routes' hashes
+
+
+class Scale(NamedTuple):
+    """What the terms of a micro-batch need to know of the whole update."""
+
+    ratio: jax.Array  # float32: loss weight of the global batch over its tokens
+    last_counts_NxE: jax.Array  # int32: choices of the update before, all 0 at first
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """The keys of balance of a model with experts."""
+
+    num_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    loss_weight: float
+    is_global: bool  # whether loads are those of the update before
+    z_weight: float
+    bias_rate: float
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> Balance | None:
+        """Returns None for a model without experts."""
+        if config.num_experts == 1:
+            return None
+        return cls(
+            config.base_num_decoder_layers, config.num_experts, config.num_experts_per_tok,
+            config.load_balance_loss_weight, config.load_balance_scope == "global", config.router_z_loss_weight,
+            config.routed_bias_update_rate,
+        )  # fmt: skip
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether the loss has any term besides that of the tokens."""
+        return self.loss_weight > 0 or self.z_weight > 0
+
+    def no_counts(self) -> jax.Array:
+        """Returns the counts of no update."""
+        return jnp.zeros((self.num_layers, self.num_experts), jnp.int32)
+
+    def term(self, sums: RoutingSums, scale: Scale) -> jax.Array:
+        """Returns what the summed token losses of some rows gain; it is divided by the same weight as they are."""
+        weighted = self.loss_weight * self._even(sums, scale.last_counts_NxE) + self.z_weight * jnp.sum(sums.squares)
+        return weighted * scale.ratio / self.num_layers
+
+    def _even(self, sums: RoutingSums, last_counts_NxE: jax.Array) -> jax.Array:
+        """Returns the sum over tokens and layers of E sum(f P), which is 1 where all is even."""
+        if not self.is_global:
+            return jnp.sum(sums.sequence)
+        totals_Nx1 = jnp.sum(last_counts_NxE, axis=1, keepdims=True)
+        uniform = jnp.float32(1 / self.num_experts)
+        shares_NxE = last_counts_NxE.astype(jnp.float32) / jnp.maximum(totals_Nx1, 1).astype(jnp.float32)
+        shares_NxE = jnp.where(totals_Nx1 > 0, shares_NxE, uniform)
+        return self.num_experts * jnp.sum(shares_NxE * sums.scores_E)
+
+    def metrics(self, sums: RoutingSums, last_counts_NxE: jax.Array) -> RoutingMetrics:
+        """Returns the metrics of an update from the sums of its whole batch."""
+        counts_NxE = sums.counts_E
+        tokens = jnp.maximum(jnp.sum(counts_NxE[0]) // self.num_experts_per_tok, 1).astype(jnp.float32)
+        means_N = jnp.sum(counts_NxE, axis=1).astype(jnp.float32) / self.num_experts
+        largest_N = jnp.max(counts_NxE, axis=1).astype(jnp.float32)
+        return RoutingMetrics(
+            self._even(sums, last_counts_NxE) / (tokens * self.num_layers),
+            jnp.sum(sums.squares) / (tokens * self.num_layers),
+            jnp.max(largest_N / jnp.maximum(means_N, 1e-30)),
+            jnp.sum(sums.dropped),
+            carried(jnp.sum(sums.limbs_4, axis=0, dtype=jnp.uint32)),
+        )
+
+    def with_bias_stepped(self, params: State, counts_NxE: jax.Array) -> State:
+        """Returns parameters whose routers' bias, if they have one, took a step towards even counts."""
+        if not self.bias_rate:
+            return params
+        bias, rest = nnx.split_state(params, _IS_BIAS, ...)
+        mean_Nx1, over_Nx1 = jnp.divmod(jnp.sum(counts_NxE, axis=1, keepdims=True), self.num_experts)
+        # The sign of mean - count, in whole numbers: of the mean's fraction only whether there is one matters.
+        below_NxE = mean_Nx1 - counts_NxE
+        sign_NxE = jnp.where(below_NxE == 0, jnp.sign(over_Nx1), jnp.sign(below_NxE))
+        stepped = jax.tree.map(lambda bias_NxE: bias_NxE + self.bias_rate * sign_NxE.astype(jnp.float32), bias)
+        return nnx.merge_state(stepped, rest)
+
+
+class BalancedState(NamedTuple):
+    """The optimizer's state of a model with experts, and the choices of the update before."""
+
+    optimizer: Any
+    last_counts_NxE: Any  # int32 array, its shape or its sharding
+
+
+def learned(params: State, balance: Balance | None) -> State:
+    """Returns the parameters that an optimizer steps: with experts all but the routers' bias."""
+    if balance is None:
+        return params
+    _, rest = nnx.split_state(params, _IS_BIAS, ...)
+    state: State = rest
+    return state
+
+
+def with_learned(params: State, learned: State, balance: Balance | None) -> State:
+    """Returns parameters with those that an optimizer steps replaced."""
+    if balance is None:
+        return learned
+    bias, _ = nnx.split_state(params, _IS_BIAS, ...)
+    state: State = nnx.merge_state(learned, bias)
+    return state

@@ -1,0 +1,99 @@
+"""Where tokens go, what padding and capacities do, and the layer of experts against a loop over them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxbatch.config.sections import ModelConfig
+from maxbatch.model.experts.experts import Experts
+from maxbatch.model.experts.routing import Slots, slot_hashes
+from maxbatch.parallel.sharding import unconstrained
+from tests.helpers.configs import config_of
+
+ROWS, LENGTH, WIDTH, NUM_EXPERTS, CHOICES = 3, 12, 16, 5, 2
+BLOCK = ("decoder_block=qwen3_moe", f"num_experts={NUM_EXPERTS}", f"num_experts_per_tok={CHOICES}")
+SIZES = (f"base_emb_dim={WIDTH}", "base_moe_mlp_dim=24")
+
+
+def experts_of(*overrides: str) -> Experts:
+    config = ModelConfig.of(config_of(*BLOCK, *SIZES, *overrides))
+    return Experts(config, rngs=nnx.Rngs(params=0), constrain=unconstrained)
+
+
+@pytest.fixture(scope="module")
+def x() -> jax.Array:
+    """Rows of states, float32[ROWS, LENGTH, WIDTH]."""
+    return jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def slots() -> Slots:
+    """Rows of 12, 7 and 0 real tokens."""
+    tokens = jnp.arange(ROWS * LENGTH, dtype=jnp.int32).reshape(ROWS, LENGTH)
+    segments = (jnp.arange(LENGTH)[None] < jnp.asarray([12, 7, 0])[:, None]).astype(jnp.int32)
+    return Slots(segments, slot_hashes(tokens, segments))
+
+
+def looped(experts: Experts, x_MxLxD: jax.Array, segments_MxL: jax.Array, normalises: bool) -> np.ndarray:
+    """Returns the output by a loop over tokens and experts."""
+    gate, up, down = (np.asarray(getattr(experts, f"expert_{name}")[...]) for name in ("gate", "up", "down"))
+    out = np.zeros(x_MxLxD.shape, np.float32)
+    for row, place in np.argwhere(np.asarray(segments_MxL)):
+        x_D = np.asarray(x_MxLxD[row, place])
+        scores_E = np.asarray(jax.nn.softmax(x_D @ np.asarray(experts.router[...])))
+        chosen = np.argsort(-scores_E, kind="stable")[:CHOICES]
+        total = scores_E[chosen].sum() if normalises else 1.0
+        for e in chosen:
+            inner_F = np.asarray(jax.nn.silu(x_D @ gate[e])) * (x_D @ up[e])
+            out[row, place] += scores_E[e] / total * (inner_F @ down[e])
+    return out
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_a_layer_of_experts_is_a_loop_over_them_and_padding_goes_to_none(x, slots, normalises):
+    experts = experts_of(f"norm_topk_prob={str(normalises).lower()}")
+    with jax.default_matmul_precision("highest"):
+        found, sums = nnx.jit(lambda m, x: m(x, slots, 0))(experts, x)
+    np.testing.assert_allclose(found, looped(experts, x, slots.segments_MxL, normalises), atol=1e-5)
+    assert int(sums.counts_E.sum()) == CHOICES * 19 and int(sums.dropped) == 0
+    np.testing.assert_allclose(sums.scores_E.sum(), 19, rtol=1e-5)
+
+
+def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(x, slots):
+    experts = experts_of("norm_topk_prob=true", "capacity_factor=0.5")
+    run = nnx.jit(lambda m, x, slots: m(x, slots, 0))
+    together, sums = run(experts, x, slots)
+    alone, _ = run(experts, x[:1], Slots(*(array[:1] for array in slots)))
+    np.testing.assert_allclose(together[:1], alone, atol=1e-6)
+    # 0.5 x 12 x 2 / 5 and 0.5 x 7 x 2 / 5, rounded up, for each of five experts
+    assert int(sums.dropped) >= CHOICES * 12 - 3 * 5 + CHOICES * 7 - 2 * 5
+    unbound, _ = nnx.jit(lambda m, x, slots: m(x, slots, 0))(experts_of("norm_topk_prob=true"), x, slots)
+    np.testing.assert_allclose(together[0, 0], unbound[0, 0], atol=1e-6)  # the first token of a row loses nothing
+
+
+def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):
+    experts = experts_of("norm_topk_prob=true")
+    run = nnx.jit(lambda m, x, slots, layer: m(x, slots, layer)[1].limbs_4)
+    others = [
+        run(experts, x, slots, 1),
+        run(experts, -x, slots, 0),
+        run(experts, x, slots._replace(hashes_MxL=slots.hashes_MxL + np.uint32(1)), 0),
+    ]
+    found = run(experts, x, slots, 0)
+    assert all((found != other).any() for other in others)
+    swapped = Slots(*(array[::-1] for array in slots))
+    np.testing.assert_array_equal(run(experts, x[::-1], swapped, 0), found)  # rows may lie anywhere
+
+
+def test_the_bias_moves_the_choice_and_no_weight(x, slots):
+    experts = experts_of("norm_topk_prob=false", "routed_bias=true")
+    experts.routed_bias[...] = jnp.asarray([0.0, 0.0, 9.0, 9.0, 0.0])
+    _, sums = nnx.jit(lambda m, x: m(x, slots, 0))(experts, x)
+    assert sums.counts_E.tolist() == [0, 0, 19, 19, 0]
+    unbiased = experts_of("norm_topk_prob=false")
+    _, plain = nnx.jit(lambda m, x: m(x, slots, 0))(unbiased, x)
+    np.testing.assert_allclose(sums.scores_E, plain.scores_E, rtol=1e-6)

@@ -1,0 +1,29 @@
+"""Every dimension of every family's parameters has its place on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from maxbatch import load_config
+from maxbatch.config.matrices import TABLES
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.sharding import PARAMETER_RULES, activation_constraint, parameter_spec
+from maxbatch.plan.mesh_shape import BATCH_AXES
+
+
+@pytest.mark.parametrize("family", TABLES)
+def test_every_matrix_has_a_place_as_a_parameter_and_gathered_for_sampling(family: str) -> None:
+    mesh = make_mesh(load_config(), jax.devices()[:1])
+    constrain = activation_constraint(mesh, BATCH_AXES)
+    for row in TABLES[family]:
+        assert set(row.axes) <= PARAMETER_RULES.keys(), row
+        if "norm" not in row.axes:  # which sampling leaves where they are
+            assert len(constrain.spec((4,) * len(row.axes), row.axes)) == len(row.axes)
+
+
+def test_experts_split_over_their_axis_and_other_matrices_over_it_by_width() -> None:
+    keys = ["model_name=tiny-moe", "ici_expert_parallelism=4", "ici_fsdp_parallelism=2"]
+    mesh = make_mesh(load_config(overrides=keys), jax.devices()[:8])
+    assert parameter_spec(("layers", "experts", "embed", "moe_mlp"), (2, 8, 64, 96), mesh)[1:3] == ("expert", "fsdp")
+    assert parameter_spec(("layers", "embed", "mlp"), (2, 64, 96), mesh)[1] == ("fsdp", "expert")

@@ -1,0 +1,94 @@
+"""Runs of a model with experts that differ in layout only are the same run, its balance included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch.training.pretraining import train
+from tests.helpers.tiny import SAME, assert_same_run, read_metrics, tiny_config
+
+pytestmark = pytest.mark.slow
+
+EXPERTS = (
+    "decoder_block=mixtral",
+    "num_experts=4",
+    "num_experts_per_tok=2",
+    "norm_topk_prob=true",
+    "base_moe_mlp_dim=48",
+    "load_balance_loss_weight=0.1",
+    "router_z_loss_weight=0.01",
+    "routed_bias=true",
+    "routed_bias_update_rate=0.01",
+)
+RUN = (
+    *EXPERTS,
+    "max_target_length=16",
+    "learning_rate=1e-3",
+    "learning_rate_schedule=constant",
+    "warmup_steps_fraction=0",
+    "checkpoint_period=1000",
+    "packing=false",
+    "global_batch_size=8",
+    "steps=4",
+)
+# devices, most rows per device, keys
+LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "a row at a time": (1, "1", ()),
+    "unrolled, a layer's input kept": (1, "4", ("scan_layers=false", "remat_policy=full")),
+    "experts over four devices": (4, "1", ("ici_expert_parallelism=4",)),
+    "experts and data": (4, "2", ("ici_expert_parallelism=2", "ici_data_parallelism=2")),
+    "experts, tensor and fsdp": (8, "0.5", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
+    "experts and pipeline": (4, "2", ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2")),
+    "context and fsdp, products kept": (4, "2", ("ici_context_parallelism=2", "remat_policy=minimal")),
+}
+FIRST = ("load_balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "routing_fingerprint")
+
+
+def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
+    devices, rows, keys = LAYOUTS[layout] if layout else (1, "8", ())
+    config = tiny_config(*RUN, *keys, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
+    train(config, jax.devices()[:devices])
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The runs on one device in one pass, by the scope of their balance loss."""
+    return {
+        scope: run(tmp_path_factory.mktemp("whole"), "", f"load_balance_scope={scope}")
+        for scope in ("sequence", "global")
+    }
+
+
+@pytest.mark.parametrize(("layout", "scope"), [
+    (layout, ("sequence", "global")[number % 2]) for number, layout in enumerate(LAYOUTS)
+])  # fmt: skip
+def test_all_layouts_route_and_balance_alike(tmp_path, reference, layout, scope):
+    expected = reference[scope]
+    found = run(tmp_path, layout, f"load_balance_scope={scope}")
+    assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+    assert {name: found[0][name] for name in FIRST[2:]} == {name: expected[0][name] for name in FIRST[2:]}
+    assert found[0]["dropped_tokens"] == 0
+
+
+def test_a_resume_elsewhere_carries_the_counts_and_the_bias(tmp_path, reference):
+    run(tmp_path, "experts and data", "load_balance_scope=global", "steps=2")
+    found = run(tmp_path, "a row at a time", "load_balance_scope=global")
+    assert_same_run(found, reference["global"], SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+
+
+def test_a_ramp_and_a_last_partial_batch_balance_as_one_pass_does(tmp_path):
+    keys = (
+        "batch_size_schedule=0:4 8:8",
+        "train_samples=21",
+        "steps=null",
+        "global_batch_size=null",
+        "load_balance_scope=global",
+    )
+    layout = "experts over four devices"
+    cut = run(tmp_path / "cut", layout, *keys)
+    assert_same_run(cut, run(tmp_path / "whole", "", *keys), SAME, ("loss", "load_balance_loss", "router_z_loss"))
