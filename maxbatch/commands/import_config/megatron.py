@@ -28,6 +28,9 @@ _NEMO = {
 _SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear", "WSD": "WSD",
               "WarmupDecay": "linear"}  # fmt: skip
 
+# What its balance loss is taken of: of a device's rows in a pass, for which a row is the nearest; of each row; of all.
+_SCOPES = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": ""}
+
 
 def translate(t: Translation) -> None:
     """Takes the arguments whose values differ from ours; NeMo's paths become Megatron-LM's arguments first."""
@@ -194,9 +197,59 @@ def _model(t: Translation) -> None:
             t.ignore("normalization", "RMSNorm")
         else:
             t.refuse("normalization", "RMSNorm")
+    _experts(t)
     if "pipeline_model_parallel_size" in t and (t.number("pipeline_model_parallel_size") or 1) > 1:
         t.map("pipeline_model_parallel_size", "its micro-batches are the pipeline's parts of a pass",
               ici_pipeline_parallelism=t.text("pipeline_model_parallel_size"))  # fmt: skip
+
+
+def _experts(t: Translation) -> None:
+    """Takes the experts, whose router is Mixtral's unless it normalises the scores of all experts first.
+
+    Each layer adds its losses there (`router.py`); here they are a mean over the layers.
+    """
+    word = "num_experts" if "num_experts" in t else "num_moe_experts"
+    if (t.number(word) or 1) <= 1:
+        return
+    is_first = t.is_true("moe_router_pre_softmax")
+    family, why = (
+        ("olmoe", "weights that are not normalised") if is_first else ("mixtral", "weights of the chosen alone")
+    )
+    form = {"decoder_block": family, "norm_topk_prob": "false" if is_first else "true"}
+    t.map(word, f"in the form of {family}: {why}", num_experts=t.text(word), **form)
+    if "moe_router_pre_softmax" in t:
+        t.ignore("moe_router_pre_softmax", f"{family}'s router")
+    t.settings["num_experts_per_tok"] = "2"
+    for theirs, ours in (
+        ("moe_router_topk", "num_experts_per_tok"), ("moe_ffn_hidden_size", "base_moe_mlp_dim"),
+        ("expert_model_parallel_size", "ici_expert_parallelism"), ("moe_expert_capacity_factor", "capacity_factor"),
+    ):  # fmt: skip
+        if theirs in t:
+            t.map(theirs, **{ours: t.text(theirs)})
+    _router_losses(t)
+    if t.is_true("moe_router_enable_expert_bias"):
+        rate = t.text("moe_router_bias_update_rate", "1e-3")
+        t.map("moe_router_enable_expert_bias", routed_bias="true", routed_bias_update_rate=rate)
+        if "moe_router_bias_update_rate" in t:
+            t.map("moe_router_bias_update_rate", routed_bias_update_rate=rate)
+
+
+def _router_losses(t: Translation) -> None:
+    kind, layers = t.text("moe_router_load_balancing_type", "aux_loss"), t.number("num_layers")
+    scope = _SCOPES.get(kind)
+    if scope is None:
+        t.refuse("moe_router_load_balancing_type", " | ".join(_SCOPES))
+    elif "moe_router_load_balancing_type" in t:
+        t.ignore("moe_router_load_balancing_type", f"load_balance_scope={scope}" if scope else "no balance loss")
+    why = "x num_layers: a sum over layers there, a mean here"
+    balance, squares = t.number("moe_aux_loss_coeff"), t.number("moe_z_loss_coeff")
+    if balance and layers and scope:
+        weight = f"{balance * layers:.12g}"
+        t.map("moe_aux_loss_coeff", why, load_balance_loss_weight=weight, load_balance_scope=scope)
+    elif scope == "":
+        t.ignore("moe_aux_loss_coeff", "no balance loss")
+    if squares and layers:
+        t.map("moe_z_loss_coeff", why, router_z_loss_weight=f"{squares * layers:.12g}")
 
 
 def _data(t: Translation) -> None:

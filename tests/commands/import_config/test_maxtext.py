@@ -98,7 +98,7 @@ def test_a_block_of_gemma_becomes_ours_with_its_windows(tmp_path: Path) -> None:
 
 
 def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
-    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: yarn\n"
+    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: ntk\n"
     _, fates = imported("maxtext", tmp_path / "m.yml", text)
     assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
 
@@ -248,3 +248,57 @@ def test_its_named_policies_become_the_tensors_that_they_keep(
         "decoder_layer_input": "device",
         **kept,
     }
+
+
+_GPT_OSS = """
+base_emb_dim: 64
+base_num_query_heads: 4
+base_num_kv_heads: 2
+head_dim: 16
+sliding_window_size: 32
+attention_bias: true
+attention_sink: true
+rope_type: "yarn"
+rope_max_timescale: 150_000
+original_max_position_embeddings: 64
+rope_factor: 4
+rope_interleave: false
+rope_truncate: false
+rope_attention_scaling: true
+base_mlp_dim: 96
+base_moe_mlp_dim: 96
+mlp_activations: ["sigmoid","linear"]
+mlp_activations_limit: 7.0
+routed_bias: true
+mlp_bias: true
+num_experts: 8
+num_experts_per_tok: 4
+base_num_decoder_layers: 4
+vocab_size: 512
+decoder_block: "gpt_oss"
+inhomogeneous_layer_cycle_interval: 2
+per_device_batch_size: 2
+steps: 10
+load_balance_loss_weight: 0.01
+"""
+
+
+def test_gpt_oss_is_read_from_the_words_of_its_form(tmp_path: Path) -> None:
+    config, _ = imported("maxtext", tmp_path / "gpt_oss.yml", _GPT_OSS)
+    assert (config.decoder_block, config.attention_type) == ("gpt_oss", "local_sliding,global")
+    assert (config.num_experts, config.num_experts_per_tok, config.base_moe_mlp_dim) == (8, 4, 96)
+    assert (config.attention_bias, config.attention_out_bias, config.routed_bias) == (True, True, False)
+    assert (config.rope_type, config.rope_factor, config.rope_truncate) == ("yarn", 4.0, False)
+    assert (config.rope_attention_factor, config.load_balance_loss_weight) == (None, 0.04)
+    config, _ = imported("maxtext", tmp_path / "scaling.yml", _GPT_OSS.replace("rope_attention_scaling: true", ""))
+    assert config.rope_attention_factor == 1
+    _, fates = imported("maxtext", tmp_path / "no.yml", _GPT_OSS.replace("attention_sink: true", ""))
+    assert (fates["attention_sink"].fate, fates["attention_sink"].is_essential) == ("not supported", True)
+
+
+def test_the_expert_axis_is_data_for_a_dense_model_and_an_axis_for_a_sparse_one(tmp_path: Path) -> None:
+    text = "model_name: {}\nper_device_batch_size: 1\nsteps: 10\nici_expert_parallelism: 4\n"
+    dense, _ = imported("maxtext", tmp_path / "dense.yml", text.format("llama2-7b"))
+    sparse, _ = imported("maxtext", tmp_path / "sparse.yml", text.format("mixtral-8x7b"))
+    assert dense.ici_expert_parallelism == 1
+    assert sparse.ici_expert_parallelism == 4

@@ -171,3 +171,19 @@ def test_megatrons_global_batch_is_kept_on_any_number_of_devices(tmp_path: Path,
 def test_auto_recognises_the_format(tmp_path: Path, name: str, file: str, text: str) -> None:
     (tmp_path / file).write_text(text)
     assert _recognised(tmp_path / file) == name
+
+
+def test_megatrons_experts_keep_their_balance_over_layers(tmp_path: Path) -> None:
+    text = (
+        "python pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
+        "--micro-batch-size 1 --global-batch-size 16 --train-iters 10 --lr 1e-3 --num-experts 8 --moe-router-topk 3 "
+        "--moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --expert-model-parallel-size 2 "
+        "--moe-router-load-balancing-type global_aux_loss --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
+    )
+    config, _ = imported("megatron", tmp_path / "run.sh", text)
+    assert (config.decoder_block, config.num_experts, config.num_experts_per_tok) == ("mixtral", 8, 3)
+    assert (config.base_moe_mlp_dim, config.ici_expert_parallelism, config.global_batch_size) == (96, 2, 16)
+    assert (config.load_balance_loss_weight, config.load_balance_scope) == (0.04, "global")
+    assert (config.router_z_loss_weight, config.routed_bias, config.routed_bias_update_rate) == (0.004, True, 0.01)
+    assert imported("megatron", tmp_path / "first.sh", f"{text} --moe-router-pre-softmax")[0].decoder_block == "olmoe"
