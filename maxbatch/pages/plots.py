@@ -108,6 +108,20 @@ def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[
     return Figure(f"{metric} over {across} and {up}", [trace], layout)
 
 
+def loads_over_time(title: str, steps: Sequence[int], choices: Sequence[Mapping[str, int]]) -> Figure:
+    """Draws the load of each expert at some updates, from the choices of tokens that each got: 1 is the mean."""
+    experts = sorted(choices[0], key=_sort_key)
+    means = [max(1, sum(of.values())) / len(experts) for of in choices]
+    loads = [[of.get(expert, 0) / mean for of, mean in zip(choices, means, strict=True)] for expert in experts]
+    trace = {
+        "type": "heatmap", "x": list(steps), "y": experts, "z": loads, "customdata": loads, "colorscale": "RdBu",
+        "zmid": 1, "zmin": 0, "zmax": 2, "colorbar": {"title": {"text": "load"}, "thickness": 12},
+        "hovertemplate": "update %{x:,}<br>expert %{y}<br>load %{customdata:.3f}<extra></extra>",
+    }  # fmt: skip
+    layout = {"xaxis": {"title": {"text": "updates"}}, "yaxis": {"title": {"text": "expert"}, "type": "category"}}
+    return Figure(title, [trace], layout, "Choices over those of the mean expert, over all layers.")
+
+
 class BatchCurve(NamedTuple):
     """The losses of branches of one checkpoint at several batch sizes."""
 

@@ -75,6 +75,9 @@ class Metric(StrEnum):
     ROUTER_Z_LOSS = "router_z_loss", "real", "", "Mean squared log-sum-exp of the router, without its weight.", _SOME
     EXPERT_LOAD_MAX = (
         "expert_load_max", "real", "", "Largest count of an expert over the mean count, of the worst layer.", _SOME)
+    EXPERT_CHOICES = (
+        "expert_choices", "map", "choices",
+        "Choices that each expert got, by its number, over all layers; in every `log_period`-th line.", _SOME)
     DROPPED_TOKENS = (
         "dropped_tokens", "whole", "choices", "Choices of experts beyond `capacity_factor`, over all layers.", _SOME)
     ROUTING_FINGERPRINT = (

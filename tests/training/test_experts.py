@@ -32,6 +32,7 @@ RUN = (
     "warmup_steps_fraction=0",
     "checkpoint_period=1000",
     "packing=false",
+    "log_period=1",
     "global_batch_size=8",
     "steps=4",
 )
@@ -73,6 +74,8 @@ def test_all_layouts_route_and_balance_alike(tmp_path, reference, layout, scope)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
     assert {name: found[0][name] for name in FIRST[2:]} == {name: expected[0][name] for name in FIRST[2:]}
     assert found[0]["dropped_tokens"] == 0
+    assert found[0]["expert_choices"] == expected[0]["expert_choices"]
+    assert sum(found[0]["expert_choices"].values()) == 2 * 2 * (found[0]["loss_weight"] + 8)  # choices, layers, rows
 
 
 def test_a_resume_elsewhere_carries_the_counts_and_the_bias(tmp_path, reference):

@@ -24,12 +24,14 @@ from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page, details, heading, paragraph, table
+from maxbatch.pages.plots import Figure, loads_over_time
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.view import equation
 from maxbatch.runs.answers import read_answers
 from maxbatch.runs.devices import DevicesUsed
 from maxbatch.runs.json_file import checked, read_json
+from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.errors import ConfigError, reading
@@ -38,6 +40,7 @@ from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
 MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be distinguished
+_MOST_LOADS = 500  # updates in a map of the loads of experts
 _LONG_S = 3 * 3600
 _BRANCH = {"batch_size": int, "learning_rate": float, "updates": int, "loss": float | None, "difference": float | None}
 _CRITICAL_BATCH = {
@@ -169,6 +172,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             f"{holed.name}: {counted(len(holed.holes), 'line')} of metrics.jsonl (line {lines}) with numbers that "
             "are not finite, or larger than 1e100. These numbers are left out."
         ))  # fmt: skip
+    if loads := [figure for run in runs if (figure := _loads(run, len(runs) > 1))]:
+        page.figures(loads)
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
     for run in runs:
         if found := read_answers(run.path):
@@ -180,6 +185,15 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             )
     plans = [plan_of(run, is_open=len(runs) == 1) for run in runs]
     page.add(heading("Batch plan"), *plans, config_differences(runs))
+
+
+def _loads(run: ReportedRun, is_one_of_many: bool) -> Figure | None:
+    """Returns the loads of a run's experts, at most `_MOST_LOADS` updates of them; None without experts."""
+    found = [record for record in run.records if isinstance(record.get(Metric.EXPERT_CHOICES), dict)]
+    found = found[:: -(-len(found) // _MOST_LOADS)] if found else []
+    title = f"{run.name}: load of each expert" if is_one_of_many else "Load of each expert"
+    choices = [record[Metric.EXPERT_CHOICES] for record in found]
+    return loads_over_time(title, [record[Metric.STEP] for record in found], choices) if found else None
 
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:

@@ -84,6 +84,7 @@ class RecordConfig(Section):
     """The keys of what an update trains on, measures and may skip."""
 
     max_target_length: int
+    log_period: int
     optimizer: OptimizerConfig
 
 
@@ -102,6 +103,7 @@ class Recorder:
         self._manager, self.position = manager, position
         self._slots_per_sample = manager.rows_per_sample * config.max_target_length
         self._measures_noise = config.optimizer.gradient_noise_scale
+        self._log_period = config.log_period
         self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
@@ -179,6 +181,9 @@ class Recorder:
                 Metric.DROPPED_TOKENS: int(routing.dropped),
                 Metric.ROUTING_FINGERPRINT: to_hex(routing.fingerprint),
             }
+            if position.step % self._log_period == 0:
+                choices = map(int, routing.choices_E)
+                record[Metric.EXPERT_CHOICES] = {str(expert): count for expert, count in enumerate(choices)}
         return {str(name): value for name, value in (record | dict(update.figures)).items()}
 
     def _advance(self, update: Dispatched, metrics: StepMetrics) -> None:

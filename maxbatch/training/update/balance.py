@@ -27,8 +27,9 @@ _IS_BIAS = nnx.PathContains(ROUTED_BIAS)
 
 
 class RoutingMetrics(NamedTuple):
-    """Scalars of one update, on device."""
+    """Of one update, on device; scalars but for the first."""
 
+    choices_E: jax.Array  # uint32[E]: choices that each expert got, over all layers
     load_balance_loss: jax.Array  # float32, without its weight
     router_z_loss: jax.Array  # float32, without its weight
     load_max: jax.Array  # float32: largest count of an expert over the mean count, of the worst layer
@@ -97,6 +98,7 @@ class Balance:
         means_N = jnp.sum(counts_NxE, axis=1).astype(jnp.float32) / self.num_experts
         largest_N = jnp.max(counts_NxE, axis=1).astype(jnp.float32)
         return RoutingMetrics(
+            jnp.sum(counts_NxE, axis=0, dtype=jnp.uint32),
             self._even(sums, last_counts_NxE) / (tokens * self.num_layers),
             jnp.sum(sums.squares) / (tokens * self.num_layers),
             jnp.max(largest_N / jnp.maximum(means_N, 1e-30)),

@@ -320,3 +320,13 @@ def test_names_and_values_on_a_page_are_texts_and_no_html() -> None:
     text = Path("page.html").read_text()
     assert "<script>alert" not in text and text.count("</script>") == text.count("<script")
     assert "default-src 'none'" in text
+
+
+def test_the_loads_of_experts_are_drawn_over_time() -> None:
+    def choices(step: int) -> Any:
+        return {"0": step, "1": 8 - step} if step % 2 == 0 else ...
+
+    write_run(Path("sparse"), 4, expert_choices=choices)
+    make_page([Path("sparse")]).write(Path("page.html"))
+    (drawn,) = [figure["data"][0] for figure in page_data(Path("page.html"))["figures"] if "data" in figure]
+    assert (drawn["x"], drawn["y"], drawn["z"]) == ([2, 4], ["0", "1"], [[0.5, 1.0], [1.5, 1.0]])
