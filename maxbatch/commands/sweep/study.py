@@ -10,22 +10,16 @@ import contextlib
 import itertools
 import json
 import math
-import re
 import socket
-import tempfile
 import time
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from maxbatch.commands.sweep.continuing import check_recorded, check_settings
 from maxbatch.commands.sweep.storage import Storage
-from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.config.loading import keys, load_config
-from maxbatch.config.values import shown
-from maxbatch.plan.batch import check_batch_keys
-from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.commands.sweep.sweep_file import Overrides, SweepFile
 from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import Status
@@ -45,7 +39,6 @@ _SAMPLED = 20  # random combinations tried before a sweep whose config refuses t
 _DATABASE = "optuna.db"
 _MOST_BYTES = 1 << 30  # of the database
 _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
-Overrides = dict[str, str]
 
 
 class ClaimedTrial(NamedTuple):
@@ -94,7 +87,7 @@ class SweepStudy:
         refusals = []
         for overrides in tried:
             try:
-                resolve(self._sweep, overrides)
+                self._sweep.resolved(overrides)
                 return
             except ConfigError as error:
                 refusals.append(str(error))
@@ -267,7 +260,7 @@ class SweepStudy:
         suggested.set_user_attr(_HOME, self._home)
         overrides = self._suggested(suggested)
         try:
-            return self._folder.add(suggested.number, overrides, resolve(self._sweep, overrides))
+            return self._folder.add(suggested.number, overrides, self._sweep.resolved(overrides))
         except ConfigError as error:
             trial = self._folder.add(suggested.number, overrides, None)
             self._folder.finish(trial, Status.FAILED, str(error))
@@ -344,71 +337,3 @@ def _claim_first(trials: Iterable[Trial]) -> ClaimedTrial | None:
             return ClaimedTrial(trial, claim)
         claim.close()
     return None
-
-
-def resolve(sweep: SweepFile, overrides: dict[str, str]) -> dict[str, str]:
-    """Returns the config of a combination, every key but run_dir as text: what trials are compared by."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "base.yml"
-        path.write_text(sweep.base, encoding="utf-8")
-        try:
-            config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
-            check_batch_keys(PlanConfig.of(config))
-        except ConfigError as error:
-            place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
-            raise ConfigError(re.sub(place, f"{sweep.path}, base", str(error))) from None
-    if sweep.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
-        raise ConfigError(f"{sweep.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss")
-    return {name: key.write(config[name]) for name, key in keys().items() if name != "run_dir"}
-
-
-def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with the records of its folder, refuses another sweep, and records the file's settings."""
-    settings: dict[str, object] = {
-        "sampler": sweep.sampler,
-        "metric": sweep.metric,
-        "seed": sweep.seed,
-        "parameters": {parameter.key.name: parameter.to_json() for parameter in sweep.parameters},
-        "log_keys": [parameter.key.name for parameter in sweep.parameters if parameter.is_log],
-    }
-    if before := folder.read():
-        _compare(sweep, before, settings)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.write(settings)
-
-
-def _compare(sweep: SweepFile, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    fixed = {"grid": ("sampler",), "random": ("sampler", "seed"), "optuna": ("sampler", "seed", "metric")}
-    for name in fixed[sweep.sampler]:
-        if before[name] != now[name]:
-            raise _changed(sweep, f"{name}: {before[name]}, not {now[name]}")
-    old, new = before["parameters"], now["parameters"]
-    for key in dict.fromkeys([*old, *new]):
-        if key not in old or key not in new:
-            raise _changed(sweep, f"parameters {'with' if key in old else 'without'} {key}")
-        # A grid may grow; its trials are compared one by one.
-        if old[key] != new[key] and sweep.sampler != "grid":
-            was, is_now = (shown(str(parameters[key]).replace("'", "")) for parameters in (old, new))
-            raise _changed(sweep, f"{key}: {was}, not {is_now}")
-
-
-def check_recorded(
-    sweep: SweepFile, recorded: Sequence[Trial], grid: Container[frozenset[tuple[str, str]]] | None
-) -> None:
-    """Refuses recorded trials of which the sweep makes others now; `grid` holds the items of its combinations."""
-    for trial in recorded:
-        if grid is not None and frozenset(trial.overrides.items()) not in grid:
-            raise _changed(sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold")
-    if sweep.sampler == "random" and len(recorded) > (sweep.trials or 0):
-        raise _changed(sweep, f"{len(recorded)} trials, not {sweep.trials}, but trials may only be raised")
-    for trial in recorded:
-        config = resolve(sweep, trial.overrides) if trial.config is not None else {}
-        for key, text in (trial.config or {}).items():
-            if config.get(key, text) != text:
-                raise _changed(sweep, f"{key}={shown(text)}, not {shown(config[key])} (trial {trial.number})")
-
-
-def _changed(sweep: SweepFile, difference: str) -> ConfigError:
-    return ConfigError(
-        f"sweep_dir={sweep.sweep_dir}: was made with {difference}; give another sweep_dir, or its settings"
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.loading import configs_dir, keys, load_config
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs
+from maxbatch.plan.batch import check_batch_keys
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import SWEEP_METRICS
 from maxbatch.system.errors import ConfigError
@@ -31,6 +35,7 @@ _SETTINGS = (
 )
 _KEYS = (*(setting.name for setting in _SETTINGS), "base", "parameters")
 _RANGE_KEYS = ("low", "high", "log", "step")
+Overrides = dict[str, str]
 _Nodes = Mapping[str, tuple[yaml.Node, str]]  # key to its value, and to file and line
 
 
@@ -73,6 +78,21 @@ class SweepFile:
             "storage": values["storage"] or None,
             "parameters": _parameters(path, nodes.get("parameters")),
         })  # fmt: skip
+
+    def resolved(self, overrides: Overrides) -> dict[str, str]:
+        """Returns the config of a combination, every key but run_dir as text: what trials are compared by."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "base.yml"
+            path.write_text(self.base, encoding="utf-8")
+            try:
+                config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
+                check_batch_keys(PlanConfig.of(config))
+            except ConfigError as error:
+                place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
+                raise ConfigError(re.sub(place, f"{self.path}, base", str(error))) from None
+        if self.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
+            raise ConfigError(f"{self.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss")
+        return {name: key.write(config[name]) for name, key in keys().items() if name != "run_dir"}
 
 
 def _find(name: str) -> Path:
