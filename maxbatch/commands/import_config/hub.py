@@ -15,7 +15,7 @@ def is_hub_name(path: str) -> bool:
 
 def hub_step(name: str, kind: str = "") -> str:
     """Returns the step that brings a model or (`kind` dataset) a data set of the hub to the path that names it."""
-    download = f"huggingface-cli download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
+    download = f"hf download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
     if kind:
         return f"{download}, in the folder where training starts"
     return f"pip install huggingface_hub, or {download} and give the folder"

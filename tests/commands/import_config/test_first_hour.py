@@ -59,7 +59,7 @@ def test_the_words_below_rl_state_the_batch_and_the_length(folder: Path, nested:
     ]
     data, reward = fates["dataset_name"], fates["reward_functions_path"]
     assert data.fate == reward.fate == "needs you"
-    assert "huggingface-cli download --repo-type dataset someone/sums" in data.says
+    assert "hf download --repo-type dataset someone/sums" in data.says
 
 
 @pytest.mark.parametrize(("chunk", "pairs"), [("-1", 12), ("6", 6)])
@@ -118,7 +118,7 @@ def test_a_name_on_the_hub_and_a_checkpoint_of_maxtext_are_shown_with_the_step_t
     captured = capsys.readouterr()
     rows = {line.split()[2]: line for line in captured.out.splitlines() if line.startswith("needs you")}
     assert set(rows) == {"hf_path", "tokenizer_path", "load_parameters_path"}
-    assert "pip install huggingface_hub, or huggingface-cli download someone/llama" in rows["tokenizer_path"]
+    assert "pip install huggingface_hub, or hf download someone/llama" in rows["tokenizer_path"]
     assert "--repo-type dataset someone/texts" in rows["hf_path"]
     converter = "python -m maxtext.checkpoint_conversion.to_huggingface model_name=llama2-7b"
     assert f"{converter} load_parameters_path=gs://b/run/0/items" in rows["load_parameters_path"]
