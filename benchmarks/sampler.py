@@ -1,9 +1,10 @@
-"""(i) Tokens/s of sampling with the key-value cache against a forward pass over the whole window for every token.
+"""(i) Tokens/s of sampling: with the key-value cache against a forward pass over the whole window for every token, and
+groups that share their prompt's cache against rows that each have their own.
 
-The default model with rows of 512 tokens. Both take the likeliest token, and must take the same ones. What a token
-costs without the cache does not depend on where it stands, so that side draws fewer.
+The default model. Both sides must take the same tokens. What a token costs without the cache does not depend on where
+it stands, so that side draws fewer.
 
-Shapes: B rows, P tokens of a prompt, L tokens of a row, D model, V vocabulary.
+Shapes: B rows, P tokens of a prompt, L tokens of a row, D model, V vocabulary; Q prompts, G rows of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
-BAR = 10.0
+BAR, SHARED_BAR = 10.0, 2.0
 _P = 16
 
 
@@ -33,8 +34,12 @@ class _Endless(ByteTokenizer):
 def measure(quick: bool) -> list[Measurement]:
     """Ratios of tokens/s, one row and eight rows at a time."""
     if quick:
-        return [_measure(1, 64, tokens_without=2, turns=2)]
-    return [_measure(1, 512, tokens_without=64, turns=7), _measure(8, 512, tokens_without=8, turns=7)]
+        return [_measure(1, 64, tokens_without=2, turns=2), _shared(32, 8, turns=2)]
+    return [
+        _measure(1, 512, tokens_without=64, turns=7),
+        _measure(8, 512, tokens_without=8, turns=7),
+        _shared(512, 64, turns=7),
+    ]
 
 
 def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measurement:
@@ -72,4 +77,27 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     return ratio(
         f"tokens/s, cache / no cache, {length} tokens, batch {rows}",
         seconds["without"], seconds["with"], bar=BAR, sense="at least", scale=(length - _P) / tokens_without,
+    )  # fmt: skip
+
+
+def _shared(prompt: int, response: int, turns: int) -> Measurement:
+    num_prompts, group = 2, 8
+    config = load_config(overrides=[f"max_target_length={prompt + response}"])
+    params = nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    prompts_QxP = np.random.default_rng(0).integers(0, 256, (num_prompts, prompt), dtype=np.int32)
+    lengths_Q = np.full(num_prompts, prompt, np.int32)
+    rows = np.arange(num_prompts * group, dtype=np.uint32)
+    draw_ids_Bx3 = np.stack([rows // group, np.zeros_like(rows), rows % group], axis=1)
+    sampler = Sampler(DecoderConfig.of(config), _Endless(), None, prompt_length=prompt)
+
+    def drawn(times: int) -> jax.Array:
+        prompts, lengths = np.repeat(prompts_QxP, times, axis=0), np.repeat(lengths_Q, times)
+        return jax.block_until_ready(sampler(params, prompts, lengths, draw_ids_Bx3, SamplingRules()).tokens_BxL)
+
+    if not np.array_equal(drawn(1), drawn(group)):
+        raise BenchmarkError("rows that share a prompt's cache and rows that do not take different tokens")
+    seconds = seconds_in_turns({"shared": lambda: drawn(1), "own": lambda: drawn(group)}, turns)
+    return ratio(
+        f"tokens/s, a prompt of {prompt} read once / by each row, {response} tokens, {num_prompts} groups of {group}",
+        seconds["own"], seconds["shared"], bar=SHARED_BAR, sense="at least",
     )  # fmt: skip

@@ -113,25 +113,65 @@ def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Arra
 
 def attend_to_cache(
     q_BxTxHxh: jax.Array,
-    k_BxKxLxh: jax.Array,
-    v_BxKxLxh: jax.Array,
+    cache: Cache,
     positions_BxT: jax.Array,
     scores: Scores = PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype."""
+    """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype.
+
+    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it.
+    """
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
-    kv_heads, length = k_BxKxLxh.shape[1:3]
+    kv_heads = cache.keys_NxBxKxLxh.shape[1]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
-    logits = jnp.einsum("btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32)
-    slots_1x1xL = jnp.arange(length)[None, None, :]
-    visible_BxTxL = slots_1x1xL <= positions_BxT[:, :, None]
-    if scores.is_local is not False:
-        visible_BxTxL &= scores.in_window(positions_BxT[:, :, None] - slots_1x1xL)
+    logits, visible_BxTxL = _cache_logits(q_BxTxKxGxh, cache, positions_BxT, scores)
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     logits = jnp.where(visible_BxTxL[:, None, None], logits, -jnp.inf)
-    weights_BxKxGxTxL = _softmax(logits, sinks_H).astype(v_BxKxLxh.dtype)
-    return jnp.einsum("bkgtl,bklh->btkgh", weights_BxKxGxTxL, v_BxKxLxh).reshape(q_BxTxHxh.shape)
+    weights_BxKxGxTxL = _softmax(logits, sinks_H).astype(cache.values_NxBxKxLxh.dtype)
+    return _cache_values(weights_BxKxGxTxL, cache).reshape(q_BxTxHxh.shape)
+
+
+def _cache_logits(
+    q_BxTxKxGxh: jax.Array, cache: Cache, positions_BxT: jax.Array, scores: Scores
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the products with the keys, float32[B, K, G, T, L], and which slots a token sees, bool[B, T, L].
+
+    L are the slots of the prompt, where there is one, and then those of the row.
+    """
+    k_BxKxLxh = cache.keys_NxBxKxLxh
+    logits = jnp.einsum("btkgh,bklh->bkgtl", q_BxTxKxGxh, k_BxKxLxh, preferred_element_type=jnp.float32)
+    slots_BxL = jnp.arange(k_BxKxLxh.shape[2])[None]
+    is_held_BxL = jnp.ones_like(slots_BxL, bool)
+    if cache.prompts is not None:
+        assert cache.starts_B is not None, "rows behind a prompt have a start"
+        k_QxKxPxh, starts_Bx1 = cache.prompts.keys_NxBxKxLxh, cache.starts_B[:, None]
+        q_QxSxTxKxGxh = q_BxTxKxGxh.reshape(k_QxKxPxh.shape[0], -1, *q_BxTxKxGxh.shape[1:])
+        before = jnp.einsum("qstkgh,qkph->qskgtp", q_QxSxTxKxGxh, k_QxKxPxh, preferred_element_type=jnp.float32)
+        logits = jnp.concatenate([before.reshape(*logits.shape[:-1], -1), logits], axis=-1)
+        slots_1xP = jnp.arange(k_QxKxPxh.shape[2])[None]
+        is_held_BxP = slots_1xP < starts_Bx1
+        own_BxL = starts_Bx1 + slots_BxL
+        slots_BxL = jnp.concatenate([jnp.broadcast_to(slots_1xP, is_held_BxP.shape), own_BxL], axis=1)
+        is_held_BxL = jnp.concatenate([is_held_BxP, jnp.ones_like(own_BxL, bool)], axis=1)
+    distances_BxTxL = positions_BxT[:, :, None] - slots_BxL[:, None]
+    visible_BxTxL = is_held_BxL[:, None] & (distances_BxTxL >= 0)
+    if scores.is_local is not False:
+        visible_BxTxL &= scores.in_window(distances_BxTxL)
+    return logits, visible_BxTxL
+
+
+def _cache_values(weights_BxKxGxTxL: jax.Array, cache: Cache) -> jax.Array:
+    """Returns the weighted sums of values, [B, T, K, G, h]."""
+    v_BxKxLxh = cache.values_NxBxKxLxh
+    own = weights_BxKxGxTxL[..., -v_BxKxLxh.shape[2] :]
+    summed = jnp.einsum("bkgtl,bklh->btkgh", own, v_BxKxLxh)
+    if cache.prompts is not None:
+        v_QxKxPxh = cache.prompts.values_NxBxKxLxh
+        before = weights_BxKxGxTxL[..., : v_QxKxPxh.shape[2]]
+        before = before.reshape(v_QxKxPxh.shape[0], -1, *before.shape[1:])
+        summed += jnp.einsum("qskgtp,qkph->qstkgh", before, v_QxKxPxh).reshape(summed.shape)
+    return summed
 
 
 class Attention(nnx.Module):
@@ -186,9 +226,8 @@ class Attention(nnx.Module):
         """
         q, k, v = self._queries_keys_values(x_BxTxD, rope)
         cache = cache.write(layer, positions_BxT, k, v)
-        k_BxKxLxh, v_BxKxLxh = (array[layer] for array in cache)
         scores = self.scores._replace(is_local=is_local)
-        return self._joined(attend_to_cache(q, k_BxKxLxh, v_BxKxLxh, positions_BxT, scores, self._sinks)), cache
+        return self._joined(attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)), cache
 
     @property
     def _sinks(self) -> jax.Array | None:

@@ -2,7 +2,7 @@
 
 Reference: Shazeer 2019, Fast Transformer Decoding (https://arxiv.org/abs/1911.02150), section 2.4, "incremental".
 
-Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads, h head_dim.
+Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads, h head_dim; Q prompts, P slots of one.
 """
 
 from __future__ import annotations
@@ -31,26 +31,53 @@ class Cache(NamedTuple):
 
     Slots after a row's last token may hold anything: no token sees a slot after its own, and a token writes its slot
     before it reads.
+
+    Rows may begin behind a prompt that they share with their neighbours, whose slots lie in `prompts` once (Hydragen,
+    Juravsky et al. 2024, https://arxiv.org/abs/2402.05099). Their own slots then begin at position `starts_B`.
     """
 
     keys_NxBxKxLxh: jax.Array
     values_NxBxKxLxh: jax.Array
+    prompts: Cache | None = None  # of Q rows, each the prompt of B / Q neighbours
+    starts_B: jax.Array | None = None  # int32, in [0, P); slots of a prompt from there on are not read
 
     @property
     def length(self) -> int:
         """The number of slots of a row, L."""
         return self.keys_NxBxKxLxh.shape[3]
 
+    @property
+    def num_positions(self) -> int:
+        """The largest number of tokens of a row with its prompt."""
+        return self.length + (self.prompts.length if self.prompts else 0)
+
     def with_room_for(self, length: int) -> Cache:
         """Returns the cache with slots added at the end."""
         more = [(0, 0), (0, 0), (0, 0), (0, length - self.length), (0, 0)]
-        return Cache(jnp.pad(self.keys_NxBxKxLxh, more), jnp.pad(self.values_NxBxKxLxh, more))
+        keys, values = (jnp.pad(array, more) for array in self[:2])
+        return self._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
+
+    def before(self, starts_B: jax.Array, length: int) -> Cache:
+        """Returns the cache of rows of so many slots behind these prompts, which are theirs up to `starts_B`."""
+
+        def empty(prompts_NxQxKxPxh: jax.Array) -> jax.Array:
+            layers, _, heads, _, width = prompts_NxQxKxPxh.shape
+            return jnp.zeros((layers, starts_B.size, heads, length, width), prompts_NxQxKxPxh.dtype)
+
+        return Cache(empty(self.keys_NxBxKxLxh), empty(self.values_NxBxKxLxh), self, starts_B)
+
+    def layer(self, layer: jax.Array | int) -> Cache:
+        """Returns the cache of one layer, whose arrays lack the first axis."""
+        keys_BxKxLxh, values_BxKxLxh = (array[layer] for array in self[:2])
+        return Cache(keys_BxKxLxh, values_BxKxLxh, self.prompts and self.prompts.layer(layer), self.starts_B)
 
     def write(
         self, layer: jax.Array | int, positions_BxT: jax.Array, k_BxTxKxh: jax.Array, v_BxTxKxh: jax.Array
     ) -> Cache:
         """Returns the cache with the keys and values of T neighbouring tokens of each row in one layer."""
         whole = positions_BxT.shape[1] == self.length
+        if self.starts_B is not None:
+            positions_BxT = positions_BxT - self.starts_B[:, None]
         slots_BxTx2 = jnp.stack([jnp.full_like(positions_BxT, layer), positions_BxT], axis=-1)
 
         def written(cache_NxBxKxLxh: jax.Array, new_BxTxKxh: jax.Array) -> jax.Array:
@@ -58,4 +85,7 @@ class Cache(NamedTuple):
                 return cache_NxBxKxLxh.at[layer].set(new_BxTxKxh.swapaxes(1, 2))
             return jax.lax.scatter(cache_NxBxKxLxh, slots_BxTx2, new_BxTxKxh, _ROW_BY_ROW, unique_indices=True)
 
-        return Cache(written(self.keys_NxBxKxLxh, k_BxTxKxh), written(self.values_NxBxKxLxh, v_BxTxKxh))
+        return self._replace(
+            keys_NxBxKxLxh=written(self.keys_NxBxKxLxh, k_BxTxKxh),
+            values_NxBxKxLxh=written(self.values_NxBxKxLxh, v_BxTxKxh),
+        )

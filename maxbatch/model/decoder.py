@@ -237,9 +237,10 @@ class Decoder(nnx.Module):
             may be others (LongRoPE); None: the cache's length.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
-        lengths_Bx1 = jnp.full((1, 1), cache.length) if limits_B is None else limits_B[:, None]
-        longest = cache.length if limits_B is None else sys.maxsize
-        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, cache.length, longest)
+        length = cache.num_positions
+        lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
+        longest = length if limits_B is None else sys.maxsize
+        ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
         layerdef, parameters = nnx.split(self.layers)
 
         def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:

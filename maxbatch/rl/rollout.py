@@ -39,10 +39,14 @@ class SampledPairs(NamedTuple):
 
 
 class Roller:
-    """The side that samples, on its own mesh; every call takes `num_pairs` rows (R), padded if there are fewer."""
+    """The side that samples, on its own mesh; every call takes `num_pairs` rows (R), padded if there are fewer.
 
-    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int) -> None:
-        self._config, self._tokenizer, self._num_pairs = config, tokenizer, num_pairs
+    Args:
+      group: adjacent rows that have one prompt in every call, and read it once; it divides R.
+    """
+
+    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int, group: int = 1) -> None:
+        self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = end_tokens(config.load_parameters_path)
         self._prompt_length = config.max_prefill_predict_length
         self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
@@ -67,17 +71,19 @@ class Roller:
         """
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
-        prompts_RxP = np.full((self._num_pairs, self._prompt_length), self._tokenizer.pad_id, np.int32)
-        lengths_R = np.array([len(prompt.tokens) for prompt in filled], np.int32)
+        read = filled[:: self._group]
+        prompts_QxP = np.full((len(read), self._prompt_length), self._tokenizer.pad_id, np.int32)
+        lengths_Q = np.array([len(prompt.tokens) for prompt in read], np.int32)
+        for number, prompt in enumerate(read):
+            prompts_QxP[number, : lengths_Q[number]] = prompt.tokens
         draws_Rx3 = np.zeros((self._num_pairs, 3), np.uint32)
         for row, prompt in enumerate(filled):
-            prompts_RxP[row, : lengths_R[row]] = prompt.tokens
             generation = first_generation + row % num_generations
             draws_Rx3[row] = prompt.index % WORD, prompt.index // WORD % WORD, generation
         config = self._config.rl
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
-        return self._sampler(params, prompts_RxP, lengths_R, draws_Rx3, rules)
+        return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
         """Waits for responses and reads them as text."""

@@ -4,12 +4,13 @@ The draws of a row depend on its own ids, its tokens and the parameters. They do
 number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
 are equal to float precision.
 
-Shapes: B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
+Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
+_ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
 _PIECE_TOKENS = 4  # of a response that is drawn in pieces; weights are cast once for each
 
 
@@ -133,22 +135,24 @@ class Sampler:
     def __call__(
         self,
         params: State,
-        prompts_BxP: np.ndarray | jax.Array,
-        prompt_lengths_B: np.ndarray | jax.Array,
+        prompts_QxP: np.ndarray | jax.Array,
+        prompt_lengths_Q: np.ndarray | jax.Array,
         draw_ids_Bx3: np.ndarray,
         rules: SamplingRules,
     ) -> Responses:
-        """Returns a response to each prompt; asynchronous, in one program.
+        """Returns B / Q responses to each prompt, one after another; asynchronous, in one program.
+
+        A prompt is read once for all of its responses, or as often as the devices need that share them.
 
         Args:
           params: parameters of a `Decoder`, on one device or sharded.
-          prompts_BxP: int32, each from the start of its row; the slots after it are ignored.
-          prompt_lengths_B: int32 in [1, P]. A prompt of L tokens has no response.
+          prompts_QxP: int32, each from the start of its row; the slots after it are ignored.
+          prompt_lengths_Q: int32 in [1, P]. A prompt of L tokens has no response.
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
-        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, draw_ids_Bx3, rules)
+        program, draw_ids_Bx3, tensors = self._arguments(prompts_QxP, draw_ids_Bx3, rules)
         respond = self.executable or partial(_respond, program)
-        placed: Responses = respond(params, prompts_BxP, prompt_lengths_B, draw_ids_Bx3, tensors)
+        placed: Responses = respond(params, prompts_QxP, prompt_lengths_Q, draw_ids_Bx3, tensors)
         return placed
 
     def lower(self, abstract_params: State, num_rows: int, rules: SamplingRules) -> jax.stages.Lowered:
@@ -184,11 +188,13 @@ class Sampler:
             read = new.stop
 
     def _arguments(
-        self, prompts_BxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
+        self, prompts_QxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
     ) -> tuple[_Program, np.ndarray, _Rules]:
         """Returns the program of the rules, and its last two arguments."""
-        if prompts_BxP.shape[1] != self._prompt_length:
-            raise ValueError(f"prompts of {prompts_BxP.shape[1]} slots, made for {self._prompt_length}")
+        if prompts_QxP.shape[1] != self._prompt_length:
+            raise ValueError(f"prompts of {prompts_QxP.shape[1]} slots, made for {self._prompt_length}")
+        if len(draw_ids_Bx3) % len(prompts_QxP):
+            raise ValueError(f"{len(draw_ids_Bx3)} responses to {len(prompts_QxP)} prompts: as many to each")
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
         ends_V = np.isin(np.arange(vocabulary), [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None])
         program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
@@ -208,26 +214,37 @@ class Sampler:
 def _respond(
     program: _Program,
     params: State,
-    prompts_BxP: jax.Array,
-    prompt_lengths_B: jax.Array,
+    prompts_QxP: jax.Array,
+    prompt_lengths_Q: jax.Array,
     draw_ids_Bx3: jax.Array,
     rules: _Rules,
 ) -> Responses:
     """Returns whole responses: one prefill, then a loop that ends with the longest response."""
     decoder = _gathered(nnx.merge(program.graphdef, params))
-    rows, length = prompts_BxP.shape[0], program.length
-    # Rows are added until the devices divide them; the added rows count as full from the start.
-    more = -rows % program.row_shards
-    prompts_BxP = jnp.pad(prompts_BxP, ((0, more), (0, 0)))
-    prompt_lengths_B = jnp.pad(prompt_lengths_B, (0, more), constant_values=1)
-    limits_B = _limits(program, prompt_lengths_B, rules)
-    limits_B = jnp.where(jnp.arange(rows + more) < rows, limits_B, 1)
+    rows, length = draw_ids_Bx3.shape[0], program.length
+    group = rows // prompts_QxP.shape[0]
+    # Prompts are added until the devices divide the rows; the added rows count as full from the start.
+    more_prompts = -prompts_QxP.shape[0] % (program.row_shards // math.gcd(program.row_shards, group))
+    more = more_prompts * group
+    prompts_QxP = jnp.pad(prompts_QxP, ((0, more_prompts), (0, 0)))
+    prompt_lengths_Q = jnp.pad(prompt_lengths_Q, (0, more_prompts), constant_values=1)
+    limits_Q = _limits(program, prompt_lengths_Q, rules)
+    limits_Q = jnp.where(jnp.arange(limits_Q.size) < limits_Q.size - more_prompts, limits_Q, 1)
+    # A prompt is read by every device that has rows of it.
+    each = min(n for n in range(1, group + 1) if group % n == 0 and n * limits_Q.size % program.row_shards == 0)
+    prompts_RxP, lengths_R, limits_R = (jnp.repeat(x, each, axis=0) for x in (prompts_QxP, prompt_lengths_Q, limits_Q))
+    prompt_lengths_B, limits_B = (jnp.repeat(x, group, axis=0) for x in (prompt_lengths_Q, limits_Q))
 
     slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows + more, length), 1)
     draw_ids_Bx3 = jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
-    start = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B)
-    end = jax.lax.while_loop(lambda loop: jnp.any(~loop.done_B), next_token, start)
+    end = _prefilled(program, decoder, prompts_RxP, lengths_R, limits_R, prompt_lengths_B, limits_B)
+    for slots in _rooms(length):
+
+        def is_going_on(loop: _Loop, slots: int = slots) -> jax.Array:
+            return jnp.any(~loop.done_B & (loop.lengths_B - prompt_lengths_B < slots))
+
+        end = jax.lax.while_loop(is_going_on, next_token, end._replace(cache=end.cache.with_room_for(slots)))
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
@@ -247,20 +264,32 @@ def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
     return jnp.minimum(prompt_lengths_B + rules.max_new_tokens, program.length)
 
 
+def _rooms(length: int) -> list[int]:
+    """Returns the slots that responses have room for, in turn: a token reads few where there are few."""
+    return [*(slots for slots in _ROOMS if slots < length), length]
+
+
 def _prefilled(
-    program: _Program, decoder: Decoder, prompts_BxP: jax.Array, prompt_lengths_B: jax.Array, limits_B: jax.Array
+    program: _Program,
+    decoder: Decoder,
+    prompts_RxP: jax.Array,
+    lengths_R: jax.Array,
+    limits_R: jax.Array,
+    prompt_lengths_B: jax.Array,
+    limits_B: jax.Array,
 ) -> _Loop:
-    """Returns the state before the first token: the prompts in one pass."""
-    rows, length = prompts_BxP.shape[0], program.length
+    """Returns the state before the first token: the prompts in one pass, R of them for B rows."""
+    rows, length = prompt_lengths_B.size, program.length
     slots_BxL = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1)
-    tokens_BxL = jnp.pad(prompts_BxP, ((0, 0), (0, length - prompts_BxP.shape[1])))
+    tokens_BxP = jnp.repeat(prompts_RxP, rows // prompts_RxP.shape[0], axis=0)
+    tokens_BxL = jnp.pad(tokens_BxP, ((0, 0), (0, length - prompts_RxP.shape[1])))
     tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
     tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
-    # Slots after a prompt are overwritten before any token sees them.
-    positions_BxP = jax.lax.broadcasted_iota(jnp.int32, prompts_BxP.shape, 1)
-    empty = decoder.empty_cache(*prompts_BxP.shape)
-    _, cache = decoder.hidden_with_cache(prompts_BxP, positions_BxP, empty, limits_B)
-    cache, logprobs_BxL = cache.with_room_for(length), jnp.zeros(tokens_BxL.shape, jnp.float32)
+    positions_RxP = jax.lax.broadcasted_iota(jnp.int32, prompts_RxP.shape, 1)
+    empty = decoder.empty_cache(*prompts_RxP.shape)
+    _, cache = decoder.hidden_with_cache(prompts_RxP, positions_RxP, empty, limits_R)
+    # A row reads its prompt's last token again, into its first slot, and draws the one after it.
+    cache, logprobs_BxL = cache.before(prompt_lengths_B - 1, 0), jnp.zeros(tokens_BxL.shape, jnp.float32)
     return _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
 
 
@@ -270,7 +299,8 @@ def _begin(
 ) -> _Loop:
     """Returns the state before the first token of a response that is drawn in pieces."""
     decoder = _gathered(nnx.merge(program.graphdef, params))
-    return _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B)
+    loop = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B, prompt_lengths_B, limits_B)
+    return loop._replace(cache=loop.cache.with_room_for(program.length))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -318,10 +348,7 @@ class _NextToken:
         return cls(program, decoder, w_DxV, _keys(rules.seed, draw_ids_Bx3), limits_B, rules)
 
     def __call__(self, loop: _Loop) -> _Loop:
-        """Returns the state with one more token in each row that is not done.
-
-        The prefill may have read a row's last token already; it is read again.
-        """
+        """Returns the state with one more token in each row that is not done."""
         last_Bx1 = loop.lengths_B[:, None] - 1
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
         x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache, self.limits_B)

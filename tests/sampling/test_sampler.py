@@ -138,6 +138,20 @@ def test_responses_are_the_same_on_any_mesh(mesh_name: str) -> None:
     np.testing.assert_allclose(responses.logprobs_BxL, on_one_device().logprobs_BxL, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_a_prompt_that_is_read_once_for_its_responses_has_the_same_ones(num_devices: int) -> None:
+    config = tiny_config()
+    mesh = make_mesh(config, jax.devices()[:num_devices]) if num_devices > 1 else None
+    params = model()[1]
+    tokens_3xP, lengths_3, _ = prompts(range(3))
+    draw_ids_6x3 = np.stack([np.arange(6) // 2, np.zeros(6), np.arange(6) % 2], axis=1).astype(np.uint32)
+    alone = respond(config, params, np.repeat(tokens_3xP, 2, 0), np.repeat(lengths_3, 2, 0), draw_ids_6x3)
+    shared = respond(config, params, tokens_3xP, lengths_3, draw_ids_6x3, mesh=mesh)
+    np.testing.assert_array_equal(shared.tokens_BxL, alone.tokens_BxL)
+    np.testing.assert_array_equal(shared.prompt_lengths_B, alone.prompt_lengths_B)
+    np.testing.assert_allclose(shared.logprobs_BxL, alone.logprobs_BxL, atol=1e-5)
+
+
 def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
