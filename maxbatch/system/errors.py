@@ -18,6 +18,7 @@ EXIT_CODES = {
     EXIT_FAILED: "anything else",
 }
 _DISK_FULL = "no space left on the disk; free some and run the same command again"
+_MOST_SAID = 2000  # characters of a line
 
 
 class ConfigError(Exception):
@@ -105,6 +106,11 @@ def reason(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
 
 
+def _without_middle(text: str) -> str:
+    """Returns a text of a readable length: of one that quotes much, its beginning and its end, which says what works."""
+    return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
+
+
 def report(error: BaseException) -> int:
     """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code."""
     if isinstance(error, KeyboardInterrupt):
@@ -112,7 +118,7 @@ def report(error: BaseException) -> int:
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
-        said = " ".join(str(error).split())
+        said = _without_middle(" ".join(str(error).split()))
         print(f"maxbatch: error: {printable(said, keep='')}", file=sys.stderr)
     else:
         traceback.print_exception(error)

@@ -92,3 +92,13 @@ def test_a_store_that_does_not_answer_is_no_fault_of_the_file(
     monkeypatch.setattr("maxbatch.system.bounded.read_bytes", fail)
     with pytest.raises(StoreFailed, match=r"^s3://bucket/a\.json: the store does not answer$"):
         read(file)
+
+
+def test_a_line_that_quotes_a_library_at_length_keeps_its_beginning_and_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report(ConfigError(f"tokenizer_path=x: invalid type: {'9' * 100_000}; works: tokenizer_type=byte"))
+    line = capsys.readouterr().err
+    assert len(line) < 2100
+    assert line.startswith("maxbatch: error: tokenizer_path=x: invalid type: 9")
+    assert line.endswith("works: tokenizer_type=byte\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
             raise ConfigError(f"{where}: run_dir: each trial has its own; works: sweep_dir, without run_dir")
         if name == "base_config" and isinstance(value, yaml.ScalarNode) and value.value:
             beside = path.parent / value.value
-            if beside.exists():
+            if os.path.exists(beside):  # no error for a name that no file system holds
                 value.value = str(beside.absolute())  # the text is read in sweep_dir
     return yaml.serialize(entry[0], allow_unicode=True)
 

@@ -161,7 +161,7 @@ class SavedPrograms:
                 f'reads format {FORMAT}; compile again, or works: compiled_dir=""'
             )
         differing = [
-            f"{key}: {shown(str(there[part].get(key)))} there, {here[part].get(key)} here"
+            f"{shown(key)}: {shown(str(there[part].get(key)))} there, {shown(str(here[part].get(key)))} here"
             for part in here
             for key in sorted(here[part].keys() | there[part].keys())
             if here[part].get(key) != there[part].get(key)

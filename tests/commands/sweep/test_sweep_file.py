@@ -79,3 +79,10 @@ def test_bad_parameters_are_refused_with_what_works(parameters: str, said: str) 
 def test_a_missing_file_names_a_ready_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "nowhere.yml"]) == 2
     assert "nowhere.yml: does not exist; a ready one: batch_size" in capsys.readouterr().err
+
+
+def test_a_base_config_whose_name_no_file_system_holds_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yml").write_text(f"base:\n  base_config: {'9' * 4000}\nparameters:\n  learning_rate: [1e-3]\n")
+    sweep = SweepFile.read(str(tmp_path / "sweep.yml"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        sweep.resolved({"learning_rate": "1e-3"})
