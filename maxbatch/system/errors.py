@@ -107,7 +107,7 @@ def reason(error: Exception) -> str:
 
 
 def _without_middle(text: str) -> str:
-    """Returns a text of a readable length: of one that quotes much, its beginning and its end, which says what works."""
+    """Returns a text of a readable length: of a longer one its beginning, and its end, which says what works."""
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
 
 
