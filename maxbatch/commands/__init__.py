@@ -96,6 +96,14 @@ COMMANDS: dict[str, Command] = {
         ("maxbatch score runs/default page.jsonl",
          "maxbatch score smollm2 chats.jsonl --json",
          "maxbatch score runs/default/checkpoints/200 page.jsonl dtype=bfloat16")),
+    "evaluate": Command(
+        "maxbatch.commands.evaluate",
+        "Print the scores of a model on tasks of lm-evaluation-harness, or on task files of your own.",
+        "MODEL --tasks TASK,... [key=value ...] [--include-path DIR] [--num-fewshot K] [--limit N] [--batch-size N] "
+        "[--json] [--simulate-devices N]",
+        ("maxbatch evaluate smollm2 --tasks hellaswag,arc_easy",
+         "maxbatch evaluate runs/default --tasks my-tasks --json",
+         "maxbatch evaluate runs/default/checkpoints/200 --tasks gsm8k --num-fewshot 5 --limit 100")),
     "audit": Command(
         "maxbatch.commands.audit",
         "Test any trainer: does the cut of a batch, its padding, its devices or a resume change the update?",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import count, place, real, whole
-from maxbatch.config.huggingface import end_tokens, is_huggingface_folder, most_positions
+from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.values import Bounds, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
@@ -106,10 +106,7 @@ def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
 
 def _context(config: ConfigDict) -> int:
     """Returns the most tokens of a conversation: those of a row in training, or more if the model's folder says so."""
-    stated = min(most_positions(config.load_parameters_path), _MOST_CONTEXT)
-    if config.trainable_position_size > 0:
-        stated = min(stated, config.trainable_position_size)
-    return int(max(config.max_target_length, stated))
+    return min(context_length(config), max(int(config.max_target_length), _MOST_CONTEXT))
 
 
 def _talk(chat: Chat, args: argparse.Namespace) -> int:
