@@ -73,9 +73,9 @@ def evaluate(
         from maxbatch.harness_model import HarnessModel
 
         answering = HarnessModel(model, batch_size)
-        for name, task in loaded["tasks"].items():
+        for name, task in loaded["tasks"].items():  # refused before anything is computed
             if task.OUTPUT_TYPE == "generate_until":
-                answering.rules(task.config.generation_kwargs or {}, name)  # refused before anything is computed
+                answering.rules(task.config.generation_kwargs or {}, name)
         found = evaluator.evaluate(answering, loaded, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=False)
     assert found is not None, "there is one process"
     return {name: _plain(found[name]) for name in _TABLES if name in found}
@@ -105,7 +105,13 @@ def _load(names: Sequence[str], include_path: str | os.PathLike[str] | None, num
     except Exception as error:  # of a dataset, its network, a file of a task or its code
         problem = " ".join(str(error).split())[:_LONGEST_PROBLEM] or type(error).__name__
         raise ConfigError(f"--tasks {shown(','.join(names))}: cannot be loaded: {problem}") from error
-    for task in loaded["tasks"].values():
+    for name, task in loaded["tasks"].items():
+        for is_so, reason in (
+            (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
+            (getattr(task, "MULTIMODAL", False), "shows images"),
+        ):
+            if is_so:
+                raise ConfigError(f"--tasks {shown(name)}: {reason}, which maxbatch evaluate does not support")
         stated = task.get_config("num_fewshot")
         # A task that states 0 has no examples to give, as in the harness.
         if stated is None or (num_fewshot is not None and stated != 0):
