@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):
         starts = (self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.pad_id)
         return next(token for token in starts if token is not None)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Returns the ids of a text, after the token that the model's texts begin with unless that is refused."""
         first = [] if add_special_tokens is False else self._model.first_ids()
         ids: list[int] = self._tokenizer.encode(string).tolist()
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
     ) -> list[tuple[float, bool]]:
         """Returns the scores of continuations; a context that does not fit loses its beginning."""
         rows = [tuple((context + continuation)[-(self._model.context + 1) :]) for _, context, continuation in requests]

@@ -80,11 +80,11 @@ class LoadedModel:
       mesh: the mesh that holds them.
     """
 
-    def __init__(self, path: str, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, path: str, overrides: Sequence[str] = (), averaged: bool = False) -> None:
         leave_out_absent_tpu()
         stated = {text.split("=", 1)[0].strip() for text in overrides}
         texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
-        self._path, self._source = path, open_source(path)
+        self._path, self._source = path, open_source(path, averaged)
         self.config: ConfigDict = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
@@ -262,18 +262,19 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def load_model(path: str | os.PathLike[str], **keys: Any) -> LoadedModel:
+def load_model(path: str | os.PathLike[str], *, averaged: bool = False, **keys: Any) -> LoadedModel:
     """Loads a model onto the devices of this machine.
 
     Args:
       path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or the name of a model
         of the Hugging Face hub.
+      averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
       keys: keys of the model's config over its own, such as `dtype="bfloat16"`.
 
     Raises:
-      ConfigError: there is no such model, or it cannot be used.
+      ConfigError: there is no such model, it has no average, or it cannot be used.
     """
-    model = LoadedModel(os.fspath(path), override_texts(keys))
+    model = LoadedModel(os.fspath(path), override_texts(keys), averaged)
     _ = model.params  # so that a fault is met here
     return model
 

@@ -21,7 +21,7 @@ from tests.helpers.chats import write_tokenizer
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import TINY_MODEL
 
-COLOURS = "red orange yellow green blue violet".split()
+COLOURS = ["red", "orange", "yellow", "green", "blue", "violet"]
 TEXTS = [" ".join((COLOURS * 6)[i : i + 18 + i % 5]) + "." for i in range(6)]
 
 
@@ -29,13 +29,13 @@ def write_tasks(folder: Path) -> Path:
     """A multiple choice, a continuation, a whole text and a completion, on data in the same folder."""
     choices, pairs, texts, prompts = [], [], [], []
     for i in range(9):
-        told = (COLOURS * 3)[i : i + 3 + i % 4]
-        right = (COLOURS * 3)[i + 3 + i % 4]
+        told, *rest = (COLOURS * 3)[i : i + 3 + i % 4], *(COLOURS * 4)[i + 3 + i % 4 :]
+        right = rest[0]
         options = sorted({right, COLOURS[i % 6], COLOURS[(i + 2) % 6], "a colour that nobody has seen"})
         choices.append({"question": " ".join(told), "options": options, "answer": options.index(right)})
         pairs.append({"text": " ".join(told), "next": (right, "grey", "violet")[i % 3]})
         texts.append({"page": TEXTS[i % 6] * (1 + i)})
-        prompts.append({"text": " ".join(told), "next": " ".join((COLOURS * 3)[i + 3 + i % 4 :][: 1 + i % 2])})
+        prompts.append({"text": " ".join(told), "next": "".join(f" {word}" for word in rest[: rest.index("green")])})
     tasks: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         "made_up_choice": (choices, {
             "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
@@ -48,8 +48,8 @@ def write_tasks(folder: Path) -> Path:
             "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}",
             "metric_list": [{"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}]}),
         "made_up_completion": (prompts, {
-            "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": " {{next}}",
-            "generation_kwargs": {"until": [".", " green"], "max_gen_toks": 9, "do_sample": False},
+            "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{next}}",
+            "generation_kwargs": {"until": [".", " green"], "max_gen_toks": 24, "do_sample": False},
             "metric_list": [{"metric": "exact_match"}]}),
     }  # fmt: skip
     folder.mkdir()
@@ -74,7 +74,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = maxbatch.load_config(overrides=[
         *TINY_MODEL, "max_target_length=64", "vocab_size=320", "dataset_type=jsonl", f"dataset_path={texts}",
         "tokenizer_type=huggingface", f"tokenizer_path={folder / 'tokenizer'}", f"run_dir={folder / 'run'}",
-        "steps=25", "per_device_batch_size=4", "learning_rate=1e-2", "generate_prompt=", "add_bos=false",
+        "steps=40", "per_device_batch_size=4", "learning_rate=1e-2", "generate_prompt=", "add_bos=false",
         "eval_interval=-1", "eval_fraction=0",
     ])  # fmt: skip
     train(config, jax.devices()[:1])
@@ -114,15 +114,18 @@ class Answers(NamedTuple):
             [logprob for logprob, _ in found],
             [is_likeliest for _, is_likeliest in found],
             model.loglikelihood_rolling(asked((TEXTS[0] * 9,), ("red",))),
-            model.generate_until(asked(*((text, dict(rules)) for text in ("red", "green blue", " ".join(COLOURS * 9))))),
+            model.generate_until(
+                asked(*((text, dict(rules)) for text in ("red", "green blue", " ".join(COLOURS * 9))))
+            ),
         )
 
 
 @pytest.mark.slow
 @pytest.mark.parity
 def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_transformers(
-    tasks: Path, run_dir: Path, tmp_path: Path
+    tasks: Path, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DISABLE_MULTIPROC", "1")  # the harness would fork
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
@@ -155,7 +158,9 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     tasks: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    assert main(["evaluate", str(run_dir), "--tasks", str(tasks / "made_up_choice.yaml"), "--limit", "4", "--json"]) == 0
+    assert (
+        main(["evaluate", str(run_dir), "--tasks", str(tasks / "made_up_choice.yaml"), "--limit", "4", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["n-samples"] == {"made_up_choice": {"original": 9, "effective": 4}}
     assert found["results"]["made_up_choice"]["acc,none"] in (0, 0.25, 0.5, 0.75, 1)
@@ -170,7 +175,7 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     assert capsys.readouterr().err.endswith("file or folder; nearest: made_up_choice\n")
     assert main([*by_name, "made_up_completion", "max_target_length=8"]) == 2
     error = capsys.readouterr().err
-    assert "made_up_completion asks for completions of up to 9 tokens" in error and "max_target_length=18" in error
+    assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
 
 
 def test_without_the_harness_one_line_says_what_to_install(

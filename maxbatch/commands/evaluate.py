@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.commands.arguments import count, place, whole
+from maxbatch.commands.arguments import add_averaged, count, place, whole
 from maxbatch.config.values import shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 from maxbatch.system.terminal import PipeConsole, PlainTable
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help=limit)
     batch = "rows in one pass; no score depends on it (by their length)"
     parser.add_argument("--batch-size", type=count, metavar="N", help=batch)
+    add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     devices = "compute on N CPU devices made in this process"
     parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_installed()
     found = evaluate(
-        LoadedModel(args.model, args.overrides),
+        LoadedModel(args.model, args.overrides, args.averaged),
         [name for name in args.tasks.split(",") if name],
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,

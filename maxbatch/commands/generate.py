@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import count, place, real, whole
+from maxbatch.commands.arguments import add_averaged, count, place, real, whole
 from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.values import Bounds, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("run_dir", type=place, metavar="MODEL", help=run_dir)
+    add_averaged(parser)
     prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
     parser.add_argument("--prompt", help=prompt)
     chat = "ask by the chat template of the model's tokenizer; without --prompt: a conversation, from standard input"
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import open_source, restored
 
-    source = open_source(args.run_dir)
+    source = open_source(args.run_dir, args.averaged)
     config = source.config()
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
