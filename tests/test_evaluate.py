@@ -35,7 +35,8 @@ def write_tasks(folder: Path) -> Path:
         choices.append({"question": " ".join(told), "options": options, "answer": options.index(right)})
         pairs.append({"text": " ".join(told), "next": (right, "grey", "violet")[i % 3]})
         texts.append({"page": TEXTS[i % 6] * (1 + i)})
-        prompts.append({"text": " ".join(told), "next": "".join(f" {word}" for word in rest[: rest.index("green")])})
+        up_to_stop = "".join(f" {word}" for word in rest[: rest.index("green")])
+        prompts.append({"text": " ".join(told), "next": up_to_stop if i else " grey"})
     tasks: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         "made_up_choice": (choices, {
             "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "answer",
