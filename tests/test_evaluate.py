@@ -71,7 +71,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learnt a little of the order of the colours."""
     folder = tmp_path_factory.mktemp("run")
     texts = write_jsonl(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
-    write_tokenizer(folder / "tokenizer", None, tokenizer_class="PreTrainedTokenizerFast")
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>"}
+    write_tokenizer(folder / "tokenizer", None, **special)
     config = maxbatch.load_config(overrides=[
         *TINY_MODEL, "max_target_length=64", "vocab_size=320", "dataset_type=jsonl", f"dataset_path={texts}",
         "tokenizer_type=huggingface", f"tokenizer_path={folder / 'tokenizer'}", f"run_dir={folder / 'run'}",
