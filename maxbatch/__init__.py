@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from maxbatch.config.loading import load_config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
+    from maxbatch.harness import evaluate
     from maxbatch.loaded_model import LoadedModel, RecordScore, Scores, generate, load_model, score
     from maxbatch.parallel.mesh import make_mesh
     from maxbatch.plan.batch import BatchPlan
@@ -59,6 +60,7 @@ __all__ = [
     "TrainingError",
     "__version__",
     "audit",
+    "evaluate",
     "generate",
     "load_config",
     "load_model",
@@ -90,6 +92,7 @@ _HOME = {
     "Scores": "maxbatch.loaded_model",
     "Stream": "maxbatch.data.stream.stream",
     "audit": "maxbatch.auditing.audit",
+    "evaluate": "maxbatch.harness",
     "generate": "maxbatch.loaded_model",
     "load_config": "maxbatch.config.loading",
     "load_model": "maxbatch.loaded_model",

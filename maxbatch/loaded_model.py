@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import end_tokens, is_huggingface_folder
+from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.loading import override_texts
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import MeshConfig
@@ -30,6 +30,7 @@ from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import AXES, axis_key
+from maxbatch.sampling.completions import Completer
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
@@ -79,14 +80,15 @@ class LoadedModel:
       mesh: the mesh that holds them.
     """
 
-    def __init__(self, path: str, overrides: Sequence[str] = ()) -> None:
+    def __init__(self, path: str, overrides: Sequence[str] = (), averaged: bool = False) -> None:
         leave_out_absent_tpu()
         stated = {text.split("=", 1)[0].strip() for text in overrides}
         texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
-        self._path, self._source = path, open_source(path)
+        self._path, self._source = path, open_source(path, averaged)
         self.config: ConfigDict = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
+        self._has_stated_length = "max_target_length" in stated
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
         self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self._is_imported)
 
@@ -108,6 +110,40 @@ class LoadedModel:
         tokenizer = make_tokenizer(self.config.tokenizer_type, self.config.tokenizer_path)
         check_vocabulary(self.config, tokenizer.vocab_size)
         return tokenizer
+
+    @cached_property
+    def context(self) -> int:
+        """The most tokens that the model reads at once: `max_target_length`, or more by an imported model's folder."""
+        return int(self.config.max_target_length) if self._has_stated_length else context_length(self.config)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, besides the tokenizer's own end."""
+        return end_tokens(self.config.load_parameters_path)
+
+    def scorer(self, most_rows: int | None = None) -> Scorer:
+        """Returns what assigns log-probabilities to tokens: in float32 unless the model was loaded with a `dtype`.
+
+        Args:
+          most_rows: rows in one pass; None: by their length.
+        """
+        config = self._scoring
+        return Scorer(DecoderConfig.of(config), MeshConfig.of(config), self.mesh, self.params, most_rows)
+
+    def completer(self, most_rows: int | None = None) -> Completer:
+        """Returns what completes many prompts: in float32 unless the model was loaded with a `dtype`.
+
+        Args:
+          most_rows: rows in one pass; None: by their length.
+        """
+        config = DecoderConfig.of(self._scoring)
+        return Completer(self.params, self.tokenizer, config, self.mesh, self.context, most_rows)
+
+    def first_ids(self) -> list[int]:
+        """Returns the token that a text begins with, if one is put before it."""
+        tokenizer = self.tokenizer
+        begins = self.config.add_bos if self._bos_by_key else tokenizer.begins_with_bos()
+        return [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
 
     def generate(
         self,
@@ -146,8 +182,7 @@ class LoadedModel:
         text_config = TextConfig.of(self.config)
         if self._is_imported:
             text_config = dataclasses.replace(text_config, add_bos=self.tokenizer.begins_with_bos())
-        ends = end_tokens(self.config.load_parameters_path)
-        rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, ends)
+        rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, self.end_ids)
         return generate_text(self.params, self.tokenizer, prompt, text_config, rules, self.mesh)
 
     def score(self, records: Sequence[str | Mapping[str, object]]) -> Scores:
@@ -163,8 +198,7 @@ class LoadedModel:
           TrainingError: no token has a finite log-probability.
         """
         encoded = [self._encoded(number, record) for number, record in enumerate(records, 1)]
-        scorer = Scorer(DecoderConfig.of(self._scoring), MeshConfig.of(self._scoring), self.mesh, self.params)
-        found = scorer([tokens for tokens, _ in encoded])
+        found = [row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])]
         if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
             raise TrainingError(f"{self._path}: gives no token a finite log-probability; its parameters are not finite")
         return _scores(encoded, found)
@@ -204,10 +238,7 @@ class LoadedModel:
     def _text(self, value: object) -> np.ndarray:
         if not isinstance(value, str):
             raise RecordError(0, f"field text is a {type(value).__name__}, not a text")
-        tokenizer = self.tokenizer
-        begins = self.config.add_bos if self._bos_by_key else tokenizer.begins_with_bos()
-        bos = [tokenizer.bos_id] if begins and tokenizer.bos_id is not None else []
-        return np.concatenate([np.array(bos, np.int32), tokenizer.encode(value)])
+        return np.concatenate([np.array(self.first_ids(), np.int32), self.tokenizer.encode(value)])
 
     @cached_property
     def _conversations(self) -> Conversations:
@@ -231,18 +262,19 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def load_model(path: str | os.PathLike[str], **keys: Any) -> LoadedModel:
+def load_model(path: str | os.PathLike[str], *, averaged: bool = False, **keys: Any) -> LoadedModel:
     """Loads a model onto the devices of this machine.
 
     Args:
       path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or the name of a model
         of the Hugging Face hub.
+      averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
       keys: keys of the model's config over its own, such as `dtype="bfloat16"`.
 
     Raises:
-      ConfigError: there is no such model, or it cannot be used.
+      ConfigError: there is no such model, it has no average, or it cannot be used.
     """
-    model = LoadedModel(os.fspath(path), override_texts(keys))
+    model = LoadedModel(os.fspath(path), override_texts(keys), averaged)
     _ = model.params  # so that a fault is met here
     return model
 

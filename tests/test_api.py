@@ -115,6 +115,9 @@ def test_a_loaded_model_writes_and_scores_as_the_commands_do(
     printed, found = json.loads(capsys.readouterr().out), maxbatch.score(model, ["some words", {"tokens": [1, 2, 3]}])
     assert found.loss == pytest.approx(printed["loss"], rel=1e-6) and found.perplexity is not None
     assert [len(record.logprobs) for record in found.records] == [10, 2]
+    for command in (["score", trained.run_dir, "a.jsonl"], ["generate", trained.run_dir]):
+        assert main([*command, "--averaged"]) == 2
+        assert "has no average of the parameters, which a run with parameter_average" in capsys.readouterr().err
     with pytest.raises(ValueError, match="top_p=2: must be above 0"):
         maxbatch.generate(model, "ab", top_p=2)
     with pytest.raises(maxbatch.ConfigError, match="record 2: needs text, tokens"):

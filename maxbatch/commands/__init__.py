@@ -78,7 +78,7 @@ COMMANDS: dict[str, Command] = {
         "maxbatch.commands.generate",
         "Continue a prompt with the model of a run, or talk with it.",
         'MODEL [--prompt "..."] [--chat] [--system "..."] [--max-new-tokens N] [--temperature T] [--top-k K] '
-        "[--top-p P] [--seed S]",
+        "[--top-p P] [--seed S] [--averaged]",
         ('maxbatch generate runs/default --prompt "def main("',
          'maxbatch generate runs/default --prompt "import " --max-new-tokens 200 --temperature 0.7',
          'maxbatch generate runs/sft --chat --prompt "Capital of France?"',
@@ -86,16 +86,24 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "maxbatch.commands.export",
         "Write a model as a Hugging Face folder.",
-        "MODEL --output DIR [--dtype float32|bfloat16|float16]",
+        "MODEL --output DIR [--dtype float32|bfloat16|float16] [--averaged]",
         ("maxbatch export runs/default --output exported",
          "maxbatch export runs/default/checkpoints/200 --output gs://my-bucket/exported --dtype bfloat16")),
     "score": Command(
         "maxbatch.commands.score",
         "Print the log-probabilities, loss and perplexity of texts, tokens or conversations under a model.",
-        "MODEL FILE [key=value ...] [--json] [--simulate-devices N]",
+        "MODEL FILE [key=value ...] [--averaged] [--json] [--simulate-devices N]",
         ("maxbatch score runs/default page.jsonl",
          "maxbatch score smollm2 chats.jsonl --json",
          "maxbatch score runs/default/checkpoints/200 page.jsonl dtype=bfloat16")),
+    "evaluate": Command(
+        "maxbatch.commands.evaluate",
+        "Print the scores of a model on tasks of lm-evaluation-harness, or on task files of your own.",
+        "MODEL --tasks TASK,... [key=value ...] [--include-path DIR] [--num-fewshot K] [--limit N] [--batch-size N] "
+        "[--averaged] [--json] [--simulate-devices N]",
+        ("maxbatch evaluate smollm2 --tasks hellaswag,arc_easy",
+         "maxbatch evaluate runs/default --tasks my-tasks --json",
+         "maxbatch evaluate runs/default/checkpoints/200 --tasks gsm8k --num-fewshot 5 --limit 100")),
     "audit": Command(
         "maxbatch.commands.audit",
         "Test any trainer: does the cut of a batch, its padding, its devices or a resume change the update?",

@@ -109,6 +109,12 @@ def _path(text: str, rule: str | None) -> str:
     return text
 
 
+def add_averaged(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that takes the average of a run's parameters."""
+    averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"
+    parser.add_argument("--averaged", action="store_true", help=averaged)
+
+
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None

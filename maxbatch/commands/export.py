@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from maxbatch.commands.arguments import add_averaged
 from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.folding import printable
 
@@ -17,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")
     dtype = "of the tensors (those of the checkpoint)"
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
+    add_averaged(parser)
     adapter = "write the adapters of a run with lora_rank alone, as PEFT loads them (without it: merged into the model)"
     parser.add_argument("--adapter", action="store_true", help=adapter)
 
@@ -27,5 +29,5 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.peft import export_adapters
 
     export = export_adapters if args.adapter else export_model
-    print(printable(str(export(args.model, args.output, args.dtype))))
+    print(printable(str(export(args.model, args.output, args.dtype, args.averaged))))
     return EXIT_DONE

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import count, place, real, whole
-from maxbatch.config.huggingface import end_tokens, is_huggingface_folder, most_positions
+from maxbatch.commands.arguments import add_averaged, count, place, real, whole
+from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.values import Bounds, shown
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("run_dir", type=place, metavar="MODEL", help=run_dir)
+    add_averaged(parser)
     prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
     parser.add_argument("--prompt", help=prompt)
     chat = "ask by the chat template of the model's tokenizer; without --prompt: a conversation, from standard input"
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import open_source, restored
 
-    source = open_source(args.run_dir)
+    source = open_source(args.run_dir, args.averaged)
     config = source.config()
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
@@ -106,10 +107,7 @@ def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
 
 def _context(config: ConfigDict) -> int:
     """Returns the most tokens of a conversation: those of a row in training, or more if the model's folder says so."""
-    stated = min(most_positions(config.load_parameters_path), _MOST_CONTEXT)
-    if config.trainable_position_size > 0:
-        stated = min(stated, config.trainable_position_size)
-    return int(max(config.max_target_length, stated))
+    return min(context_length(config), max(int(config.max_target_length), _MOST_CONTEXT))
 
 
 def _talk(chat: Chat, args: argparse.Namespace) -> int:

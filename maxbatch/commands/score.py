@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from maxbatch.commands.arguments import count, place
+from maxbatch.commands.arguments import add_averaged, count, place
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     records = "jsonl: records with text, tokens (ids), messages, or prompt and completion"
     parser.add_argument("file", type=place, metavar="FILE", help=records)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
+    add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     devices = "compute on N CPU devices made in this process"
     parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.loaded_model import LoadedModel, RecordFault
 
     try:
-        found = LoadedModel(args.model, args.overrides).score(lines)
+        found = LoadedModel(args.model, args.overrides, args.averaged).score(lines)
     except RecordFault as error:
         raise ConfigError(f"FILE={shown(repr(args.file))}: {error}") from error
     scored = _figures(found)

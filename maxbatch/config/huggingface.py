@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
 from maxbatch.config.hub import folder_of, hub_name, hub_problem
 from maxbatch.config.huggingface_fields import check_fields
@@ -98,6 +100,18 @@ def most_positions(path: str | os.PathLike[str]) -> int:
     stated = read_config_json(path)
     found = stated.get("max_position_embeddings", stated.get("n_positions"))
     return found if type(found) is int and found > 0 else 0
+
+
+def context_length(config: ConfigDict) -> int:
+    """Returns the most tokens that a model reads at once: those of a row in training, or more by its folder.
+
+    Raises:
+      ConfigError: the folder's `config.json` cannot be read.
+    """
+    stated = most_positions(config.load_parameters_path)
+    if config.trainable_position_size > 0:
+        stated = min(stated, config.trainable_position_size)
+    return int(max(config.max_target_length, stated))
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -247,13 +247,21 @@ def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., 
             if values[per_update] is None:
                 raise fault(per_update, f"a number unless {name} is stated", keys[per_update].default)
             continue
-        takes_runs, example = name == "weight_decay_timescale", "1.0run" if name == "weight_decay_timescale" else "2Mt"
-        runs = in_runs(str(text)) if takes_runs else None
-        if not (1 <= in_tokens(str(text)) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
-            rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
-            raise fault(name, rule, example)
+        takes_runs = name == "weight_decay_timescale"
+        _check_tokens(name, str(text), takes_runs, fault)
         if values["adam_scaling"] == "sde" and not takes_runs:
             raise fault(name, "null beside adam_scaling=sde, which makes the decays follow the batch as well", "null")
+    if values["parameter_average_half_life"] is not None:
+        name = "parameter_average_half_life"
+        _check_tokens(name, str(values[name]), False, fault)
+
+
+def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for a text that states no number of tokens, nor of runs where it may."""
+    runs = in_runs(text) if takes_runs else None
+    if not (1 <= in_tokens(text) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
+        rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
+        raise fault(name, rule, "1.0run" if takes_runs else "2Mt")
 
 
 def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:

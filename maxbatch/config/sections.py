@@ -383,6 +383,12 @@ class OptimizerConfig(Section):
         maxtext=OURS,
         warm_start=False,
     )
+    parameter_average_half_life: str | None = key(
+        "keep an average of the parameters, in which old ones halve in so many tokens, such as 20Mt; null: none",
+        fixes=_MODEL,
+        maxtext=OURS,
+        warm_start=False,
+    )
     adam_scaling: Literal["none", "sde"] = key(
         "none | sde: with sqrt, Adam's betas and epsilon follow the batch too (Malladi et al. 2022)",
         fixes=_PROGRAM,

@@ -105,13 +105,20 @@ def loss_sums_of(
     return _token_losses(x_MxLxD, decoder.output_projection(), targets_MxL, weights_MxL, batch_shards, rules)
 
 
+class TokenScores(NamedTuple):
+    """The scores of tokens, each given those before it."""
+
+    logprobs_MxL: jax.Array  # float32, in nats
+    entropies_MxL: jax.Array  # float32, in nats, of the distribution that a token is drawn from
+    is_likeliest_MxL: jax.Array  # bool: no other token is likelier, or as likely and before it in the vocabulary
+
+
 def token_logprobs(
     decoder: Decoder, tokens_MxL: jax.Array, segments_MxL: jax.Array, *, batch_shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-probability of each token given those before it, and the entropy of its distribution.
+) -> TokenScores:
+    """Returns the scores of each token of rows; 0 or False at the first token of a row.
 
-    Both are float32[M, L], in nats, and 0 at the first token of a row. Logits exist for one piece of the length at a
-    time and are recomputed in the backward pass. Softmax is float32.
+    Logits exist for one piece of the length at a time and are recomputed in the backward pass. Softmax is float32.
     """
     x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
     return token_logprobs_of(decoder, x_MxLxD, tokens_MxL, batch_shards=batch_shards)
@@ -119,30 +126,39 @@ def token_logprobs(
 
 def token_logprobs_of(
     decoder: Decoder, x_MxLxD: jax.Array, tokens_MxL: jax.Array, *, batch_shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
+) -> TokenScores:
     """Returns `token_logprobs` of rows whose last hidden state is x."""
+    found = target_scores(decoder, x_MxLxD, jnp.roll(tokens_MxL, -1, axis=1), batch_shards=batch_shards)
+    is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, tokens_MxL.shape, 1) == 0
+
+    def after_first(found_MxL: jax.Array) -> jax.Array:
+        return jnp.where(is_first_MxL, jnp.zeros((), found_MxL.dtype), jnp.roll(found_MxL, 1, axis=1))
+
+    return TokenScores(*map(after_first, found))
+
+
+def target_scores(
+    decoder: Decoder, x_MxLxD: jax.Array, targets_MxL: jax.Array, *, batch_shards: int = 1
+) -> TokenScores:
+    """Returns the scores of the token that follows each position, of rows whose last hidden state is x."""
     w_DxV = decoder.constrain(decoder.output_projection().astype(x_MxLxD.dtype), ("embed", "vocab"))
-    rows, length = tokens_MxL.shape
+    rows, length = targets_MxL.shape
     pieces = _num_pieces(rows // batch_shards, length, w_DxV.shape, decoder.constrain.platform)
 
     def cut(array_MxL: jax.Array) -> jax.Array:
         return jnp.moveaxis(array_MxL.reshape(rows, pieces, length // pieces, *array_MxL.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> TokenScores:
         logits_MxTxV = jnp.einsum("mtd,dv->mtv", x_MxTxD, w_DxV, preferred_element_type=jnp.float32)
         logprobs_MxTxV = jax.nn.log_softmax(decoder.capped(logits_MxTxV))
         entropies_MxT = -jnp.sum(jnp.exp(logprobs_MxTxV) * logprobs_MxTxV, axis=-1)
-        drawn_MxT = jnp.take_along_axis(logprobs_MxTxV, targets_MxT[..., None], axis=-1)[..., 0]
-        return drawn_MxT, entropies_MxT
+        targets_MxTx1 = targets_MxT[..., None]
+        logprobs_MxT = jnp.take_along_axis(logprobs_MxTxV, targets_MxTx1, axis=-1)[..., 0]
+        return TokenScores(logprobs_MxT, entropies_MxT, jnp.argmax(logprobs_MxTxV, axis=-1) == targets_MxT)
 
-    targets_MxL = jnp.roll(tokens_MxL, -1, axis=1)
     _, found = jax.lax.scan(lambda _, xs: (None, piece(*xs)), None, (cut(x_MxLxD), cut(targets_MxL)))
-    is_first_MxL = jax.lax.broadcasted_iota(jnp.int32, (rows, length), 1) == 0
-    logprobs_MxL, entropies_MxL = (
-        jnp.where(is_first_MxL, 0.0, jnp.roll(jnp.moveaxis(f, 0, 1).reshape(rows, length), 1, axis=1)) for f in found
-    )
-    return logprobs_MxL, entropies_MxL
+    return TokenScores(*(jnp.moveaxis(found_CxMxT, 0, 1).reshape(rows, length) for found_CxMxT in found))
 
 
 def _num_pieces(rows: int, length: int, projection: tuple[int, ...], platform: str) -> int:

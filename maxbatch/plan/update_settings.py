@@ -28,6 +28,7 @@ class UpdateSettings(NamedTuple):
     adam_b1_halvings: float = 0.0  # half-lives that the update lasts; its b1 is 2 to the minus these
     adam_b2_halvings: float = 0.0
     adam_weight_decay: float = 0.0
+    average_halvings: float = 0.0  # half-lives of the average of the parameters that the update lasts
 
 
 class Decays(NamedTuple):
@@ -36,6 +37,7 @@ class Decays(NamedTuple):
     adam_b1: float
     adam_b2: float
     adam_weight_decay: float | None  # None: it needs the run's length, which is unknown
+    parameter_average: float | None  # None: no average of the parameters is kept
 
 
 class DecayPlan(NamedTuple):
@@ -63,7 +65,14 @@ class DecayPlan(NamedTuple):
                 return float(0.5 ** float(tokens / in_tokens(self.optimizer[f"{name}_half_life"])))
             return 1 - ratio * (1 - stated) if self.optimizer.adam_scaling == "sde" else stated
 
-        return Decays(decay("adam_b1"), decay("adam_b2"), self.weight_decay(tokens, stage))
+        kept = self.optimizer.parameter_average_half_life is not None
+        average = 0.5 ** self.average_halvings(tokens) if kept else None
+        return Decays(decay("adam_b1"), decay("adam_b2"), self.weight_decay(tokens, stage), average)
+
+    def average_halvings(self, tokens: int) -> float:
+        """Returns the half-lives of the average of the parameters that an update of so many tokens lasts; 0: none."""
+        stated = self.optimizer.parameter_average_half_life
+        return 0.0 if stated is None else min(_MOST_HALVINGS, float(tokens / in_tokens(stated)))
 
     def halvings(self, name: str, tokens: int) -> float:
         """Returns the half-lives of a moment (`adam_b1`, `adam_b2`) that an update of so many tokens lasts."""
@@ -112,4 +121,5 @@ class UpdatePlan(NamedTuple):
             decays.halvings("adam_b1", tokens),
             decays.halvings("adam_b2", tokens),
             decay,
+            decays.average_halvings(tokens),
         )

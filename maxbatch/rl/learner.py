@@ -55,7 +55,7 @@ class Learner:
 
         def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = model.module(model.staged(params))
-            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards)[0]
+            return token_logprobs(decoder, tokens_MxL, segments_MxL, batch_shards=model.row_shards).logprobs_MxL
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)

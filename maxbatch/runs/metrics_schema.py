@@ -86,6 +86,9 @@ class Metric(StrEnum):
         "samples_by_source", "map", "samples", "Samples seen of each source of a mixture.", _SOME_OF_TRAIN)
     EVAL_LOSS = (
         "eval_loss", "real or null", "nats per token", "Token-weighted mean loss on the held-out data.", _SOME_OF_TRAIN)
+    EVAL_LOSS_AVERAGED = (
+        "eval_loss_averaged", "real or null", "nats per token",
+        "That of the average of the parameters, with `parameter_average_half_life`.", _SOME_OF_TRAIN)
     REWARD = "reward", "real", "", "Mean reward of the batch's responses.", _RL
     REWARD_STD = "reward_std", "real", "", "Standard deviation of these rewards.", _RL
     REWARD_BY_FUNCTION = (

@@ -70,11 +70,13 @@ class CheckpointRecord(NamedTuple):
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
+    average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
         saved = self._asdict() | {"position": self.position._asdict()}
-        saved["parameters"] = self.parameters and {name: one._asdict() for name, one in self.parameters.items()}
+        for part, stored in (("parameters", self.parameters), ("average", self.average)):
+            saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -96,8 +98,11 @@ class CheckpointRecord(NamedTuple):
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
         ):
             raise ValueError("out of range")
-        hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
-        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters)
+        hosts, stored = (
+            (num_hosts, num_loading_hosts),
+            [_parameters(saved.get(part)) for part in ("parameters", "average")],
+        )
+        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, *stored)
 
 
 class DamagedError(Exception):

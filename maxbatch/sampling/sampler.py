@@ -33,7 +33,9 @@ from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
-_PIECE_TOKENS = 4  # of a response that is drawn in pieces; weights are cast once for each
+# Tokens of a response that is drawn in pieces, for one who reads along and for a batch; weights are cast once for each.
+_PIECE_TOKENS = 4
+_BATCH_PIECE_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +182,49 @@ class Sampler:
         limits_1 = _limits(program, prompt_lengths_1, tensors)
         loop, read = _begin(program, params, prompt_1xP, prompt_lengths_1, limits_1), int(prompt_lengths_1[0])
         while not loop.done_B[0]:
-            loop = _continue(program, params, loop, draw_ids_1x3, limits_1, tensors)
+            loop = _continue(program, params, loop, draw_ids_1x3, limits_1, tensors, np.int32(_PIECE_TOKENS))
             new = slice(read, int(loop.lengths_B[0]))
-            if not np.isfinite(loop.logprobs_BxL[0, new]).all():
-                raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
+            _check_finite(loop.logprobs_BxL[0, new])
             yield np.asarray(loop.tokens_BxL[0, new]).tolist()
             read = new.stop
+
+    def until(
+        self,
+        params: State,
+        prompts_BxP: np.ndarray,
+        prompt_lengths_B: np.ndarray,
+        draw_ids_Bx3: np.ndarray,
+        rules: SamplingRules,
+        is_enough: Callable[[int, list[int]], bool],
+    ) -> list[list[int]]:
+        """Returns the ids of the response to each prompt, the end token included if it was drawn.
+
+        They are those of a call with the same arguments, except that a response ends soon after `is_enough(row, ids)`
+        is true of its ids so far.
+
+        Raises:
+          TrainingError: a token has no finite log-probability.
+        """
+        responses: list[list[int]] = [[] for _ in prompts_BxP]
+        more = -len(responses) % self._program.row_shards
+        prompts_BxP, draw_ids_Bx3 = (np.pad(array, ((0, more), (0, 0))) for array in (prompts_BxP, draw_ids_Bx3))
+        prompt_lengths_B = np.pad(prompt_lengths_B, (0, more), constant_values=1)
+        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, draw_ids_Bx3, rules)
+        limits_B = np.array(_limits(program, prompt_lengths_B, tensors))
+        limits_B[len(responses) :] = 1  # the added rows count as full from the start
+        loop = _begin(program, params, prompts_BxP, prompt_lengths_B, limits_B)
+        done_B = np.array(loop.done_B)
+        while not done_B.all():
+            pieces = np.int32(_BATCH_PIECE_TOKENS)
+            loop = _continue(program, params, loop, draw_ids_Bx3, limits_B, tensors, pieces)
+            tokens_BxL, logprobs_BxL, lengths_B, done_B = map(np.array, jax.device_get(loop[1:]))
+            for row, response in enumerate(responses):
+                new = slice(prompt_lengths_B[row] + len(response), lengths_B[row])
+                _check_finite(logprobs_BxL[row, new])
+                response += tokens_BxL[row, new].tolist()
+                done_B[row] = done_B[row] or is_enough(row, response)
+            loop = loop._replace(done_B=jax.device_put(done_B, loop.done_B.sharding))
+        return responses
 
     def _arguments(
         self, prompts_QxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
@@ -249,14 +288,19 @@ def _respond(
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
         whole, segments_BxL = nnx.merge(program.graphdef, params), is_token_BxL.astype(jnp.int32)
-        logprobs_BxL, _ = token_logprobs(whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards)
+        scores = token_logprobs(whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards)
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
-        logprobs_BxL = jnp.where(is_response_BxL, logprobs_BxL, 0.0)
+        logprobs_BxL = jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0)
     # Rows that the devices do not divide are returned whole.
     row_axis = None if more else "batch"
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
     return placed
+
+
+def _check_finite(logprobs: jax.Array | np.ndarray) -> None:
+    if not np.isfinite(logprobs).all():
+        raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
 
 
 def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
@@ -305,15 +349,21 @@ def _begin(
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _continue(
-    program: _Program, params: State, loop: _Loop, draw_ids_Bx3: jax.Array, limits_B: jax.Array, rules: _Rules
+    program: _Program,
+    params: State,
+    loop: _Loop,
+    draw_ids_Bx3: jax.Array,
+    limits_B: jax.Array,
+    rules: _Rules,
+    tokens: jax.Array,
 ) -> _Loop:
-    """Returns the state after `_PIECE_TOKENS` more tokens, or fewer where the responses end."""
+    """Returns the state after so many more tokens, or fewer where the responses end."""
     decoder = _gathered(nnx.merge(program.graphdef, params))
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
 
     def is_going_on(carry: tuple[jax.Array, _Loop]) -> jax.Array:
         drawn, state = carry
-        return (drawn < _PIECE_TOKENS) & jnp.any(~state.done_B)
+        return (drawn < tokens) & jnp.any(~state.done_B)
 
     return jax.lax.while_loop(is_going_on, lambda carry: (carry[0] + 1, next_token(carry[1])), (jnp.int32(0), loop))[1]
 

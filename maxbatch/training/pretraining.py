@@ -256,7 +256,10 @@ class Pretraining:
                 answers = self._answers(params)
                 if self._answers_log:
                     self._answers_log.write(step, answers)
-        return {Metric.EVAL_LOSS: self._evaluator(params).loss}
+        found: dict[str, object] = {Metric.EVAL_LOSS: self._evaluator(params).loss}
+        if state.average is not None:
+            found[Metric.EVAL_LOSS_AVERAGED] = self._evaluator(self._merged(state.averaged)).loss
+        return found
 
     def _merged(self, state: TrainState) -> State:
         """Returns the parameters of the model, its adapters merged into them."""

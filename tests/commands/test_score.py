@@ -15,6 +15,7 @@ from flax import nnx
 
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.loaded_model import LoadedModel
 from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, some_talks, talk
 from tests.helpers.corpus import write_jsonl
@@ -57,12 +58,16 @@ def model(run_dir: Path) -> Any:
     return softmax
 
 
-def expected(run_dir: Path, tokens: list[int]) -> np.ndarray:
-    """The log-probabilities of one row by itself, from the whole softmax in float32."""
+def softmax_of(run_dir: Path, tokens: list[int]) -> np.ndarray:
+    """float32[n, V]: the log-probabilities of all tokens after each token of one row by itself."""
     row_1xL = np.zeros((1, 160), np.int32)
     row_1xL[0, : len(tokens)] = tokens
-    softmax_LxV = np.asarray(model(run_dir)(row_1xL))
-    return softmax_LxV[np.arange(len(tokens) - 1), tokens[1:]]
+    return np.asarray(model(run_dir)(row_1xL))[: len(tokens)]
+
+
+def expected(run_dir: Path, tokens: list[int]) -> np.ndarray:
+    """The log-probabilities of one row by itself, from the whole softmax in float32."""
+    return softmax_of(run_dir, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
 def test_tokens_have_the_log_probabilities_of_the_model_as_given(run_dir: Path, capsys) -> None:
@@ -77,6 +82,18 @@ def test_tokens_have_the_log_probabilities_of_the_model_as_given(run_dir: Path, 
     every = [x for record in found["records"] for x in record["logprobs"]]
     assert found["loss"] == pytest.approx(-np.mean(every))
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_rows_in_one_pass_change_no_score_and_the_likeliest_tokens_are_known(run_dir: Path) -> None:
+    likeliest = int(softmax_of(run_dir, [5, 9])[1].argmax())
+    rows = [[5, 9, likeliest, 7], [1, 2], list(range(16)), [4], []]
+    found = LoadedModel(str(run_dir)).scorer(3)([np.array(row) for row in rows])
+    assert found[0].is_likeliest[1]
+    for row, scores in zip(rows, found, strict=True):
+        assert len(scores.logprobs) == len(scores.is_likeliest) == max(0, len(row) - 1)
+        if len(row) > 1:
+            np.testing.assert_allclose(scores.logprobs, expected(run_dir, row), atol=1e-5)
+            assert scores.is_likeliest.tolist() == (softmax_of(run_dir, row)[:-1].argmax(1) == row[1:]).tolist()
 
 
 @pytest.mark.parametrize("mesh", [(), ("ici_tensor_parallelism=2", "ici_context_parallelism=2"),

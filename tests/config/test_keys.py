@@ -67,7 +67,7 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_attention_factor",
         "attention_out_bias", "mlp_projection_bias", "rope_short_factors", "rope_long_factors", "num_experts",
         "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias", "rope_truncate",
-        "adam_b1_half_life", "adam_b2_half_life",
+        "adam_b1_half_life", "adam_b2_half_life", "parameter_average_half_life",
     }  # fmt: skip
 
 
@@ -107,6 +107,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
         "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank", "early_stopping_patience",
+        "parameter_average_half_life",
     }  # fmt: skip
 
 

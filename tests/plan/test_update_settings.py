@@ -33,6 +33,17 @@ def test_each_stage_has_the_decays_of_its_batch() -> None:
         assert stage["adam_weight_decay"] == pytest.approx(tokens / (20000 * 256 * 0.001), rel=1e-12)
 
 
+def test_the_average_of_the_parameters_follows_the_batch() -> None:
+    stated = (*RAMP, "parameter_average_half_life=3Mt")
+    stages = BatchPlan.from_config(load_config(overrides=list(stated)), num_devices=4).to_dict()["stages"]
+    wanted = [pytest.approx(0.5 ** (batch * 256 / 3e6), rel=1e-12) for batch in (64, 128)]
+    assert [stage["parameter_average"] for stage in stages] == wanted
+    assert settings_at(19968, *stated).average_halvings == pytest.approx(32 * 256 / 3e6, rel=1e-12)
+    assert settings_at(0, *RAMP).average_halvings == 0
+    stages = BatchPlan.from_config(load_config(overrides=list(RAMP))).to_dict()["stages"]
+    assert [stage["parameter_average"] for stage in stages] == [None, None]
+
+
 def test_the_weight_decay_goes_by_the_peak_rate_of_its_stage() -> None:
     scaled = (*RAMP, "learning_rate_scaling=sqrt", "weight_decay_timescale=5Mt")
     plan = planned(*scaled)
@@ -60,6 +71,7 @@ def test_tokens_of_an_update_are_those_of_its_real_rows() -> None:
         (("adam_b2=null",), "adam_b2=null: must be a number unless adam_b2_half_life is stated; works: adam_b2=0.95"),
         (("adam_b1_half_life=0.5t",), "from 1 to .*works: adam_b1_half_life=2Mt"),
         (("adam_b1_half_life=1.0run",), "works: adam_b1_half_life=2Mt"),
+        (("parameter_average_half_life=0.9",), "from 1 to .*works: parameter_average_half_life=2Mt"),
         (("weight_decay_timescale=soon",), "works: weight_decay_timescale=1.0run"),
         (("adam_b1_half_life=2Mt", "adam_scaling=sde", "learning_rate_scaling=sqrt"), "beside adam_scaling=sde"),
     ],

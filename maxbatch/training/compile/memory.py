@@ -101,7 +101,7 @@ class Parts:
     """The bytes of one device by kind; gradients and activations are temporaries."""
 
     parameters: int
-    optimizer: int
+    optimizer: int  # with the average of the parameters
     batch: int
     gradients: int  # every update ends with one of `weight_dtype` per parameter that is trained
     activations: int  # and other temporaries: the rest of the compiler's figure
@@ -109,7 +109,7 @@ class Parts:
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
     """Returns the parts that follow from shapes and shardings alone, with no activations."""
-    trained, optimizer = _shard_bytes(abstract.params), _shard_bytes(abstract.opt_state)
+    trained, optimizer = _shard_bytes(abstract.params), _shard_bytes((abstract.opt_state, abstract.average))
     parameters = trained + _shard_bytes(abstract.frozen)
     return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
 

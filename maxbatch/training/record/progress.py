@@ -54,7 +54,9 @@ class RunProgress:
         if record[Metric.SKIPPED]:
             remarks.append(f"skipped: {not_finite(record)} is not finite")
         if Metric.EVAL_LOSS in record:
-            remarks.append(f"eval loss {record[Metric.EVAL_LOSS]:.4f}")
+            averaged = record.get(Metric.EVAL_LOSS_AVERAGED)
+            of_average = "" if averaged is None else f" (averaged {averaged:.4f})"
+            remarks.append(f"eval loss {record[Metric.EVAL_LOSS]:.4f}{of_average}")
         if Metric.EVAL_PASS_AT_1 in record:
             greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")

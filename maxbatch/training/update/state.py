@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -47,6 +46,7 @@ class TrainState(NamedTuple):
     params: State
     opt_state: optax.OptState
     frozen: State | None = None  # not trained, and in no checkpoint
+    average: State | None = None  # float32, of the parameters (`parameter_average_half_life`)
 
     @property
     def saved(self) -> TrainState:
@@ -54,9 +54,32 @@ class TrainState(NamedTuple):
         return self._replace(frozen=None)
 
     @property
+    def averaged(self) -> TrainState:
+        """The state with the average of the parameters in their place, in their types; itself if there is none."""
+        if self.average is None:
+            return self
+        return self._replace(params=jax.tree.map(lambda p, a: a.astype(p.dtype), self.params, self.average))
+
+    @property
     def model(self) -> State:
         """The parameters of the model, without its adapters."""
         return self.params if self.frozen is None else self.frozen
+
+
+@jax.jit
+def first_average(params: State) -> State:
+    """Returns the average before the first update: the parameters, copied in float32.
+
+    Below float32 the small steps of a long half-life would be rounded away.
+    """
+    found: State = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+    return found
+
+
+def average_shapes(params: State) -> State:
+    """Returns the shapes and places of an average of parameters."""
+    found: State = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
+    return found
 
 
 def abstract_model(
@@ -148,7 +171,9 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
         opt_shardings = opt_state._replace(optimizer=opt_shardings, last_counts_NxE=whole)
     state = TrainState(params, opt_state, frozen)
     made: TrainState = jax.tree.map(with_sharding, state, TrainState(shardings, opt_shardings, frozen_shardings))
-    return made
+    if config.optimizer.parameter_average_half_life is None:
+        return made
+    return made._replace(average=average_shapes(made.params))
 
 
 def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMaker | None = None) -> TrainState:
@@ -176,26 +201,36 @@ def init_opt_state(config: UpdateConfig, abstract: TrainState, params: State) ->
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     balance = Balance.of(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
-        opt_state = jax.jit(partial(_first_opt_state, config, balance), out_shardings=shardings.opt_state)(params)
-        return TrainState(params, opt_state)
+
+        def rest(params: State) -> tuple[optax.OptState, State | None]:
+            return _first_opt_state(config, balance, params), _first_average(config, params)
+
+        opt_state, average = jax.jit(rest, out_shardings=(shardings.opt_state, shardings.average))(params)
+        return TrainState(params, opt_state, average=average)
 
     def start(seed: jax.Array) -> TrainState:
         return _started(config, abstract.model, seed, balance).saved
 
     made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
-    return TrainState(made.params, made.opt_state, params)
+    return TrainState(made.params, made.opt_state, params, made.average)
 
 
 def _started(config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
-    return TrainState(params, _first_opt_state(config, balance, params), model if adapters else None)
+    opt_state, average = _first_opt_state(config, balance, params), _first_average(config, params)
+    return TrainState(params, opt_state, model if adapters else None, average)
 
 
 def _first_opt_state(config: UpdateConfig, balance: Balance | None, params: State) -> optax.OptState:
     opt_state = make_optimizer(config.optimizer, AT_REST).init(learned(params, balance))
     return BalancedState(opt_state, balance.no_counts()) if balance else opt_state
+
+
+def _first_average(config: UpdateConfig, params: State) -> State | None:
+    """Returns the average that a run begins with; None if it keeps none."""
+    return None if config.optimizer.parameter_average_half_life is None else first_average(params)
 
 
 def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:

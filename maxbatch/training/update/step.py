@@ -10,6 +10,7 @@ not depend on how the batch is cut; a batch without weight changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -138,7 +139,7 @@ def update(
             assert totals.routing is not None, "experts have counts"
             opt_state = BalancedState(opt_state, totals.routing.counts_E)
             params = balance.with_bias_stepped(params, totals.routing.counts_E)
-        return state._replace(params=params, opt_state=opt_state)
+        return state._replace(params=params, opt_state=opt_state, average=_moved(state.average, params, settings))
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
@@ -157,6 +158,15 @@ def update(
     loss = totals.loss / denominator
     parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
     return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others, routing)
+
+
+def _moved(average: State | None, params: State, settings: UpdateSettings) -> State | None:
+    """Returns the average of the parameters after an update: average x b + parameters x (1 - b), b = 2^-halvings."""
+    if average is None:
+        return None
+    new = -jnp.expm1(-math.log(2) * settings.average_halvings)  # 1 - b, without the digits that a subtraction loses
+    moved: State = jax.tree.map(lambda a, p: a + new * (p.astype(jnp.float32) - a), average, params)
+    return moved
 
 
 def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:

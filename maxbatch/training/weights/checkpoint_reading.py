@@ -25,7 +25,7 @@ from maxbatch.parallel.trees import State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
-from maxbatch.training.update.state import TrainState
+from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
 from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
 
@@ -37,22 +37,28 @@ class StoredCheckpoint:
 
     Args:
       path: a run folder (its newest checkpoint), or one of its `checkpoints/STEP`.
+      averaged: whether its parameters are the average that its run keeps.
 
     Attributes:
       folder: the checkpoint's folder.
       record: what its JSON says.
 
     Raises:
-      ConfigError: there is no checkpoint, or its JSON cannot be trusted.
+      ConfigError: there is no checkpoint, its JSON cannot be trusted, or it has no average.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path = path
+    def __init__(self, path: str | Path, averaged: bool = False) -> None:
+        self._path, self._averaged = path, averaged
         self.folder = find_checkpoint(path)
         try:
             self.record: CheckpointRecord = read_record(self.folder)
         except DamagedError as error:
             raise _damaged(self.folder, str(error)) from None
+        if averaged and self.record.average is None:
+            raise ConfigError(
+                f"--averaged: {self.folder} has no average of the parameters, which a run with "
+                "parameter_average_half_life keeps; works: no --averaged"
+            )
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -122,7 +128,7 @@ class StoredCheckpoint:
         Raises:
           ConfigError: they are damaged, or cannot be read.
         """
-        stored = self.record.parameters
+        stored = self.record.average if self._averaged else self.record.parameters
         if stored is None:
             _warn_of_no_checksums(self.folder)
             return self._restore("params", abstract_params, partial)
@@ -143,7 +149,7 @@ class StoredCheckpoint:
         return array.astype(wanted.dtype)
 
     def _checked(self, stored: dict[str, StoredParameter], abstract_params: State, partial: bool) -> State:
-        params = self._restore("params", abstract_params, partial)
+        params = self._restore("average" if self._averaged else "params", abstract_params, partial)
         if damage := damage_of_parameters(stored, params, array_checksums(params)):
             raise _damaged(self.folder, damage)
         return params
@@ -151,15 +157,24 @@ class StoredCheckpoint:
     def full_state(self, abstract: TrainState) -> TrainState:
         """Returns the parameters and the optimizer's state, placed as `abstract` says.
 
+        An average of the parameters goes on from the checkpoint's; without one there it starts as the parameters.
+
         Raises:
           ConfigError: they are damaged, or are those of another model or optimizer.
         """
         self.check_shapes(abstract.params, "load_full_state_path")
         params = self._restore("params", abstract.params)
-        state = TrainState(params, self._restore("opt_state", abstract.opt_state))
+        average = None
+        if self.record.average is not None:
+            average = self._restore("average", average_shapes(abstract.params))
+        state = TrainState(params, self._restore("opt_state", abstract.opt_state), average=average)
         if damage := damage_of_state(self.record, state, array_checksums):
             raise _damaged(self.folder, damage)
-        return state
+        if abstract.average is None:
+            average = None
+        elif average is None:
+            average = first_average(params)
+        return state._replace(average=average)
 
     def _restore(self, item: str, abstract: TreeOf, partial: bool = False) -> TreeOf:
         args = restore_as(abstract, partial)

@@ -1,6 +1,7 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
-A checkpoint is `params`, `opt_state` (sharded arrays) and `position` (JSON, `maxbatch.runs.position.CheckpointRecord`).
+A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
+`position` (JSON, `maxbatch.runs.position.CheckpointRecord`).
 It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
 be read ends the run.
 """
@@ -133,7 +134,7 @@ class Checkpoints:
             temporary_path_class=staged,
             async_options=AsyncOptions(timeout_secs=COMMIT_S),
         )
-        handlers = {name: arrays_handler() for name in ("params", "opt_state")}
+        handlers = {name: arrays_handler() for name in ("params", "opt_state", "average")}
         handlers["position"] = ocp.JsonCheckpointHandler()
         path = self._stack.enter_context(plain_path(self._folder))
         manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
@@ -232,7 +233,7 @@ class Checkpoints:
         restored, damage = read_arrays(lambda: self._manager.restore(step, args=items), self._folder / str(step))
         if restored is None:
             return None, damage
-        state = TrainState(restored["params"], restored["opt_state"])
+        state = TrainState(**{name: restored[name] for name, _ in _items(abstract)})
         if record.parameters is not None and self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = lambda state: jax.device_get(program(state))
@@ -264,8 +265,10 @@ class Checkpoints:
           ConfigError: the folder cannot be written.
         """
         sums = self._checksums(state.saved)
-        parameters = stored_parameters(state.params, sums)
-        record = CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters)
+        parameters, average = stored_parameters(state.params, sums), None
+        if state.average is not None:  # whose checksums are the last
+            average = stored_parameters(state.average, sums[-len(parameters) :])
+        record = CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters, average)
         with self._writing():
             items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())

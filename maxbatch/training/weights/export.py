@@ -43,13 +43,14 @@ _TOKENIZER_FILES = (
 _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
-def export_model(model: str, output: str, dtype: str | None) -> str:
+def export_model(model: str, output: str, dtype: str | None, averaged: bool = False) -> str:
     """Writes a model as a Hugging Face folder, whole or not at all; returns what was written, for a person.
 
     Args:
       model: a run folder, one of its checkpoints, or a Hugging Face folder.
       output: the folder to write, new or empty.
       dtype: of the tensors; None: that of the checkpoint or the folder, so that nothing is rounded.
+      averaged: whether to write the average of the parameters that the run keeps.
 
     Raises:
       ConfigError: there is no such model, its family cannot say what its keys state, or the output is not empty.
@@ -58,7 +59,7 @@ def export_model(model: str, output: str, dtype: str | None) -> str:
     imported = is_huggingface_folder(model)
     # Of the types that are read, float32 holds every value of the others.
     overrides = ["weight_dtype=float32"] if imported else []
-    source = open_source(model)
+    source = open_source(model, averaged)
     config = source.config(overrides)
     abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
     read = open_parameters(source, ModelConfig.of(config), abstract)

@@ -58,15 +58,23 @@ class Source(Protocol):
         """
 
 
-def open_source(path: str | Path) -> Source:
+def open_source(path: str | Path, averaged: bool = False) -> Source:
     """Returns the source at a path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, a Hugging
     Face folder, or the model of a name of the Hugging Face hub.
 
+    Args:
+      averaged: whether its parameters are the average that its run keeps (`parameter_average_half_life`).
+
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none, or it has no average.
     """
     folder_of(path)  # raises for a name of the hub that names nothing
-    return HuggingFaceFolder(path) if is_huggingface_folder(path) else StoredCheckpoint(path)
+    if not is_huggingface_folder(path):
+        return StoredCheckpoint(path, averaged)
+    if averaged:
+        raise ConfigError(f"--averaged: {shown(str(path))} is a Hugging Face folder, which has no average of its "
+                          "parameters; works: no --averaged")  # fmt: skip
+    return HuggingFaceFolder(path)
 
 
 def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:
@@ -127,13 +135,13 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
     return graphdef, open_parameters(source, config, abstract)(abstract)
 
 
-def load_adapters(path: str | Path) -> tuple[ConfigDict, State, Adapters, State]:
+def load_adapters(path: str | Path, averaged: bool = False) -> tuple[ConfigDict, State, Adapters, State]:
     """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
 
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.
     """
-    source = open_source(path)
+    source = open_source(path, averaged)
     adapting = source.adapting()
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")

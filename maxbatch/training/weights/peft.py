@@ -59,19 +59,20 @@ class Module(NamedTuple):
         return np.concatenate(a_parts), np.concatenate(columns, axis=1)
 
 
-def export_adapters(run: str, output: str, dtype: str | None) -> str:
+def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = False) -> str:
     """Writes the adapters of a run as a PEFT folder, whole or not at all; returns what was written, for a person.
 
     Args:
       run: a run folder, or one of its checkpoints.
       output: the folder to write, new or empty.
       dtype: of the tensors; None: float32, in which they are trained.
+      averaged: whether to write the average of the adapters that the run keeps.
 
     Raises:
       ConfigError: there is no such run, it has no adapters, or the output is not empty.
     """
     target = new_folder(output)
-    config, base, adapters, params = load_adapters(run)
+    config, base, adapters, params = load_adapters(run, averaged)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     modules = _modules(config.decoder_block, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]

@@ -152,6 +152,23 @@ def test_state_knows_nothing_of_accumulation() -> None:
     assert bytes_of(abstract) - counters == 3 * bytes_of(abstract.params)
 
 
+def test_the_average_of_the_parameters_moves_by_the_tokens_of_each_update_that_applies() -> None:
+    overrides = ("parameter_average_half_life=1Kt",)
+    _, mesh, abstract, step = _program(1, overrides)
+    state = initial_state(overrides, abstract)
+    expected = [np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(state.params))]
+    for seed, (halvings, rate) in enumerate([(0.5, 0.01), (1e-4, 0.01), (0.7, np.inf), (3.0, 0.01)]):
+        batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS, seed), ROWS, BatchShape(ROWS, 1))
+        settings = UpdateSettings(np.float32(rate), average_halvings=np.float32(halvings))
+        state, metrics = step(state, batch, np.int32(1), settings)
+        assert bool(metrics.skipped) == np.isinf(rate)
+        if np.isfinite(rate):
+            b, params = 0.5**halvings, jax.tree.leaves(jax.device_get(state.params))
+            expected = [x * b + np.asarray(p, np.float64) * (1 - b) for x, p in zip(expected, params, strict=True)]
+        for found, wanted in zip(jax.tree.leaves(jax.device_get(state.average)), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
 def test_a_non_finite_update_is_skipped_whole_and_does_not_outlive_its_step() -> None:
     """MultiSteps used the usual way keeps a NaN in its accumulator for good."""
     good, bad = some_rows(ROWS, 0), some_rows(ROWS, 1)

@@ -1,0 +1,94 @@
+"""`maxbatch evaluate`: the scores of a model on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maxbatch.commands.arguments import add_averaged, count, place, whole
+from maxbatch.config.values import shown
+from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.system.terminal import PipeConsole, PlainTable
+
+_STDERR = "_stderr"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `maxbatch evaluate`."""
+    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
+    parser.add_argument("model", type=place, metavar="MODEL", help=model)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
+    tasks = "tasks, groups or tags of lm-evaluation-harness, patterns, files of tasks or folders of them; by commas"
+    parser.add_argument("--tasks", required=True, metavar="TASK,...", help=tasks)
+    path = "a folder of task files whose names --tasks may use"
+    parser.add_argument("--include-path", metavar="DIR", help=path)
+    few = "worked examples before each question (as each task states)"
+    parser.add_argument("--num-fewshot", type=whole(0), metavar="K", help=few)
+    limit = "most documents of a task, for a first look (all)"
+    parser.add_argument("--limit", type=count, metavar="N", help=limit)
+    batch = "rows in one pass; no score depends on it (by their length)"
+    parser.add_argument("--batch-size", type=count, metavar="N", help=batch)
+    add_averaged(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    devices = "compute on N CPU devices made in this process"
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the scores of every task and group; returns the exit code."""
+    for text in args.overrides:
+        if "=" not in text:
+            raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch evaluate takes one MODEL")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars
+    if args.simulate_devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(args.simulate_devices)
+    from maxbatch.harness import check_installed, evaluate
+    from maxbatch.loaded_model import LoadedModel
+
+    check_installed()
+    found = evaluate(
+        LoadedModel(args.model, args.overrides, args.averaged),
+        [name for name in args.tasks.split(",") if name],
+        include_path=args.include_path,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        batch_size=args.batch_size,
+    )
+    if args.json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    return EXIT_DONE
+
+
+def _print(found: Mapping[str, Any]) -> None:
+    table = PlainTable("task", "shots", "documents", "metric", "filter", "value", "standard error")
+    for task, metrics in found["results"].items():
+        for name, metric, of_filter, value, error in _rows(metrics):
+            shots, documents = found["n-shot"].get(task, ""), found["n-samples"].get(task, {}).get("effective", "")
+            better = {True: " up", False: " down"}.get(found["higher_is_better"].get(task, {}).get(metric), "")
+            table.add_row(name or task, str(shots), str(documents), metric + better, of_filter, value, error)
+    PipeConsole(highlight=False, soft_wrap=True).print(table)
+
+
+def _rows(metrics: Mapping[str, Any]) -> Sequence[tuple[str, str, str, str, str]]:
+    """Returns alias, metric, filter, value and standard error of each figure of a task."""
+    alias = str(metrics.get("alias", ""))
+    rows = []
+    for key, value in metrics.items():
+        metric, comma, of_filter = key.partition(",")
+        if comma and not metric.endswith(_STDERR):
+            error = metrics.get(f"{metric}{_STDERR},{of_filter}")
+            rows.append((alias, metric, of_filter, _number(value), _number(error)))
+    return rows
+
+
+def _number(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "" if value in (None, "N/A") else str(value)

@@ -1,0 +1,121 @@
+"""A loaded model as lm-evaluation-harness asks it; needs the extra `eval`.
+
+Requests become tokens and answers become figures by the harness's own rules, as for its models of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from maxbatch.loaded_model import LoadedModel
+from maxbatch.sampling.sampler import SamplingRules
+from maxbatch.system.errors import ConfigError
+
+_MAX_NEW_TOKENS = 256  # of a task that states none, as the harness has it
+
+
+class HarnessModel(TemplateLM):
+    """A loaded model that answers requests of lm-evaluation-harness.
+
+    Args:
+      model: the model.
+      batch_size: rows in one pass; None: by their length. No answer depends on it.
+    """
+
+    def __init__(self, model: LoadedModel, batch_size: int | None = None) -> None:
+        super().__init__()
+        self._model, self._tokenizer = model, model.tokenizer
+        self._score, self._complete = model.scorer(batch_size), model.completer(batch_size)
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The id of the token that ends a text."""
+        return self._tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id that stands before a text whose first token is scored."""
+        starts = (self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.pad_id)
+        return next(token for token in starts if token is not None)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+        """Returns the ids of a text, after the token that the model's texts begin with unless that is refused."""
+        first = [] if add_special_tokens is False else self._model.first_ids()
+        ids: list[int] = self._tokenizer.encode(string).tolist()
+        return first + ids
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Returns the log-probability of each continuation, and whether its tokens are the likeliest."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+        """Returns the log-probability of each whole text, in windows of the model's context."""
+        windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            rolled = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._model.context,
+                context_len=1,
+            )
+            for context, continuation in map(make_disjoint_window, rolled):
+                windows.append((("", ""), context, continuation))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (logprob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[owner] += logprob
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
+    ) -> list[tuple[float, bool]]:
+        """Returns the scores of continuations; a context that does not fit loses its beginning."""
+        rows = [tuple((context + continuation)[-(self._model.context + 1) :]) for _, context, continuation in requests]
+        distinct = list(dict.fromkeys(rows))
+        scores = dict(zip(distinct, self._score([np.array(row, np.int32) for row in distinct]), strict=True))
+        found: list[tuple[float, bool]] = []
+        for row, (_, _, continuation) in zip(rows, requests, strict=True):
+            last = slice(max(0, len(row) - 1 - len(continuation)), None)
+            logprobs, is_likeliest = scores[row].logprobs[last], scores[row].is_likeliest[last]
+            found.append((float(np.sum(logprobs, dtype=np.float64)), bool(is_likeliest.all())))
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+        """Returns the completion of each context, up to the texts that the request says end it."""
+        found = [""] * len(requests)
+        by_rules: dict[tuple[SamplingRules, tuple[str, ...]], list[int]] = {}
+        for number, request in enumerate(requests):
+            by_rules.setdefault(self.rules(request.args[1]), []).append(number)
+        for (rules, stops), numbers in by_rules.items():
+            contexts = [requests[number].args[0] for number in numbers]
+            prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+            for number, text in zip(numbers, self._complete(prompts, rules, stops), strict=True):
+                found[number] = text
+        return found
+
+    def rules(self, stated: Mapping[str, Any], task: str = "a task") -> tuple[SamplingRules, tuple[str, ...]]:
+        """Returns how a request draws tokens, and the texts that end its completion.
+
+        Raises:
+          ConfigError: the completion may be longer than the model reads.
+        """
+        rules: Mapping[str, Any] = normalize_gen_kwargs(dict(stated), _MAX_NEW_TOKENS)
+        most, context = int(rules["max_gen_toks"]), self._model.context
+        if most >= context:
+            raise ConfigError(
+                f"{task} asks for completions of up to {most} tokens (max_gen_toks), but the model reads at most "
+                f"{context} at once; works: max_target_length={2 * most}, or a smaller max_gen_toks in the task's file"
+            )
+        temperature = float(rules.get("temperature") or 0.0) if rules["do_sample"] else 0.0
+        top_k, top_p = int(rules.get("top_k") or 0), float(rules.get("top_p") or 1.0)
+        drawn = SamplingRules(temperature, top_k, top_p, 0, most, self._model.end_ids)
+        return drawn, tuple(str(stop) for stop in rules["until"])

@@ -1,0 +1,123 @@
+"""Completions of many prompts, each as if it were alone.
+
+Shapes: B rows, P slots of a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.trees import State
+from maxbatch.sampling.sampler import Sampler, SamplingRules
+
+_LEAST_PROMPT = 32  # slots; fewer would save little, and need programs of their own
+_SLOTS_AT_ONCE = 8192  # of a batch shard, prompts and completions
+
+
+class Completer:
+    """A model that completes prompts.
+
+    A row's shapes follow from its own prompt and rules, and its draws from its place in the list of prompts. So the
+    number of rows in one pass decides nothing.
+
+    Args:
+      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's.
+      context: the most tokens of a prompt and its completion.
+      most_rows: rows in one pass; None: by their length.
+    """
+
+    def __init__(
+        self,
+        params: State,
+        tokenizer: Tokenizer,
+        config: DecoderConfig,
+        mesh: Mesh,
+        context: int,
+        most_rows: int | None = None,
+    ) -> None:
+        self._params, self._tokenizer, self._config, self._mesh = params, tokenizer, config, mesh
+        self._context, self._most_rows = context, most_rows
+        self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
+
+    def __call__(self, prompts: Sequence[Sequence[int]], rules: SamplingRules, stops: Sequence[str]) -> list[str]:
+        """Returns the completion of each prompt up to its end or a stop, without either.
+
+        Args:
+          prompts: ids, at least one; a prompt that leaves no room for `rules.max_new_tokens` loses its beginning.
+          rules: how tokens are drawn; `max_new_tokens` must be less than the context.
+          stops: texts that end a completion.
+
+        Raises:
+          TrainingError: a token has no finite log-probability.
+        """
+        most = rules.max_new_tokens
+        assert most is not None and most < self._context, "the context has room for a prompt"
+        room = self._context - most
+        found = [""] * len(prompts)
+        by_length: dict[tuple[int, int], list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            # Powers of two, so that few programs serve all prompts.
+            slots = min(self._context, max(_LEAST_PROMPT, _power_of_two(min(len(prompt), room))))
+            length = min(self._context, _power_of_two(slots + most))
+            by_length.setdefault((length, slots), []).append(number)
+        for (length, slots), numbers in by_length.items():
+            at_once = self._most_rows or max(1, self._mesh.size * _SLOTS_AT_ONCE // length)
+            rows = self._most_rows or min(at_once, len(numbers))
+            for begin in range(0, len(numbers), at_once):
+                some = numbers[begin : begin + at_once]
+                kept = [list(prompts[number])[-room:] for number in some]
+                texts = self._batch(self._sampler(length, slots), kept, some, rows, slots, rules, stops)
+                for number, text in zip(some, texts, strict=True):
+                    found[number] = text
+        return found
+
+    def _batch(
+        self,
+        sampler: Sampler,
+        prompts: Sequence[Sequence[int]],
+        draws: Sequence[int],
+        rows: int,
+        slots: int,
+        rules: SamplingRules,
+        stops: Sequence[str],
+    ) -> list[str]:
+        """Returns the completions of one pass of so many rows; those without a prompt are ended at once."""
+        prompts_BxP = np.full((rows, slots), self._tokenizer.pad_id, np.int32)
+        lengths_B, draw_ids_Bx3 = np.ones(rows, np.int32), np.zeros((rows, 3), np.uint32)
+        for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
+            prompts_BxP[row, : len(prompt)] = prompt
+            lengths_B[row], draw_ids_Bx3[row, 0] = len(prompt), draw
+        ends = {self._tokenizer.eos_id, *rules.end_ids}
+
+        def text(ids: Sequence[int]) -> str:
+            return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
+
+        def is_enough(row: int, ids: Sequence[int]) -> bool:
+            return row >= len(prompts) or _before(text(ids), stops) is not None
+
+        found = sampler.until(self._params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, is_enough)
+        texts = map(text, found[: len(prompts)])
+        return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
+
+    def _sampler(self, length: int, slots: int) -> Sampler:
+        key = (length, slots)
+        if key not in self._samplers:
+            config = dataclasses.replace(self._config, max_target_length=length, scan_layers=True)
+            self._samplers[key] = Sampler(config, self._tokenizer, self._mesh, prompt_length=slots, rescores=False)
+        return self._samplers[key]
+
+
+def _before(text: str, stops: Sequence[str]) -> str | None:
+    """Returns the text before the first stop in it; None if it has none."""
+    places = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
+    return text[: min(places)] if places else None
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()

@@ -1,0 +1,41 @@
+"""Completions of many prompts are those of each prompt alone, up to a stop."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from maxbatch.data.store.tokenizers import ByteTokenizer
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.sampling.completions import Completer
+from maxbatch.sampling.sampler import Sampler, SamplingRules
+from tests.helpers.tiny import LENGTH
+from tests.sampling.test_sampler import model
+
+RULES = SamplingRules(temperature=1.0, seed=3, max_new_tokens=20)
+TOKENIZER = ByteTokenizer()
+
+
+def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() -> None:
+    config, params = model()
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 128, length).tolist() for length in (1, 5, 40, 12, 3)]  # one is longer than a row
+
+    def completer(devices: int, most_rows: int | None) -> Completer:
+        mesh = make_mesh(config, jax.devices()[:devices])
+        return Completer(params, TOKENIZER, DecoderConfig.of(config), mesh, LENGTH, most_rows)
+
+    complete = completer(4, 3)
+    texts = complete(prompts, RULES, ())
+    assert texts == completer(1, None)(prompts, RULES, ())
+    stop = texts[3][2:4]
+    assert complete(prompts, RULES, ("not there", stop)) == [text.split(stop)[0] for text in texts]
+
+    prompt_1xL = np.zeros((1, LENGTH), np.int32)
+    kept = prompts[2][-(LENGTH - 20) :]  # room for the completion
+    prompt_1xL[0, : len(kept)] = kept
+    sampler = Sampler(DecoderConfig.of(config), TOKENIZER, None, prompt_length=LENGTH)
+    lengths_1, draw_ids_1x3 = np.array([len(kept)], np.int32), np.array([[2, 0, 0]], np.uint32)
+    alone = jax.device_get(sampler(params, prompt_1xL, lengths_1, draw_ids_1x3, RULES))
+    assert texts[2] == TOKENIZER.decode(alone.tokens_BxL[0, len(kept) : alone.lengths_B[0]])
