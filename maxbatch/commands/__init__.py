@@ -19,7 +19,7 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "maxbatch.commands.plan",
         "Print the whole batch plan of a run, before any device is touched.",
-        "[CONFIG.yml] [key=value ...] [--devices N] [--hosts H] [--json] [--layout] [--words]",
+        "[CONFIG.yml] [key=value ...] [--devices N] [--hosts H] [--json] [--layout] [--words] [--failures-per-day F]",
         ("maxbatch plan",
          "maxbatch plan model_name=llama3-8b global_batch_size=1024 --devices 256 --hosts 64",
          "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
@@ -125,7 +125,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         "maxbatch.commands.report.command",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
-        "RUN_DIR [RUN_DIR ...] [--output FILE] [--watch [SECONDS]]",
+        "RUN_DIR [RUN_DIR ...] [--output FILE] [--json] [--watch [SECONDS]]",
         ("maxbatch report runs/default",
          "maxbatch report runs/a runs/b --output compared.html",
          "maxbatch report runs/default --watch")),

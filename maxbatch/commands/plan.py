@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note
+from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note, real
+from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.checkpoint_period import CheckpointPeriod
 
 _MOST_PARTS = 1_000_000
 
@@ -25,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
+    parser.add_argument(
+        "--failures-per-day", type=_positive(4), metavar="F", help="print the checkpoint period for F failures a day"
+    )
+    save = "seconds that a checkpoint holds training up (default: as measured in run_dir, else 10)"
+    parser.add_argument("--save-seconds", type=_positive(10), metavar="S", help=save)
+    step = "seconds of an update (default: as measured in run_dir)"
+    parser.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
     parser.add_argument(
@@ -58,12 +68,15 @@ def run(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         note(f"warning: {warning}")
     of_update = _trained_tokens(config, plan) if config.use_sft else None
+    period = _checkpoint_period(config, args)
     if args.json:
         import json
 
         printed = plan.to_dict() | whole_layout
         if config.use_sft:
             printed["trained_tokens_per_step"] = of_update
+        if period:
+            printed["checkpointing"] = period._asdict()
         if args.words:
             from maxbatch.plan.frameworks import settings_of
 
@@ -76,11 +89,39 @@ def run(args: argparse.Namespace) -> int:
     render_plan(plan, config, console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
+    if period:
+        from maxbatch.plan.checkpoint_period import in_words
+
+        console.print(f"\n{in_words(period)}", soft_wrap=True)
     if args.layout:
         render_layout(plan, console)
     if args.words:
         render_frameworks(plan, console)
     return 0
+
+
+def _positive(works: float) -> Callable[[str], object]:
+    return real(Bounds(1e-6, 1e9), "from 1e-6 to 1e9", works)
+
+
+def _checkpoint_period(config: ConfigDict, args: argparse.Namespace) -> CheckpointPeriod | None:
+    """Returns the checkpoint period that the flags ask for."""
+    from maxbatch.plan.checkpoint_period import period_for
+    from maxbatch.runs.sessions import mean_seconds, read_sessions
+    from maxbatch.system.storage import as_path
+
+    if args.failures_per_day is None:
+        for flag, value in (("--save-seconds", args.save_seconds), ("--step-seconds", args.step_seconds)):
+            if value is not None:
+                raise ConfigError(f"{flag} {value}: must be given beside --failures-per-day; works: "
+                                  f"{flag} {value} --failures-per-day 4")  # fmt: skip
+        return None
+    measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
+    period = period_for(args.failures_per_day, args.save_seconds, args.step_seconds, measured)
+    if period.save_seconds_source == "assumed":
+        note(f"a checkpoint is assumed to hold training up for {period.save_seconds:g} s, since {config.run_dir} has "
+             "no sessions to measure it; --save-seconds states it")  # fmt: skip
+    return period
 
 
 def _may_mean_rows(args: argparse.Namespace) -> bool:

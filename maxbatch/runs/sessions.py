@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
+from maxbatch.plan.checkpoint_period import MeasuredTimes
 from maxbatch.runs.json_file import checked
 from maxbatch.runs.metrics import UpdateSeconds, read_lines, update_seconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
@@ -104,6 +105,38 @@ def goodput(seconds: Mapping[str, float]) -> float | None:
     """Returns the share of updates that are kept in the wall time; None without any time."""
     total = sum(seconds.values())
     return seconds[Part.UPDATES_KEPT] / total if total else None
+
+
+def lost_updates(sessions: Sequence[Session]) -> list[int]:
+    """Returns for each session the number of its updates that later sessions trained again, or are to."""
+    lost, last_kept = [], math.inf
+    for session in reversed(sessions):
+        first, last = session.first_step, session.last_step
+        if first is None or last is None:
+            lost.append(0)
+            continue
+        lost.append(max(0, last - max(first - 1, int(min(last, last_kept)))))
+        last_kept = min(last_kept, first - 1)
+    return lost[::-1]
+
+
+def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> MeasuredTimes:
+    """Returns the mean times of a run whose checkpoints were `checkpoint_period` updates apart."""
+    trained = [one for one in sessions if one.first_step and one.last_step and one.first_step <= one.last_step]
+    seconds = total_seconds(trained)
+    steps = sum((one.last_step or 0) - (one.first_step or 0) + 1 for one in trained)
+    saves = sum(
+        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period for one in trained
+    )
+    starts = (Part.SINCE_SESSION_BEFORE, Part.START_UP, Part.RESTORING, Part.COMPILING)
+    again = total_seconds(trained[1:])
+    return MeasuredTimes(
+        seconds[Part.CHECKPOINTS] / saves if saves and seconds[Part.CHECKPOINTS] else None,
+        (seconds[Part.UPDATES_KEPT] + seconds[Part.UPDATES_LOST] + seconds[Part.WAITING_FOR_DATA]) / steps
+        if steps
+        else None,
+        sum(again[part] for part in starts) / (len(trained) - 1) if len(trained) > 1 else None,
+    )
 
 
 def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]) -> list[Session]:
