@@ -17,7 +17,7 @@ from tests.helpers.command import environment
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN
 
-TIMEOUT_S = 15
+TIMEOUT_S = 30
 
 
 def start_hosts(run_dir: Path, num_hosts: int) -> list[subprocess.Popen[str]]:
@@ -28,9 +28,21 @@ def start_hosts(run_dir: Path, num_hosts: int) -> list[subprocess.Popen[str]]:
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
     command = [sys.executable, "-m", "maxbatch", "train", *TINY_RUN, *keys]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    each = (environment() | cluster | {"JAX_PROCESS_ID": str(index)} for index in range(num_hosts))
-    return [subprocess.Popen(command, env=variables, text=True, **pipes) for variables in each]
+    hosts = []
+    for index in range(num_hosts):
+        variables = environment() | cluster | {"JAX_PROCESS_ID": str(index)}
+        with (run_dir.parent / f"host{index}.txt").open("w") as errors:
+            hosts.append(
+                subprocess.Popen(
+                    command,
+                    env=variables,
+                    text=True,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                )
+            )
+    return hosts
 
 
 @pytest.mark.processes
@@ -48,19 +60,21 @@ def test_a_dead_host_is_named_and_ends_the_others_in_time(
 ) -> None:
     hosts = start_hosts(tmp_path / "run", 3)
     try:
-        wait_for((tmp_path / "run" / "checkpoints" / "2").exists, hosts[0])
+        wait_for(lambda: (tmp_path / "run" / "checkpoints" / "2").exists() or hosts[0].poll() is not None)
+        assert hosts[0].poll() is None, (tmp_path / "host0.txt").read_text()
         started = time.monotonic()
         os.kill(hosts[victim].pid, how)
         for index, host in enumerate(hosts):
             if index != victim:
-                _, errors = host.communicate(timeout=4 * TIMEOUT_S)
+                host.wait(timeout=4 * TIMEOUT_S)
+                errors = (tmp_path / f"host{index}.txt").read_text()
                 assert host.returncode == 75, errors
                 assert said in errors and "is saved, and the same command continues" in errors, errors
         assert time.monotonic() - started < TIMEOUT_S + 5, "5 s for a machine with other work"
     finally:
         for host in hosts:
             host.kill()
-            host.communicate()
+            host.wait()
 
 
 def test_a_silence_leaves_time_to_end_and_jaxs_own_heartbeats_come_later() -> None:
