@@ -13,6 +13,9 @@ from maxbatch.runs.metrics import UpdateSeconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
 from maxbatch.runs.sessions import Part, Session, SessionLog, goodput, read_sessions, resumed, total_seconds
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.leases import Lease
+from maxbatch.system.storage import as_path
+from tests.helpers.stores import Store
 
 NOTHING = {part.value: 0.0 for part in Part}
 
@@ -78,8 +81,6 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
         with SessionLog(folder, started, 2, 8, writes=True) as log:
             assert read_sessions(tmp_path)[0].first_step is None, "the line is there from the start on"
             log.stand_at(0)
-            with log.during(Part.COMPILING):
-                log.move(Part.COMPILING, 1)
             with log.during(Part.UPDATES_LOST):
                 time.sleep(0.02)
                 log.move(Part.WAITING_FOR_DATA, 0.01)
@@ -97,12 +98,17 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
     assert sum(first.seconds.values()) == pytest.approx(first.ended - started, abs=0.01)
     assert (first.hosts, first.devices, first.first_step, first.last_step) == (2, 8, 1, 2)
     assert first.seconds["start_up"] >= 2
-    assert first.seconds["waiting_for_data"] == 0.01 <= first.seconds["compiling"] + 0.001 < 0.5
+    assert first.seconds["waiting_for_data"] == 0.01
     assert first.seconds["eval"] >= 0.01
     assert first.seconds["updates_kept"] >= 0.004
     assert first.seconds["updates_lost"] >= 0.014, "update 2, which is trained again, and the one under way at the end"
     assert second.seconds["since_session_before"] == pytest.approx(second.started - first.ended, abs=0.01)
     assert sum(total_seconds([first, second]).values()) == pytest.approx(second.ended - started, abs=0.02)
+
+
+def test_time_that_is_counted_already_is_not_counted_twice() -> None:
+    compiling = session(0, 1, 1, compiling=3)
+    assert compiling.moved(Part.COMPILING, Part.COMPILING, 2) == compiling
 
 
 def test_a_start_that_is_refused_or_has_nothing_to_do_has_no_line(tmp_path: Path) -> None:
@@ -123,3 +129,17 @@ def test_a_line_that_cannot_be_read_is_left_out(tmp_path: Path, wrong: str) -> N
     text = f"{wrong}\n{json.dumps(sound.to_json())}\n{json.dumps(sound.to_json() | {'ended': math.inf})}\n"
     (tmp_path / SESSIONS_FILE).write_text(text, encoding="latin-1")
     assert read_sessions(tmp_path) == [sound]
+
+
+def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lost(store: Store) -> None:
+    run_dir = as_path(f"{store.bucket()}/run")
+    with RunFolder(str(run_dir)) as folder:
+        with SessionLog(folder, time.time(), 4, 16, writes=True) as log:
+            log.stand_at(0)
+            log.record(1)
+        with pytest.raises(KeyboardInterrupt), SessionLog(folder, time.time(), 2, 8, writes=True) as log:
+            log.stand_at(1)
+            assert isinstance(folder._hold, Lease)
+            folder._hold.lost = "another process has taken the run over"
+            raise KeyboardInterrupt
+    assert [(one.hosts, one.last_step) for one in read_sessions(run_dir)] == [(4, 1), (2, None)]
