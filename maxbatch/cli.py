@@ -19,6 +19,7 @@ from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
+from maxbatch.system.command_start import mark_start
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
@@ -49,6 +50,7 @@ def _run(argv: Sequence[str]) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
     give_cpu_devices_threads()
     leave_out_absent_tpu()
+    mark_start()
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()

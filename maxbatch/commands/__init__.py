@@ -19,7 +19,8 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "maxbatch.commands.plan",
         "Print the whole batch plan of a run, before any device is touched.",
-        "[CONFIG.yml] [key=value ...] [--devices N] [--hosts H] [--json] [--layout] [--words]",
+        "[CONFIG.yml] [key=value ...] [--devices N] [--hosts H] [--json] [--layout] [--words]"
+        " [--survive K [--topology T]] [--failures-per-day F]",
         ("maxbatch plan",
          "maxbatch plan model_name=llama3-8b global_batch_size=1024 --devices 256 --hosts 64",
          "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
@@ -57,8 +58,10 @@ COMMANDS: dict[str, Command] = {
     "compile": Command(
         "maxbatch.commands.compile",
         "Compile every program of a run ahead of time, for this machine or a TPU elsewhere.",
-        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--output DIR] [--hlo DIR] [--json]",
+        "[CONFIG.yml] [key=value ...] [--topology T [--slices S] [--survive K]] [--output DIR] [--hlo DIR]"
+        " [--json]",
         ("maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
+         "maxbatch compile run.yml dcn_data_parallelism=-1 --topology v5e:16x16 --slices 4 --survive 2",
          "maxbatch compile run.yml --simulate-devices 8 --output compiled")),
     "data": Command(
         "maxbatch.commands.data",
@@ -133,7 +136,7 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         "maxbatch.commands.report.command",
         "Write one HTML page of plots and plans, for one or more runs or a sweep.",
-        "RUN_DIR [RUN_DIR ...] [--output FILE] [--watch [SECONDS]]",
+        "RUN_DIR [RUN_DIR ...] [--output FILE] [--json] [--watch [SECONDS]]",
         ("maxbatch report runs/default",
          "maxbatch report runs/a runs/b --output compared.html",
          "maxbatch report runs/default --watch")),

@@ -8,26 +8,22 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import local_path, note, place
-from maxbatch.commands.targets import add_target_arguments, planned, show_time
-from maxbatch.plan.batch import expansion_factor
-from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import EXIT_DONE, TrainingError, writing
+from maxbatch.commands.arguments import count, local_path, note, place
+from maxbatch.commands.compiling import Compiled, compile_one, programs_on
+from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.survival import Machine, smaller_machines
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.compile.target import Target, device_facts
+from maxbatch.training.compile.target import Target, device_facts, find_target, machine_name
 
 if TYPE_CHECKING:
-    import jax
-
-    from maxbatch.data.feed.placement import BatchShape
     from maxbatch.training.compile.memory import Parts, Verdict
-    from maxbatch.training.compile.modelled import Modelled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,40 +31,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)
+    survive = "compile also for every machine down to K slices fewer, in folders of their own in DIR"
+    parser.add_argument("--survive", type=count, metavar="K", help=survive)
     hlo = "write the optimised HLO text here, one file per program; for a TPU it is scheduled"
     parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
 
 
-class _Compiled(NamedTuple):
-    """A program that was compiled, or that does not fit."""
-
-    verdict: Verdict
-    executable: jax.stages.Compiled | None  # None if it does not fit
-    modelled: Modelled
-
-
 def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
-    config, target, plan = planned(args)
-    from maxbatch.training.compile.ladder import plan_shapes
+    config, target = config_and_target(args)
+    plan = plan_on(config, target)
+    smaller = _smaller(config, args, target)  # all of them planned before anything is compiled
+    folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
+    hlo = _made_folder(args.hlo)
+    record = _compile_run(config, target, plan, folder, hlo, args.json)
+    others = []
+    for left, its_plan in smaller:
+        name = machine_name(left.devices)
+        its_hlo = _made_folder(str(hlo / name)) if hlo else None
+        others.append(_compile_run(config, left, its_plan, folder / name, its_hlo, args.json))
+    if args.json:
+        print(json.dumps(record | ({"survive": others} if args.survive else {}), indent=2))
+    else:
+        print(printable(f"next: maxbatch train ... compiled_dir={folder}"))
+    return EXIT_DONE
+
+
+def _smaller(config: ConfigDict, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
+    """Returns the slices that are left after the loss of 1 to `--survive` of them, and the plan on each.
+
+    Raises:
+      ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch is broken there.
+    """
+    if args.survive is None:
+        return []
+    if not args.topology or args.slices == 1:
+        raise ConfigError(f"--survive {args.survive}: counts slices of a topology here, and there is one; works: "
+                          f"--topology {args.topology or 'v5e:16x16'} --slices {args.survive + 1}")  # fmt: skip
+    found = []
+    for machine in smaller_machines(Machine(len(target.devices), target.num_hosts, args.slices), args.survive)[1:]:
+        left = find_target(args.topology, machine.num_slices)
+        try:
+            found.append((left, plan_on(config, left)))
+        except ConfigError as error:
+            raise ConfigError(f"--survive {args.survive}: {left.name}: {error}") from error
+    return found
+
+
+def _compile_run(
+    config: ConfigDict, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
+) -> dict[str, object]:
+    """Compiles the programs of a run on devices and saves them; returns the record of `--json`.
+
+    Raises:
+      TrainingError: a program does not fit.
+    """
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import program_keys, save_programs
-    from maxbatch.training.programs import Programs, ProgramsConfig, step_name
+    from maxbatch.training.programs import step_name
 
-    expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
-    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, expansion)
-    shapes = plan_shapes([s for s in plan.stages if s.num_steps is None or s.num_steps])
-    hlo = _made_folder(args.hlo)
-    say = (lambda text: None) if args.json else note
-    done: dict[str, _Compiled] = {}
+    programs, shapes = programs_on(config, target, plan)
+    say = (lambda text: None) if is_json else note
+    done: dict[str, Compiled] = {}
     for shape in shapes:
         name = step_name(shape)
         say(f"compiling {name} for {target.name}")
-        done[name] = _compile(name, programs.step(shape), target, config, hlo, shape)
+        done[name] = compile_one(name, programs.step(shape), target, config, hlo, shape)
         verdict = done[name].verdict
         if not verdict.fits:
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
-            if args.json:
+            if is_json:
                 print(json.dumps(_refusal(verdict, known, target), indent=2))
             raise _does_not_fit(
                 f"a micro-batch of {shape.micro_batch} ({name})",
@@ -76,50 +108,21 @@ def run(args: argparse.Namespace) -> int:
             )  # fmt: skip
     for name, lowered in programs.others(plan.eval_batch_size):
         say(f"compiling {name}")
-        done[name] = _compile(name, lowered, target, config, hlo)
+        done[name] = compile_one(name, lowered, target, config, hlo)
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
-    folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
     size = save_programs(folder, program_keys(config), target.devices, shapes, executables)
-    if args.json:
-        steps = [done[step_name(shape)] for shape in shapes]
-        record = _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
-            "target": target.name,
-            "devices": device_facts(target.devices),
-            "programs": {name: _figures(one) for name, one in done.items()},
-            "output": str(folder),
-            "saved_bytes": size,
-        }
-        print(json.dumps(record, indent=2))
-    else:
+    if not is_json:
         _show(done, target, folder, size)
-    return EXIT_DONE
-
-
-def _compile(
-    name: str,
-    lowered: jax.stages.Lowered,
-    target: Target,
-    config: ConfigDict,
-    hlo: Path | None,
-    shape: BatchShape | None = None,
-) -> _Compiled:
-    """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
-    from maxbatch.model.decoder_config import DecoderConfig
-    from maxbatch.training.compile.cache import without_persistent_cache
-    from maxbatch.training.compile.memory import compile_for
-    from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
-
-    with without_persistent_cache():
-        verdict, executable = compile_for(lowered, target)
-    if executable is None or not (hlo or has_clock(target)):
-        return _Compiled(verdict, executable, Modelled())
-    text = executable.as_text() or ""
-    if hlo:
-        write_atomically(hlo / f"{name}.hlo", text)
-    modelled = model_time(text, target, DecoderConfig.of(config), config.peak_tflops_per_device, shape)
-    return _Compiled(verdict, executable, modelled)
+    steps = [done[step_name(shape)] for shape in shapes]
+    return _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
+        "target": target.name,
+        "devices": device_facts(target.devices),
+        "programs": {name: _figures(one) for name, one in done.items()},
+        "output": str(folder),
+        "saved_bytes": size,
+    }
 
 
 def _made_folder(path: str | None) -> Path | None:
@@ -141,7 +144,7 @@ def _does_not_fit(what: str, verdict: Verdict, target: Target, advice: str) -> T
     )
 
 
-def _figures(one: _Compiled) -> dict[str, object]:
+def _figures(one: Compiled) -> dict[str, object]:
     return _memory_figures(one.verdict) | one.modelled.to_dict()
 
 
@@ -172,7 +175,7 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object
     return parts | _memory_figures(verdict) | {"target": target.name}
 
 
-def _show(done: Mapping[str, _Compiled], target: Target, folder: AnyPath, size: int) -> None:
+def _show(done: Mapping[str, Compiled], target: Target, folder: AnyPath, size: int) -> None:
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console
@@ -190,4 +193,3 @@ def _show(done: Mapping[str, _Compiled], target: Target, folder: AnyPath, size: 
         print(printable(f"available: {target.memory_source}"))
     show_time({name: one.modelled for name, one in done.items()})
     print(printable(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}"))
-    print(printable(f"next: maxbatch train ... compiled_dir={folder}"))

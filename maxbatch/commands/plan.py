@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note
+from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note, real
+from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+    from maxbatch.commands.surviving import SurvivingMachine
     from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.checkpoint_period import CheckpointPeriod
 
 _MOST_PARTS = 1_000_000
 
@@ -25,6 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
+    survive = "show the same batch on every machine down to K slices fewer, or hosts where there is one slice"
+    parser.add_argument("--survive", type=count, metavar="K", help=survive)
+    topology = "the TPU slice of --survive: compile for each machine, and show its memory and modelled step"
+    parser.add_argument("--topology", metavar="T", help=topology)
+    parser.add_argument(
+        "--failures-per-day", type=_positive(4), metavar="F", help="print the checkpoint period for F failures a day"
+    )
+    save = "seconds that a checkpoint holds training up (default: as measured in run_dir, else 10)"
+    parser.add_argument("--save-seconds", type=_positive(10), metavar="S", help=save)
+    step = "seconds of an update (default: as measured in run_dir)"
+    parser.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
     parser.add_argument(
@@ -40,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of(args)
     check_dataset(config)
+    if args.topology:
+        config = _take_topology(config, args)
     if config.batch_size is not None and args.hosts > 1:
         raise ConfigError(f"--hosts {args.hosts}: must be 1 beside batch_size, since maxbatch rl runs on one host; "
                           "works: --hosts 1")  # fmt: skip
@@ -59,12 +76,18 @@ def run(args: argparse.Namespace) -> int:
         note(f"warning: {warning}")
     model = _model(config)
     of_update = _trained_tokens(config, plan) if config.use_sft else None
+    period = _checkpoint_period(config, args)
+    rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
         printed = plan.to_dict() | model | whole_layout
         if config.use_sft:
             printed["trained_tokens_per_step"] = of_update
+        if rows:
+            printed["survive"] = [row.to_dict() for row in rows]
+        if period:
+            printed["checkpointing"] = period._asdict()
         if args.words:
             from maxbatch.plan.frameworks import settings_of
 
@@ -77,11 +100,75 @@ def run(args: argparse.Namespace) -> int:
     render_plan(plan, config, _in_words(model), console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
+    if rows:
+        from maxbatch.commands.surviving import render_survival
+
+        render_survival(rows, console)
+    if period:
+        from maxbatch.plan.checkpoint_period import in_words
+
+        console.print(f"\n{in_words(period)}", soft_wrap=True)
     if args.layout:
         render_layout(plan, console)
     if args.words:
         render_frameworks(plan, console)
     return 0
+
+
+def _take_topology(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
+    """Sets the devices and hosts of the slices that the flags name; returns the config with the flags of its chip."""
+    from maxbatch.commands.surviving import topology_machine
+
+    if args.survive is None:
+        raise ConfigError(f"--topology {args.topology}: must be given beside --survive; works: --survive 1, or "
+                          f"maxbatch compile --topology {args.topology}")  # fmt: skip
+    for flag, value in (("--devices", args.devices), ("--hosts", args.hosts if args.hosts > 1 else None)):
+        if value is not None:
+            raise ConfigError(f"{flag} {value}: must not be given beside --topology, which has its own; "
+                              f"works: --topology {args.topology}")  # fmt: skip
+    config, machine = topology_machine(config, args.topology, args.slices)
+    args.devices, args.hosts = machine.num_devices, machine.num_hosts
+    return config
+
+
+def _survival(
+    config: ConfigDict, args: argparse.Namespace, plan: BatchPlan, epoch: int | None
+) -> list[SurvivingMachine]:
+    """Returns the rows of `--survive`."""
+    from maxbatch.commands.surviving import survivors
+    from maxbatch.plan.survival import Machine
+
+    machine = Machine(plan.num_devices, plan.num_hosts, args.slices)
+    rows = survivors(config, machine, args.survive, epoch, args.topology)
+    batches = {row.batch.global_batch_size_to_train_on for row in rows if row.batch.refusal is None}
+    if len(batches) > 1:
+        note("warning: the batch is stated per device, so that a smaller machine trains on a smaller batch; "
+             f"global_batch_size={plan.global_batch_size_to_train_on} keeps it")  # fmt: skip
+    return rows
+
+
+def _positive(works: float) -> Callable[[str], object]:
+    return real(Bounds(1e-6, 1e9), "from 1e-6 to 1e9", works)
+
+
+def _checkpoint_period(config: ConfigDict, args: argparse.Namespace) -> CheckpointPeriod | None:
+    """Returns the checkpoint period that the flags ask for."""
+    from maxbatch.plan.checkpoint_period import period_for
+    from maxbatch.runs.sessions import mean_seconds, read_sessions
+    from maxbatch.system.storage import as_path
+
+    if args.failures_per_day is None:
+        for flag, value in (("--save-seconds", args.save_seconds), ("--step-seconds", args.step_seconds)):
+            if value is not None:
+                raise ConfigError(f"{flag} {value}: must be given beside --failures-per-day; works: "
+                                  f"{flag} {value} --failures-per-day 4")  # fmt: skip
+        return None
+    measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
+    period = period_for(args.failures_per_day, args.save_seconds, args.step_seconds, measured)
+    if period.save_seconds_source == "assumed":
+        note(f"a checkpoint is assumed to hold training up for {period.save_seconds:g} s, since {config.run_dir} has "
+             "no sessions to measure it; --save-seconds states it")  # fmt: skip
+    return period
 
 
 def _may_mean_rows(args: argparse.Namespace) -> bool:

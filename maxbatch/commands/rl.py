@@ -33,10 +33,12 @@ def run(args: argparse.Namespace) -> int:
         BatchPlan.from_config(config, args.simulate_devices)
     from maxbatch.parallel.hosts import together
     from maxbatch.rl.run import train_policy
+    from maxbatch.runs.position import last_saved
+    from maxbatch.system.storage import as_path
     from maxbatch.training.compile.flags import with_flags
 
     config = with_flags(config)  # to join the other hosts starts JAX
-    with together(report):
+    with together(report, config.heartbeat_timeout_s, lambda: last_saved(as_path(config.run_dir))):
         outcome = train_policy(config)
     if outcome.stopped_by is None:
         return 0

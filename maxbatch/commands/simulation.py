@@ -7,6 +7,7 @@ none outlives it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxbatch.commands.arguments import check_at_most
 from maxbatch.parallel.cpu_devices import make_cpu_devices
@@ -26,6 +27,7 @@ from maxbatch.system.stopping import Stopping
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 _MOST_HOSTS = 64  # processes, each with JAX of its own
 _GRACE_S = 10  # for the other hosts to end by themselves after one ended
+_LINGER_S = 30  # for the other hosts after the first one, with which they end
 _POLL_S = 0.05
 
 
@@ -42,11 +44,12 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
     check_divides("--simulate-hosts ", num_hosts, num_devices)
 
 
-def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
+def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: Callable[[], int | None]) -> int:
     """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
 
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
-    hosts agree on the update after which they stop. Returns the exit code of the run.
+    hosts agree on the update after which they stop. Returns the exit code of the run. `last_saved` returns the newest
+    step that is saved, from which the same command continues after a host was killed.
     """
     port = free_port()
     with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
@@ -65,17 +68,21 @@ def run_hosts(arguments: Sequence[str], num_hosts: int) -> int:
         failed = _first_failed(hosts, stop)
         if failed is None:
             return max(host.returncode for host in hosts)
-        return _end_after(failed, hosts, last_line(logs[failed - 1]) if failed else "")
+        return _end_after(failed, hosts, last_line(logs[failed - 1]) if failed else "", last_saved)
 
 
 def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> int | None:
     """Waits until a host has failed, and returns its index, or until all have ended without failure."""
-    is_told = False
+    is_told, first_ended = False, math.inf
     while True:
         codes = [host.poll() for host in hosts]
         failed = [i for i, code in enumerate(codes) if code not in (None, EXIT_DONE, EXIT_STOPPED)]
         if failed or None not in codes:
             return failed[0] if failed else None
+        if codes[0] is not None:
+            first_ended = min(first_ended, time.monotonic())
+        if time.monotonic() - first_ended > _LINGER_S:  # it counted the others as dead: they hang
+            _end(hosts)
         if stop.is_asked and not is_told:
             is_told = True
             for host in hosts:
@@ -83,7 +90,9 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> i
         time.sleep(_POLL_S)
 
 
-def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str) -> int:
+def _end_after(
+    failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: Callable[[], int | None]
+) -> int:
     """Ends all hosts after one has failed, reports it unless the first host did, and returns the exit code."""
     code = hosts[failed].returncode
     if code > 0:  # it notified the others, and the first host prints why
@@ -93,8 +102,11 @@ def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str)
     if code < 0 or hosts[0].returncode <= 0:
         how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         said = f" ({said})" if said else ""
-        report(TrainingError(f"host {failed} of {len(hosts)} {how}{said}; all hosts were ended"))
-    return code if code > 0 else EXIT_FAILED
+        step = last_saved() if code < 0 else None
+        fate = "" if step is None else f"; step {step} is saved, and the same command continues"
+        report(TrainingError(f"host {failed} of {len(hosts)} {how}{said}; all hosts were ended{fate}"))
+        return code if code > 0 else EXIT_FAILED if step is None else EXIT_STOPPED
+    return code
 
 
 def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:

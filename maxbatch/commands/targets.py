@@ -33,16 +33,6 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def planned(args: argparse.Namespace) -> tuple[ConfigDict, Target, BatchPlan]:
-    """Returns the config, the devices that the flags name, and the batch plan on the mesh of those devices.
-
-    Raises:
-      ConfigError: the flags contradict each other, the devices cannot run the model, or a rule of the batch is broken.
-    """
-    config, target = config_and_target(args)
-    return config, target, plan_on(config, target)
-
-
 def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
     """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
     config = config_of(args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.is_trial:
         return _try(config, args)
     if args.simulate_hosts:
-        return _run_simulated_hosts(args, args.simulate_hosts)
+        return _run_simulated_hosts(args, args.simulate_hosts, config)
     if args.simulate_devices:
         from maxbatch.commands.simulation import simulate_devices
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.pretraining import train
 
     config = with_flags(config)  # to join the other hosts starts JAX
-    with together(report):
+    with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:
         return 0
@@ -62,10 +63,18 @@ def _try(config: ConfigDict, args: argparse.Namespace) -> int:
     return try_run(config, trial)
 
 
-def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int) -> int:
+def _last_saved(config: ConfigDict) -> int | None:
+    """Returns the newest step that the same command would continue from; None if there is none."""
+    from maxbatch.runs.position import last_saved
+    from maxbatch.system.storage import as_path
+
+    return last_saved(as_path(config.run_dir)) if config.enable_checkpointing else None
+
+
+def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: ConfigDict) -> int:
     from maxbatch.commands.simulation import check_hosts, run_hosts
 
     num_devices = args.simulate_devices or num_hosts
     check_hosts(num_devices, num_hosts)
     per_host = str(num_devices // num_hosts)
-    return run_hosts(["train", *args.config, "--simulate-devices", per_host], num_hosts)
+    return run_hosts(["train", *args.config, "--simulate-devices", per_host], num_hosts, partial(_last_saved, config))

@@ -72,6 +72,14 @@ class RunConfig(Section):
         fixes=_NOTHING,
         warm_start=False,
     )
+    heartbeat_timeout_s: int = key(
+        "of several hosts: a host that dies ends the others within so many seconds, with exit code 75 if a checkpoint "
+        "is saved",
+        fixes=_NOTHING,
+        bounds=Bounds(10, 3600),
+        unit="s",
+        maxtext=OURS,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -163,6 +163,18 @@ def table(
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 
+def shares_bar(parts: Sequence[tuple[str, float]]) -> str:
+    """Returns a bar whose segments are the shares of named amounts, and a legend with the shares in per cent."""
+    total = sum(amount for _, amount in parts)
+    shown = [(i, html.escape(name), amount / total) for i, (name, amount) in enumerate(parts) if amount > 0]
+    segments = "".join(
+        f'<i style="width:{share:.4%};background:{colour(i)}" title="{name} {share:.1%}"></i>'
+        for i, name, share in shown
+    )
+    legend = "".join(f"<span>{_swatch(i)}{name} {share:.1%}</span>" for i, name, share in shown)
+    return f'<div class="shares">{segments}</div><p class="legend">{legend}</p>'
+
+
 def _button(kind: str, value: str, text: str, is_pressed: bool) -> str:
     return f'<button data-{kind}="{value}" aria-pressed="{str(is_pressed).lower()}">{text}</button>'
 

@@ -10,29 +10,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypeVar
 
 import jax
 
+from maxbatch.parallel.heartbeats import Heartbeats, LastSaved, backstop_of, leave
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import printable
 
 T = TypeVar("T")
 
-HEARTBEAT_TIMEOUT_S = 30  # a host that is silent for longer counts as dead
-_FAILURE_KEY = "maxbatch/failure"
-_POLL_S = 0.5
+# Errors of a computation that another host took part in, and has left.
+_OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _sequence = count()
 
 
-def join() -> None:
+def join(heartbeat_timeout_s: int) -> None:
     """Joins the other hosts of the run, if there are any; must come before any device is touched.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them. Without these, JAX looks for a TPU
@@ -43,13 +42,14 @@ def join() -> None:
     """
     if jax.distributed.is_initialized():
         return
+    backstop = backstop_of(heartbeat_timeout_s)
     given = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
     if given[_COUNT] or given[_INDEX]:
         num_processes, index = _checked(given)
-        jax.distributed.initialize(given[_ADDRESS], num_processes, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+        jax.distributed.initialize(given[_ADDRESS], num_processes, index, heartbeat_timeout_seconds=backstop)
     elif os.environ.get("SLURM_NTASKS") != "1":  # a single task keeps all devices of its node
         try:
-            jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S)
+            jax.distributed.initialize(heartbeat_timeout_seconds=backstop)
         except (ValueError, RuntimeError) as error:
             if given[_ADDRESS]:
                 raise ConfigError(
@@ -82,34 +82,35 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def together(report: Callable[[BaseException], int]) -> Iterator[None]:
+def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, last_saved: LastSaved) -> Iterator[None]:
     """Joins the hosts for the length of a run, which they end together.
 
-    If the run fails on one host, the others print its message and end as well, within seconds. A host that dies
-    silently is noticed after `HEARTBEAT_TIMEOUT_S`. If there are several hosts, `report` prints what failed and returns
-    the exit code, because the usual exit of the process would wait for hosts that wait for this one.
+    If the run fails on one host, the others print its message and end as well, within seconds. If a host dies, the
+    others name it and end within `heartbeat_timeout_s`, with exit code 75 if a checkpoint is saved. If there are
+    several hosts, `report` prints what failed and returns the exit code, because the usual exit of the process would
+    wait for hosts that wait for this one.
+
+    Args:
+      report: prints an error and returns the exit code.
+      heartbeat_timeout_s: seconds in which the others have ended.
+      last_saved: returns the newest step that is saved.
     """
-    join()
+    join(heartbeat_timeout_s)
     if jax.process_count() == 1:
         yield
         return
     _keep_the_output_to_python()
-    closed = threading.Event()
-    watch = threading.Thread(target=_watch, args=(closed,), name="maxbatch-hosts", daemon=True)
-    watch.start()
+    heartbeats = Heartbeats(_store(), _address(), heartbeat_timeout_s, last_saved)
+    heartbeats.start()
     try:
         yield
     except BaseException as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            watch.join(6 * _POLL_S)  # perhaps a consequence of another host's failure, whose report ends this process
+        if isinstance(error, jax.errors.JaxRuntimeError) and _OF_PEERS.search(str(error)):
+            heartbeats.wait_for_report()  # perhaps another host has failed or died, whose report ends this process
         code = report(error)
-        message = " ".join(str(error).split())[:2000] or type(error).__name__
-        failure = {"host": jax.process_index(), "message": message, "code": code}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
-            _store().key_value_set(_FAILURE_KEY, json.dumps(failure))
-        _leave(code)
-    closed.set()
-    watch.join()
+        heartbeats.fail(" ".join(str(error).split())[:2000] or type(error).__name__, code)
+        leave(code, is_first())
+    heartbeats.close()
 
 
 def is_first() -> bool:
@@ -153,6 +154,14 @@ def _store() -> Any:
     return global_state.client
 
 
+def _address() -> str:
+    from jax._src.distributed import global_state
+
+    address = global_state.coordinator_address
+    assert address is not None, "the hosts have joined"
+    return address
+
+
 def _keep_the_output_to_python() -> None:
     # Native code shares standard output: gloo, which joins hosts without accelerators, prints every peer there.
     sys.stdout.flush()
@@ -160,26 +169,3 @@ def _keep_the_output_to_python() -> None:
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
     sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding)  # noqa: SIM115  for good
-
-
-def _leave(code: int) -> None:
-    """Ends the process at once; the first host, which keeps the store, ends last."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if is_first():
-        time.sleep(6 * _POLL_S)
-    os._exit(code)
-
-
-def _watch(closed: threading.Event) -> None:
-    """Ends this process when another host reports a failure."""
-    store = _store()
-    while not closed.wait(_POLL_S):
-        try:
-            failure = json.loads(store.key_value_try_get(_FAILURE_KEY))
-        except jax.errors.JaxRuntimeError:  # no host failed
-            continue
-        if failure["host"] != jax.process_index():
-            print(f"maxbatch: error: host {failure['host']}: {printable(failure['message'])}", file=sys.stderr)
-            _leave(failure["code"])
-        return

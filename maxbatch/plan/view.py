@@ -95,7 +95,7 @@ def equation(plan: BatchPlan) -> str:
         return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
-        f"{last.global_batch_size:,} samples per update = {_number(last.per_device_batch_size)} per device x "
+        f"{last.global_batch_size:,} samples per update = {number_text(last.per_device_batch_size)} per device x "
         f"{_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
     if len(plan.stages) > 1:
@@ -145,7 +145,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
             table.add_row(*[_GAP] * len(heads))
             continue
         stage = plan.stages[index]
-        cells = [str(index), *(_number(getattr(stage, name)) for name in _STAGE_NUMBERS)]
+        cells = [str(index), *(number_text(getattr(stage, name)) for name in _STAGE_NUMBERS)]
         cells += [str(stage.padded_slots_per_step)] if padded else []
         cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
         cells += [f"{getattr(plan.decays[index], name):.4g}" for name in decays]
@@ -225,7 +225,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         elif source:
             if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
                 meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
-            groups.setdefault(title, []).append((name, _number(getattr(source, name)), meaning))
+            groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
     width = max(len(number) for group in groups.values() for _, number, _ in group)
     text = Text()
     for title, group in groups.items():
@@ -271,7 +271,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def _number(value: int | float | Fraction | None) -> str:
+def number_text(value: int | float | Fraction | None) -> str:
+    """Returns a number with its thousands apart, a fraction as a decimal, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, int):

@@ -33,6 +33,7 @@ _REQUIRED = (
 )  # fmt: skip
 _LONGEST_LINE = 1 << 20  # bytes of a record
 _LARGEST, _MOST_DIGITS = 1e100, 400  # beyond what training writes, and within what sums of them can hold
+_STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')  # as lines begin that a run wrote
 _UNUSUAL = re.compile(rb"N|I|[0-9]{60}|[eE]\+?[0-9]{3}")
 
 
@@ -43,6 +44,13 @@ class ScannedMetrics(NamedTuple):
     holes: list[int]  # numbers of the lines, from 1, in which a number is not finite or beyond 1e100
 
 
+class UpdateSeconds(NamedTuple):
+    """The wall time of an update."""
+
+    whole: float
+    waited: float  # of it, for data
+
+
 class StepLog:
     """A file of JSON lines that each belong to an update.
 
@@ -51,7 +59,7 @@ class StepLog:
 
     def __init__(self, folder: RunFolder, name: str, step: int) -> None:
         self._path = folder.path / name
-        old = _lines(self._path)
+        old = read_lines(self._path)
         kept = self._kept(old, step)
         self._file = open_appender(self._path, b"".join(kept), found=b"".join(old))
 
@@ -144,7 +152,7 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
       ConfigError: the file cannot be read, or another line is no record of an update.
     """
     path, records, holes = run_dir / _NAME, [], []
-    lines = _lines(path)
+    lines = read_lines(path)
     for number, line in enumerate(lines, start=1):
         beyond: list[str] = []
         record = _parse(line, beyond)
@@ -167,8 +175,19 @@ def is_weightless(record: Mapping[str, Any]) -> bool:
 
 def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     """Returns the positions after a step in the lines of `metrics.jsonl`; usually there is one."""
-    records = filter(None, map(_parse, _lines(run_dir / _NAME)))
+    records = filter(None, map(_parse, read_lines(run_dir / _NAME)))
     return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
+
+
+def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
+    """Returns the times of the updates after step `after` whose lines in `metrics.jsonl` are sound, by their steps."""
+    late = (line for line in read_lines(run_dir / _NAME) if not (step := _STEP.match(line)) or int(step[1]) > after)
+    found = {}
+    for record in filter(None, map(_parse, late)):
+        whole, waited = (record.get(name) for name in (Metric.STEP_TIME_S, Metric.DATA_WAIT_S))
+        if record["step"] > after and type(whole) is float and type(waited) is float and min(whole, waited) >= 0:
+            found[record["step"]] = UpdateSeconds(whole, min(whole, waited))
+    return found
 
 
 def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
@@ -177,10 +196,15 @@ def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
     Raises:
       ConfigError: the file cannot be read.
     """
-    return [record for line in _lines(path) if (record := _parse(line)) is not None]
+    return [record for line in read_lines(path) if (record := _parse(line)) is not None]
 
 
-def _lines(path: AnyPath) -> list[bytes]:
+def read_lines(path: AnyPath) -> list[bytes]:
+    """Returns the lines of a file, none if there is no file; a line that is too long to be a record is cut.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
     with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
         return list(_bounded_lines(file))
     return []

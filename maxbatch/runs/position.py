@@ -160,6 +160,11 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
     return found
 
 
+def last_saved(run_dir: AnyPath) -> int | None:
+    """Returns the step of the newest checkpoint; None if there is none. Raises what `committed_steps` does."""
+    return next(iter(committed_steps(run_dir)), None)
+
+
 def recent_steps(folder: AnyPath) -> list[int]:
     """Returns the steps that `note_steps` has noted in a folder of checkpoints, which a listing may lack."""
     if not is_remote(folder):

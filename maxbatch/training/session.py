@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
@@ -29,8 +29,11 @@ from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog, read_metrics
+from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
 from maxbatch.runs.run_folder import RunFolder
+from maxbatch.runs.sessions import Part, SessionLog
+from maxbatch.system.command_start import take_start
 from maxbatch.system.errors import (
     ConfigError,
     DivergedError,
@@ -75,6 +78,16 @@ class Outcome(NamedTuple):
         return history[-1] if history else None
 
 
+class _KeptUpdates(Output):
+    """Tells the clock of the session which updates are recorded."""
+
+    def __init__(self, clock: SessionLog) -> None:
+        self._clock = clock
+
+    def append(self, record: Record) -> None:
+        self._clock.record(record[Metric.STEP])
+
+
 class RunContext:
     """The parts of a run that its task and its session share.
 
@@ -93,7 +106,10 @@ class RunContext:
         if is_first():
             check_loggers(config.log_to)
         self.console = TrainingConsole(quiet=not is_first())
+        started = take_start()
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
+        log = SessionLog(self.folder, started, jax.process_count(), len(devices), writes=is_first())
+        self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
         self.board: Board | None = None  # while the run trains, on the host that writes
@@ -131,13 +147,18 @@ class Session(Generic[B]):
         self._context, self.task, self._outputs = context, task, outputs
         self.config, self.console, self.folder = context.config, context.console, context.folder
         self.checkpoints = self._open_checkpoints()
-        newest = self.checkpoints.newest() if self.checkpoints else None
+        self._clock = context.sessions
+        with self._clock.during(Part.RESTORING):
+            newest = self.checkpoints.newest() if self.checkpoints else None
         hosts = newest.hosts if newest else ()
         self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
             warn(message)
         self.task.build(self.plan)
-        restored = self.checkpoints.restore(self.task.abstract, self.task.executable) if self.checkpoints else None
+        restored = None
+        if self.checkpoints:
+            with self._clock.during(Part.RESTORING):
+                restored = self.checkpoints.restore(self.task.abstract, self.task.executable)
         if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
             raise ConfigError(
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
@@ -149,7 +170,10 @@ class Session(Generic[B]):
         self._restored = restored.state if restored else None
         if not restored:
             context.open_parameters(self.task.abstract.model)
-        if is_first() and not self.is_complete:
+        if self.is_complete:
+            self._clock.withdraw()
+        elif is_first():
+            self._clock.stand_at(self.position.step)
             self.folder.write("config.yml", dump_config(self.config))
             self._record_devices()
 
@@ -239,7 +263,7 @@ class Session(Generic[B]):
             return Outcome(self.position, None, self.config.run_dir)
         with (
             self._naming_what_is_saved(),
-            CompileCounter() as compiles,
+            CompileCounter(partial(self._clock.move, Part.COMPILING)) as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
             self.task.feed(self.start) as feed,
@@ -248,14 +272,17 @@ class Session(Generic[B]):
             recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
-            self.state = self.task.prepare(restored, self.start)
+            with self._clock.during(Part.COMPILING):
+                self.state = self.task.prepare(restored, self.start)
             self._refuse_patience_without_eval()
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
-            self.train(feed, recorder, profiler)
+            with self._clock.during(Part.UPDATES_LOST):  # kept once they are recorded
+                self.train(feed, recorder, profiler)
         if self.checkpoints:
-            with self._naming_what_is_saved():
+            with self._naming_what_is_saved(), self._clock.during(Part.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
-        return self._conclude()
+        with self._clock.during(Part.EVAL):
+            return self._conclude()
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
         """Returns the recorder of the updates ahead; `stack` closes the places that its records go to."""
@@ -272,6 +299,7 @@ class Session(Generic[B]):
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
+        yield _KeptUpdates(self._clock)
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
@@ -293,6 +321,7 @@ class Session(Generic[B]):
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
                 self.state, update = task.step(self.state, batch, settings.at(first_sample))
+            self._clock.move(Part.WAITING_FOR_DATA, update.data_wait_s)
             recorder.add(update)
             self._context.background.check()
             if step == first_step:
@@ -304,7 +333,7 @@ class Session(Generic[B]):
             evaluates = ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
             pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
             if pauses or task.takes_turns:
-                recorder.catch_up(partial(task.evaluate, self.state, step) if evaluates else None)
+                recorder.catch_up(partial(self._evaluate, step) if evaluates else None)
             ends_early = evaluates and self._ends_early(recorder.position)
             if pauses:
                 profiler.after(step)
@@ -319,11 +348,16 @@ class Session(Generic[B]):
         recorder.sync()
         self.position = recorder.position
 
+    def _evaluate(self, step: int) -> Mapping[str, object]:
+        with self._clock.during(Part.EVAL):
+            return self.task.evaluate(self.state, step)
+
     def _save(self, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
-            self.folder.check()
-            recorder.sync()
-            self.checkpoints.save(self.state, recorder.position)
+            with self._clock.during(Part.CHECKPOINTS):
+                self.folder.check()
+                recorder.sync()
+                self.checkpoints.save(self.state, recorder.position)
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.parallel.hosts import together
 from maxbatch.system.errors import report
 from maxbatch.training.pretraining import train
-with together(report):
+with together(report, 30, lambda: None):
     for keys in json.loads(sys.argv[1]):
         train(load_config(overrides=keys))
 """

@@ -21,10 +21,12 @@ from maxbatch.data.stream.stream import open_stream
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import is_weightless
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.sessions import read_sessions
 from maxbatch.runs.sweep_folder import metric_value
 from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.training.own import Parts, Rows, next_token_loss
 from maxbatch.training.pretraining import _prompt_flag, train
+from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import _parameters, is_due
 from maxbatch.training.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
@@ -256,3 +258,35 @@ def test_the_next_command_asks_a_shell_for_the_prompt_as_it_is() -> None:
     for prompt in ("Q: a\nA:", 'say "it\'s"', "$HOME `ls` \\n!"):
         typed = ["bash", "-c", f"printf %s{_prompt_flag(prompt).replace(' --prompt', '', 1)}"]
         assert subprocess.run(typed, capture_output=True, text=True, check=True).stdout == prompt
+
+
+class _PowerCut(Output):
+    """Ends a run in the way of a power cut, after the record of an update."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def append(self, record: Record) -> None:
+        if record["step"] == self._step:
+            raise KeyboardInterrupt
+
+
+def test_every_start_of_a_run_has_a_line_in_sessions_jsonl(tmp_path: Path) -> None:
+    config = tiny_config(
+        "steps=7", "checkpoint_period=3", "eval_interval=2", "eval_fraction=0.1", f"run_dir={tmp_path}"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        train(config, ONE, Parts(outputs=(_PowerCut(5),)))
+    train(config, ONE)
+    train(config, ONE)  # nothing is left to do: no line
+    first, second = read_sessions(tmp_path)
+    assert [(s.first_step, s.last_step, s.hosts, s.devices) for s in (first, second)] == [(1, 5, 1, 1), (4, 7, 1, 1)]
+    for session in (first, second):
+        assert sum(session.seconds.values()) - session.seconds["since_session_before"] == pytest.approx(
+            session.ended - session.started, abs=0.01
+        )
+        busy = ("start_up", "compiling", "updates_kept", "checkpoints", "eval")
+        assert all(session.seconds[part] > 0 for part in busy), session
+    assert first.seconds["updates_lost"] > 0 == first.seconds["restoring"], "updates 4 and 5 are trained again"
+    assert second.seconds["restoring"] > 0 == second.seconds["updates_lost"]
+    assert second.started - first.ended == pytest.approx(second.seconds["since_session_before"], abs=0.01)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from maxbatch.commands.arguments import count, note, place
+from maxbatch.commands.report.goodput import goodput_line, goodput_section, to_json
 from maxbatch.commands.report.runs import (
     FIRST_UPDATES,
     PANELS,
@@ -59,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=place, metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object; a page only with --output")
     parser.add_argument(
         "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
         help=f"follow the runs: rewrite the page every SECONDS (default {_WATCH_S}), until Ctrl-C",
@@ -72,9 +76,21 @@ def run(args: argparse.Namespace) -> int:
       ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
     """
     paths = [as_typed(text) for text in args.runs]
+    if args.json:
+        if args.watch:
+            raise ConfigError("--watch: must not be given beside --json, which prints once")
+        found = _read(paths)
+        print(json.dumps(to_json([run for one in found for run in one.runs]), indent=2))
+        if args.output:
+            _page(paths, found).write(as_typed(args.output))
+        return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
-    make_page(paths, args.watch or 0).write(output)
+    found = _read(paths)
+    _page(paths, found, args.watch or 0).write(output)
+    for run in (run for one in found if one.sweep is None for run in one.runs):
+        if line := goodput_line(run):
+            note(f"{run.name}: {line}")
     print(printable(str(output)), flush=True)
     if args.watch:
         _watch(paths, output, args.watch)
@@ -104,21 +120,42 @@ def _changed(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
 
 def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
     """Returns the page of these folders; with `reloads_s` it reloads itself every so many seconds."""
+    return _page(paths, _read(paths), reloads_s)
+
+
+class _Found(NamedTuple):
+    """What a folder holds."""
+
+    sweep: dict[str, Any] | None  # None for a run
+    runs: list[ReportedRun]  # of a sweep, its best trials
+
+
+def _read(paths: Sequence[AnyPath]) -> list[_Found]:
+    """Returns what these folders hold."""
+    return [
+        _read_sweep(path, f"{name}: " if len(paths) > 1 else "")
+        if _is_sweep(path)
+        else _Found(None, [ReportedRun.read(path, name)])
+        for path, name in zip(paths, _names(paths), strict=True)
+    ]
+
+
+def _page(paths: Sequence[AnyPath], found: Sequence[_Found], reloads_s: int = 0) -> Page:
     names = _names(paths)
     page = Page(f"maxbatch: {', '.join(names) if len(names) <= 3 else f'{len(names)} runs'}", reloads_s)
-    runs: list[ReportedRun] = []
-    for path, name in zip(paths, names, strict=True):
-        if _is_sweep(path):
-            runs += _add_sweep(page, path, name, len(paths) > 1)
-        else:
-            runs.append(ReportedRun.read(path, name))
-    if runs:
+    for one in found:
+        if one.sweep is not None:
+            add_sweep(page, one.sweep)
+            num_trials = sum(bool(trial["steps"]) for trial in one.sweep["trials"])
+            if len(one.runs) < num_trials:
+                page.add(paragraph(f"Below: the {len(one.runs)} best of {num_trials} trials."))
+    if runs := [run for one in found for run in one.runs]:
         _add_runs(page, runs)
     for path in paths:
         remedy = f"`maxbatch critical-batch {path}` writes it"
-        found = read_json(path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH))
-        if found:
-            add_critical_batch(page, found)
+        measured = read_json(path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH))
+        if measured:
+            add_critical_batch(page, measured)
     return page
 
 
@@ -127,21 +164,17 @@ def _is_sweep(path: AnyPath) -> bool:
         return SweepFolder(path).is_sweep
 
 
-def _add_sweep(page: Page, path: AnyPath, name: str, is_one_of_many: bool) -> list[ReportedRun]:
-    """Adds a sweep's own plots, and returns its best trials as runs."""
+def _read_sweep(path: AnyPath, prefix: str) -> _Found:
+    """Returns a sweep and its best trials, whose names begin with a prefix."""
     folder = SweepFolder(path)
     sweep = folder.to_dict()
-    add_sweep(page, sweep)
-    trials = [trial for trial in sweep["trials"] if trial["steps"]]
-    drawn = trials[:MOST_CURVES]
-    if len(drawn) < len(trials):
-        page.add(paragraph(f"Below: the {len(drawn)} best of {len(trials)} trials."))
-    prefix = f"{name}: " if is_one_of_many else ""
     runs = []
-    for number, overrides in ((trial["number"], trial["overrides"]) for trial in drawn):
+    for trial in [trial for trial in sweep["trials"] if trial["steps"]][:MOST_CURVES]:
+        overrides = trial["overrides"]
         values = overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items())
-        runs.append(ReportedRun.read(folder.trial_folder(number), f"{prefix}{number}: {', '.join(values)}"))
-    return runs
+        name = f"{prefix}{trial['number']}: {', '.join(values)}"
+        runs.append(ReportedRun.read(folder.trial_folder(trial["number"]), name))
+    return _Found(sweep, runs)
 
 
 def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
@@ -175,6 +208,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     if loads := [figure for run in runs if (figure := _loads(run, len(runs) > 1))]:
         page.figures(loads)
     page.add(heading("Throughput by stage"), table(STAGE_HEADS, [row for run in runs for row in run.stage_rates()]))
+    for run in runs:
+        page.add(*goodput_section(run, named=len(runs) > 1))
     for run in runs:
         if found := read_answers(run.path):
             step, answers = found

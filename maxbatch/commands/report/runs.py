@@ -17,6 +17,7 @@ from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
+from maxbatch.runs.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
 
@@ -62,6 +63,7 @@ class ReportedRun:
     config: ConfigDict | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
     devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
+    sessions: list[Session]  # the oldest first; nothing for a run that did not record them
     holes: list[int]  # lines of the metrics with a number that is not finite, which is left out
     most_points: int = MOST_POINTS  # that are drawn, but for evals and the starts of stages
 
@@ -74,7 +76,7 @@ class ReportedRun:
             has_config = (path / "config.yml").exists()
         config = load_config(str(path / "config.yml")) if has_config else None
         metrics = scan_metrics(path)
-        return cls(name, path, config, metrics.records, read_devices(path), metrics.holes)
+        return cls(name, path, config, metrics.records, read_devices(path), read_sessions(path), metrics.holes)
 
     @property
     def apart(self) -> int:
@@ -131,6 +133,20 @@ class ReportedRun:
     def seconds(self) -> float:
         """Time in updates."""
         return sum(self._seconds())
+
+    def totals(self) -> dict[str, object]:
+        """Returns how far the run has come, by the names of the metrics."""
+        last = self.records[-1] if self.records else {}
+        evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
+        return {
+            "steps": last.get(M.STEP, 0),
+            "samples_seen": last.get(M.SAMPLES_SEEN, 0),
+            "tokens_seen": last.get(M.TOKENS_SEEN, 0),
+            "loss": last.get(M.LOSS),
+            "smoothed_loss": self._smoothed_loss()[-1] if self.records else None,
+            "eval_loss": evals[-1] if evals else None,
+            "update_seconds": self.seconds,
+        }
 
     def summary(self) -> list[object]:
         """Returns the cells of `SUMMARY_HEADS`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -47,16 +47,17 @@ def without_persistent_cache() -> Iterator[None]:
 class CompileCounter:
     """A count of the XLA compilations, persistent-cache hits included, of the thread that made the counter.
 
-    Compilations of other threads are off the critical path.
+    Compilations of other threads are off the critical path. `on_compile` is called with the seconds of each.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, on_compile: Callable[[float], None] = lambda seconds: None) -> None:
+        self.count, self._on_compile = 0, on_compile
         self._thread = threading.get_ident()
 
     def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _BACKEND_COMPILE and threading.get_ident() == self._thread:
             self.count += 1
+            self._on_compile(duration_secs)
 
     def __enter__(self) -> CompileCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)

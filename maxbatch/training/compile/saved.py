@@ -32,7 +32,7 @@ from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.compile.target import device_facts
+from maxbatch.training.compile.target import device_facts, machine_name
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -141,7 +141,9 @@ class SavedPrograms:
 
     def __init__(self, folder: str, config_keys: Mapping[str, str], mesh: Mesh) -> None:
         self._folder, self._mesh = as_path(folder), mesh
-        here = _identity(config_keys, list(mesh.devices.flat))
+        devices = list(mesh.devices.flat)
+        here = _identity(config_keys, devices)
+        self._folder = self._for_machine(devices)
         try:
             manifest = read_json(self._folder / MANIFEST, MANIFEST)
             found = manifest["format"]
@@ -172,6 +174,17 @@ class SavedPrograms:
                 f"compiled_dir={folder}: was compiled for another run ({'; '.join(differing[:6])}{more}); "
                 f'compile again, or works: compiled_dir=""'
             )
+
+    def _for_machine(self, devices: Sequence[jax.Device]) -> AnyPath:
+        """Returns the folder of the programs for so many devices: of `compile --survive`, or the folder itself."""
+        smaller = self._folder / machine_name(devices)
+        if not (smaller / MANIFEST).is_file():
+            return self._folder
+        try:
+            stated = read_json(self._folder / MANIFEST, MANIFEST)["devices"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return self._folder  # which is refused by its name
+        return self._folder if stated == device_facts(devices) else smaller
 
     def shapes_for(self, stages: Sequence[Stage]) -> list[BatchShape]:
         """Returns the shapes of the steps of a run.

@@ -71,6 +71,12 @@ def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
     }
 
 
+def machine_name(devices: Sequence[jax.Device]) -> str:
+    """Returns a name for devices by their numbers: the folder that holds programs for a smaller machine."""
+    facts = device_facts(devices)
+    return "-".join(f"{name}-{facts[name]}" for name in ("slices", "hosts", "devices"))
+
+
 def find_target(topology: str | None, num_slices: int = 1) -> Target:
     """Returns the slices of a topology (`VERSION:XxY[xZ]` in chips, such as `v5p:4x4x4`); None: this machine.
 

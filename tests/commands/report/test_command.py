@@ -20,6 +20,8 @@ from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, Reported
 from maxbatch.pages.page import plotly_js
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
+from maxbatch.runs.run_folder import SESSIONS_FILE
+from maxbatch.runs.sessions import Part, Session
 from tests.helpers.command import start
 from tests.helpers.processes import wait_for
 from tests.helpers.reports import make_sweep, write_run
@@ -330,3 +332,43 @@ def test_the_loads_of_experts_are_drawn_over_time() -> None:
     make_page([Path("sparse")]).write(Path("page.html"))
     (drawn,) = [figure["data"][0] for figure in page_data(Path("page.html"))["figures"] if "data" in figure]
     assert (drawn["x"], drawn["y"], drawn["z"]) == ([2, 4], ["0", "1"], [[0.5, 1.0], [1.5, 1.0]])
+
+
+def _write_sessions(path: Path) -> None:
+    parts = {part.value: 0.0 for part in Part}
+    one = Session(1e9, 1e9 + 10, 2, 8, 1, 5, parts | {"start_up": 2.0, "updates_kept": 6.0, "updates_lost": 2.0})
+    two = Session(1e9 + 40, 1e9 + 50, 1, 4, 4, 6, parts | {"updates_kept": 10.0, "since_session_before": 30.0})
+    (path / SESSIONS_FILE).write_text("".join(json.dumps(each.to_json()) + "\n" for each in (one, two)))
+
+
+def test_a_report_draws_where_the_time_went_and_prints_goodput(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), 6)
+    assert main(["report", "a"]) == 0
+    assert "goodput" not in capsys.readouterr().err + Path("a/report.html").read_text(), "of a run without sessions"
+    _write_sessions(Path("a"))
+    assert main(["report", "a"]) == 0
+    said = capsys.readouterr().err
+    assert said == "maxbatch: a: goodput 32.0% of 50 s in 2 sessions, 2 updates trained again\n"
+    page = Path("a/report.html").read_text()
+    assert "Where the time went" in page and "between sessions 60.0%" in page
+    widths = [float(width) for width in re.findall(r'<i style="width:([0-9.]+)%', page)]
+    assert sum(widths) == pytest.approx(100)
+
+
+def test_a_report_as_json_has_goodput_and_every_session(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(Path("a"), 6)
+    _write_sessions(Path("a"))
+    write_run(Path("b"), 3)
+    assert main(["report", "a", "b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["goodput"] == found["runs"][0]["goodput"] == 0.32
+    assert sum(found["seconds"].values()) == 50
+    a, b = found["runs"]
+    assert [(each["first_step"], each["updates_lost"], each["hosts"]) for each in a["sessions"]] == [
+        (1, 2, 2),
+        (4, 0, 1),
+    ]
+    assert (a["steps"], a["seconds"]["updates_lost"], a["updates_lost"]) == (6, 2, 2)
+    assert (b["sessions"], b["goodput"], b["steps"]) == ([], None, 3)
+    assert not Path("report.html").exists()
+    assert main(["report", "sw", "--json", "--watch"]) == 2

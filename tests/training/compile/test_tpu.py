@@ -210,3 +210,39 @@ def test_any_mesh_is_ranked_by_the_clock(
     seconds = [way["modelled_step_s"] for way in ways]
     assert answer["modelled_step_s"] == seconds[0] == min(seconds) and answer["ranked_by"] == "modelled_step_s"
     assert "dcn_data_parallelism=2" in answer["mesh"].split()
+
+
+SLICES = ("--topology", "v5e:2x2", "--slices", "3", "--survive", "1", "--json")
+SURVIVING = (
+    *NARROW, "base_num_decoder_layers=1", "dcn_data_parallelism=-1", "global_batch_size=24", "per_device_batch_size=1",
+    "batch_padding=true", "steps=10",
+)  # fmt: skip
+
+
+def test_every_machine_that_survives_has_its_memory_its_modelled_step_and_its_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *SURVIVING, *SLICES]) == 0
+    rows = json.loads(capsys.readouterr().out)["survive"]
+    assert [(row["slices"], row["devices"], row["gradient_accumulation_steps"]) for row in rows] == [
+        (3, 12, 2),
+        (2, 8, 3),
+    ]
+    assert all(row["fits"] and row["modelled_step_s"] > 0 for row in rows)
+    folder = tmp_path / "compiled"
+    assert main(["compile", *SURVIVING, *SLICES, "--output", str(folder)]) == 0
+    record = json.loads(capsys.readouterr().out)
+    (smaller,) = record["survive"]
+    assert [one["modelled_step_s"] for one in (record, smaller)] == [row["modelled_step_s"] for row in rows]
+    assert [one["hbm_bytes_needed"] for one in (record, smaller)] == [row["hbm_bytes_needed"] for row in rows]
+    assert (folder / "manifest.json").is_file() and smaller["output"] == str(folder / "slices-2-hosts-2-devices-8")
+    assert (folder / "slices-2-hosts-2-devices-8" / "manifest.json").is_file()
+
+
+def test_fewer_hosts_than_a_slice_have_a_plan_and_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+    topology = ("--topology", "v5e:2x4", "--survive", "1", "--json")
+    assert main(["plan", *SURVIVING, "dcn_data_parallelism=1", *topology]) == 0
+    whole, part = json.loads(capsys.readouterr().out)["survive"]
+    assert whole["fits"] and (part["hosts"], part["devices"]) == (1, 4) and "fits" not in part
+    assert main(["compile", *SURVIVING, *topology]) == 2
+    assert "--survive 1: counts slices of a topology here, and there is one" in capsys.readouterr().err

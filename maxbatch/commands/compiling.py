@@ -1,0 +1,73 @@
+"""One program, compiled for the devices of a command, with its memory and its modelled time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbatch.plan.batch import BatchPlan, expansion_factor
+from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.system.atomic_files import write_atomically
+
+if TYPE_CHECKING:
+    import jax
+
+    from maxbatch.data.feed.placement import BatchShape
+    from maxbatch.training.compile.memory import Verdict
+    from maxbatch.training.compile.modelled import Modelled
+    from maxbatch.training.compile.target import Target
+    from maxbatch.training.programs import Programs
+
+
+class Compiled(NamedTuple):
+    """A program that was compiled, or that does not fit."""
+
+    verdict: Verdict
+    executable: jax.stages.Compiled | None  # None if it does not fit
+    modelled: Modelled
+
+
+def programs_on(config: ConfigDict, target: Target, plan: BatchPlan) -> tuple[Programs, list[BatchShape]]:
+    """Returns the programs of a run on devices, not yet lowered, and the batch shapes of its updates."""
+    from maxbatch.training.compile.ladder import plan_shapes
+    from maxbatch.training.programs import Programs, ProgramsConfig
+
+    expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
+    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, expansion)
+    return programs, plan_shapes([stage for stage in plan.stages if stage.num_steps is None or stage.num_steps])
+
+
+def compile_one(
+    name: str,
+    lowered: jax.stages.Lowered,
+    target: Target,
+    config: ConfigDict,
+    hlo: Path | None = None,
+    shape: BatchShape | None = None,
+) -> Compiled:
+    """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
+    from maxbatch.model.decoder_config import DecoderConfig
+    from maxbatch.training.compile.cache import without_persistent_cache
+    from maxbatch.training.compile.memory import compile_for
+    from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
+
+    with without_persistent_cache():
+        verdict, executable = compile_for(lowered, target)
+    if executable is None or not (hlo or has_clock(target)):
+        return Compiled(verdict, executable, Modelled())
+    text = executable.as_text() or ""
+    if hlo:
+        write_atomically(hlo / f"{name}.hlo", text)
+    modelled = model_time(text, target, DecoderConfig.of(config), config.peak_tflops_per_device, shape)
+    return Compiled(verdict, executable, modelled)
+
+
+def largest_update(config: ConfigDict, target: Target, plan: BatchPlan) -> Compiled:
+    """Returns the update of a run that needs the most memory, compiled for devices."""
+    from maxbatch.training.programs import step_name
+
+    programs, shapes = programs_on(config, target, plan)
+    done = [compile_one(step_name(shape), programs.step(shape), target, config, shape=shape) for shape in shapes]
+    return max(done, key=lambda one: (not one.verdict.fits, one.verdict.needed_bytes or 0))

@@ -1,0 +1,109 @@
+"""The machines that are left when slices or hosts are lost: their batch, their memory, their modelled step."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+    from rich.console import Console
+
+
+class UpdateFigures(NamedTuple):
+    """The update that needs the most memory, as the compiler sees it; its fields are those of `plan --json`."""
+
+    hbm_bytes_needed: int | None
+    hbm_bytes_available: int | None
+    fits: bool
+    modelled_step_s: float | None  # a model of the compiler's schedule; nothing is measured
+
+
+class SurvivingMachine(NamedTuple):
+    """A row of `--survive`."""
+
+    batch: SurvivalRow
+    figures: UpdateFigures | None  # None without `--topology`, or if the run is refused or the slice is not whole
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row as `plan --json` prints it."""
+        numbers = {
+            name: float(value) if isinstance(value, Fraction) else value for name, value in self.batch._asdict().items()
+        }
+        return numbers | (self.figures._asdict() if self.figures else {})
+
+
+def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tuple[ConfigDict, Machine]:
+    """Returns the config with the compiler flags of a topology's chip, and the slices of it as numbers."""
+    from maxbatch.training.compile.flags import with_flags
+    from maxbatch.training.compile.target import find_target
+    from maxbatch.training.compile.topology import parse_slice
+
+    config = with_flags(config, parse_slice(topology).version)
+    target = find_target(topology, num_slices)
+    return config, Machine(len(target.devices), target.num_hosts, num_slices)
+
+
+def survivors(
+    config: ConfigDict, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
+) -> list[SurvivingMachine]:
+    """Returns a row for the machine and for each one that is left after the loss of 1 to `survive` parts.
+
+    Raises:
+      ConfigError: nothing would be left.
+    """
+    found = []
+    for left in smaller_machines(machine, survive):
+        row = survival_row(config, left, samples_per_epoch)
+        # Part of a slice is no machine that a compiler knows.
+        has_program = topology and row.refusal is None and (machine.num_slices > 1 or left == machine)
+        found.append(SurvivingMachine(row, _figures(config, topology, left.num_slices) if has_program else None))
+    return found
+
+
+def _figures(config: ConfigDict, topology: str | None, num_slices: int) -> UpdateFigures:
+    from maxbatch.commands.compiling import largest_update
+    from maxbatch.commands.targets import plan_on
+    from maxbatch.training.compile.target import find_target
+
+    target = find_target(topology, num_slices)
+    done = largest_update(config, target, plan_on(config, target))
+    verdict = done.verdict
+    return UpdateFigures(verdict.needed_bytes, verdict.available_bytes, verdict.fits, done.modelled.modelled_step_s)
+
+
+def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
+    """Prints the rows as a table, and the refusals below it."""
+    from maxbatch.plan.view import number_text
+    from maxbatch.system.terminal import PlainTable
+
+    is_compiled = any(one.figures for one in rows)
+    heads = ["slices", "hosts", "devices", "rows per device", "accumulation", "global batch", "padded share"]
+    heads += ["needed", "available", "modelled step"] if is_compiled else []
+    table = PlainTable(*heads, justify="right")
+    for row, figures in rows:
+        cells = [number_text(value) for value in (
+            row.slices, row.hosts, row.devices, row.per_device_batch_size, row.gradient_accumulation_steps,
+            row.global_batch_size_to_train_on,
+        )]  # fmt: skip
+        cells.append("refused" if row.padded_share is None else f"{row.padded_share:.2%}")
+        cells += _figure_cells(figures) if is_compiled else []
+        table.add_row(*cells)
+    console.print()
+    console.print(table)
+    for row, _ in rows:
+        if row.refusal:
+            machine = f"{row.slices} slices" if row.slices > 1 else f"{row.hosts} hosts"
+            console.print(f"refused on {machine}: {row.refusal}", soft_wrap=True)
+
+
+def _figure_cells(figures: UpdateFigures | None) -> list[str]:
+    from maxbatch.training.compile.memory import gigabytes
+
+    if figures is None:
+        return ["-"] * 3
+    needed = gigabytes(figures.hbm_bytes_needed) + ("" if figures.fits else " (does not fit)")
+    step = "-" if figures.modelled_step_s is None else f"{figures.modelled_step_s * 1e3:,.1f} ms"
+    return [needed, gigabytes(figures.hbm_bytes_available), step]

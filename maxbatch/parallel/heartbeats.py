@@ -1,0 +1,192 @@
+"""Heartbeats of the hosts of a run, and the end of the others when one dies.
+
+Every host beats in the store of JAX's coordination service, which the first host keeps. The first host watches the
+beats, and reports a host that stays silent as failed. The others notice that the first host is dead because its store
+no longer answers. JAX then aborts the process at once where the connection is closed, so that case is met in a handler
+of SIGABRT. (A callback of Python's that JAX would call instead cannot take its argument, jax 0.10.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
+from maxbatch.system.folding import printable
+
+POLL_S = 0.5
+LEAVE_S = 6 * POLL_S  # for which the first host keeps the store, so that the others read why the run ends
+_RESERVE_S = 8.0  # of the timeout: to report a dead host, and for the others to end
+_FAILURE_KEY, _BEATS, _DONE = "maxbatch/failure", "maxbatch/beats/", "done"
+_CONNECT_S = 2.0
+
+# Returns the newest step that is saved; None if there is none.
+LastSaved = Callable[[], int | None]
+
+
+def silence_of(timeout_s: int) -> float:
+    """Returns the seconds of silence after which a host counts as dead, so that all have ended by `timeout_s`."""
+    return max(timeout_s / 2, timeout_s - _RESERVE_S)
+
+
+def backstop_of(timeout_s: int) -> int:
+    """Returns the timeout of JAX's own heartbeats, which abort without a message: behind ours."""
+    return 2 * timeout_s + 30
+
+
+def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tuple[str, int]:
+    """Returns the message about a host that died, and the exit code of the run."""
+    saved = None
+    with contextlib.suppress(Exception):  # the store of the checkpoints may be gone as well
+        saved = last_saved()
+    fate = "nothing is saved" if saved is None else f"step {saved} is saved, and the same command continues"
+    return f"host {host} of {num_hosts} {how}; {fate}", EXIT_FAILED if saved is None else EXIT_STOPPED
+
+
+def leave(code: int, is_first: bool) -> NoReturn:
+    """Ends the process at once; the first host, which keeps the store, ends last."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if is_first:
+        time.sleep(LEAVE_S)
+    os._exit(code)
+
+
+def _set_handler(handler: ctypes.c_void_p | None) -> None:
+    """Sets the handler of SIGABRT, which any thread calls at once: Python's own would wait for the main thread."""
+    set_signal = ctypes.CDLL(None).signal
+    set_signal.argtypes, set_signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    set_signal(int(signal.SIGABRT), handler)
+
+
+class Heartbeats:
+    """The beats of this host, and its watch over the others.
+
+    Args:
+      store: the client of the coordination service.
+      address: HOST:PORT of that service.
+      timeout_s: `heartbeat_timeout_s`.
+      last_saved: what a message about a dead host says is saved.
+    """
+
+    def __init__(self, store: Any, address: str, timeout_s: int, last_saved: LastSaved) -> None:
+        self._store, self._address, self._last_saved = store, address, last_saved
+        self._index, self._num_hosts = jax.process_index(), jax.process_count()
+        self._silence_s, self._period_s = silence_of(timeout_s), timeout_s / 10
+        self._closed = threading.Event()
+        self._answered_at = time.monotonic()
+        self._seen: dict[int, tuple[str, float]] = {}  # of each host, its last beat and when it was new here
+        self._threads = [
+            threading.Thread(target=target, name="maxbatch-hosts", daemon=True)
+            for target in (self._talk, self._watch_store)
+        ]
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # kept alive as long as it is installed
+
+    def start(self) -> None:
+        """Starts to beat and to watch."""
+        if self._index:
+            _set_handler(ctypes.cast(self._handler, ctypes.c_void_p))
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ends the beats: the host is done, and is not missed."""
+        self._closed.set()
+        self._threads[0].join(self._period_s + LEAVE_S)
+        if self._index:
+            _set_handler(None)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._beat(_DONE)
+
+    def wait_for_report(self) -> None:
+        """Waits for as long as it may take to find a dead host, whose report ends this process."""
+        self._threads[0].join(self._silence_s + self._period_s + LEAVE_S)
+
+    def fail(self, message: str, code: int, host: int | None = None) -> None:
+        """Reports to all hosts that one failed, by default this one."""
+        failure = {"host": self._index if host is None else host, "message": message, "code": code}
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
+            self._store.key_value_set(_FAILURE_KEY, json.dumps(failure))
+
+    def _talk(self) -> None:
+        """Beats, and ends this process when a host has failed."""
+        beats, due = 0, 0.0
+        while not self._closed.wait(POLL_S):
+            try:
+                if time.monotonic() >= due:
+                    beats, due = beats + 1, time.monotonic() + self._period_s
+                    self._beat(str(beats))
+                    if not self._index:
+                        self._look_for_silent()
+                failure = self._failure()
+            except jax.errors.JaxRuntimeError:
+                continue  # the store does not answer: `_watch_store` counts
+            self._answered_at = time.monotonic()
+            if failure and (failure["host"] != self._index or failure.get("is_dead")):
+                own = "" if failure.get("is_dead") else f"host {failure['host']}: "
+                self._end(f"{own}{failure['message']}", failure["code"])
+            if failure:
+                return
+
+    def _failure(self) -> dict[str, Any] | None:
+        try:
+            found: dict[str, Any] = json.loads(self._store.key_value_try_get(_FAILURE_KEY))
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+        return found
+
+    def _beat(self, text: str) -> None:
+        self._store.key_value_set(f"{_BEATS}{self._index}", text, allow_overwrite=True)
+
+    def _look_for_silent(self) -> None:
+        """Reports the first host that has been silent for too long."""
+        now = time.monotonic()
+        beats = {int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(_BEATS)}
+        for host in range(1, self._num_hosts):
+            text = beats.get(host, "")
+            if text == _DONE:
+                continue
+            before, since = self._seen.setdefault(host, (text, now))
+            if text != before:
+                self._seen[host] = (text, now)
+            elif now - since >= self._silence_s:
+                how = f"has died: no heartbeat for {now - since:.0f} s (heartbeat_timeout_s)"
+                message, code = death_of(host, self._num_hosts, how, self._last_saved)
+                failure = {"host": host, "message": message, "code": code, "is_dead": True}
+                self._store.key_value_set(_FAILURE_KEY, json.dumps(failure))
+                return
+
+    def _watch_store(self) -> None:
+        """Ends this process when the first host no longer answers."""
+        while self._index and not self._closed.wait(POLL_S):
+            silent_s = time.monotonic() - self._answered_at
+            if silent_s >= self._silence_s:
+                how = f"has died: it has not answered for {silent_s:.0f} s (heartbeat_timeout_s)"
+                self._end(*death_of(0, self._num_hosts, how, self._last_saved))
+
+    def _on_abort(self, number: int) -> None:
+        """Ends this process where JAX aborts it because the first host has closed its connections."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
+        except OSError:
+            how = "has died: it has closed its connections"
+            self._end(*death_of(0, self._num_hosts, how, self._last_saved))
+
+    def _end(self, message: str, code: int) -> NoReturn:
+        print(f"maxbatch: error: {printable(message)}", file=sys.stderr)
+        leave(code, is_first=not self._index)

@@ -1,0 +1,89 @@
+"""The same run on fewer slices, or fewer hosts: what each smaller machine would do with the batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.values import Number, exact, plain_number
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.mesh_shape import check_divides
+from maxbatch.system.errors import ConfigError
+
+
+class Machine(NamedTuple):
+    """The devices of a run in numbers."""
+
+    num_devices: int
+    num_hosts: int = 1
+    num_slices: int = 1
+
+    @property
+    def unit(self) -> str:
+        """The part that a machine loses at once: a slice or, where there is a single slice, a host."""
+        return "slices" if self.num_slices > 1 else "hosts"
+
+    def without(self, lost: int) -> Machine:
+        """Returns the machine that is left after `lost` of its slices or hosts are gone."""
+        whole = self.num_slices if self.num_slices > 1 else self.num_hosts
+        left = whole - lost
+        slices = left if self.num_slices > 1 else 1
+        return Machine(self.num_devices // whole * left, self.num_hosts // whole * left, slices)
+
+
+class SurvivalRow(NamedTuple):
+    """A machine and its last stage's batch; its fields are those of `plan --json`."""
+
+    slices: int
+    hosts: int
+    devices: int
+    global_batch_size_to_train_on: int | None  # None, like all numbers below, where the run is refused
+    per_device_batch_size: Number | None
+    gradient_accumulation_steps: int | None
+    micro_batch_size_to_train_on: int | None
+    padded_slots_per_step: int | None
+    padded_share: float | None
+    refusal: str | None  # why the run does not start on it; None if it does
+
+
+def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
+    """Returns a machine and those that are left after the loss of 1 to `survive` of its slices or hosts.
+
+    Raises:
+      ConfigError: nothing would be left, or the slices or hosts are not alike.
+    """
+    whole = machine.num_slices if machine.num_slices > 1 else machine.num_hosts
+    if whole == 1:
+        raise ConfigError(f"--survive {survive}: counts slices, or hosts where there is one slice, and this machine "
+                          "has one of each; works: --slices 4, or --hosts 4")  # fmt: skip
+    if survive >= whole:
+        raise ConfigError(f"--survive {survive}: must be less than the {whole} {machine.unit}; "
+                          f"works: --survive {whole - 1}")  # fmt: skip
+    check_divides(f"--{machine.unit} ", whole, machine.num_devices)
+    if machine.num_hosts % whole:
+        raise ConfigError(f"--survive {survive}: needs slices of as many hosts each, and {machine.num_hosts} hosts "
+                          f"are not divisible by {whole} slices; works: --hosts {whole}")  # fmt: skip
+    return [machine.without(lost) for lost in range(survive + 1)]
+
+
+def survival_row(config: ConfigDict, machine: Machine, samples_per_epoch: int | None) -> SurvivalRow:
+    """Returns the batch of a run on a machine, or why it is refused there."""
+    place = (machine.num_slices, machine.num_hosts, machine.num_devices)
+    try:
+        plan = BatchPlan.from_config(
+            config, machine.num_devices, machine.num_hosts, num_slices=machine.num_slices,
+            samples_per_epoch=samples_per_epoch,
+        )  # fmt: skip
+    except ConfigError as error:
+        return SurvivalRow(*place, None, None, None, None, None, None, str(error))
+    return SurvivalRow(
+        *place,
+        plan.global_batch_size_to_train_on,
+        plain_number(exact(plan.per_device_batch_size)),
+        plan.gradient_accumulation_steps,
+        plan.micro_batch_size_to_train_on,
+        plan.padded_slots_per_step,
+        plan.padded_share,
+        None,
+    )

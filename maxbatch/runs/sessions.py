@@ -1,0 +1,313 @@
+"""`sessions.jsonl`: a line for every start of a run, with its wall time by what it went to.
+
+A line is written when a run starts and is kept up to date by a thread while it runs. A start that is killed leaves its
+last line, which the next start completes from `metrics.jsonl`. The next start also knows which updates are trained
+again, and counts their time as lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Self
+
+from maxbatch.plan.checkpoint_period import MeasuredTimes
+from maxbatch.runs.json_file import checked
+from maxbatch.runs.metrics import UpdateSeconds, read_lines, update_seconds
+from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
+from maxbatch.system.appending import PERIOD_S as REMOTE_PERIOD_S
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.storage import AnyPath, is_remote
+
+_PERIOD_S = 5.0
+_END_WAIT_S = 5.0
+
+
+class Part(StrEnum):
+    """A part of the wall time of a session."""
+
+    START_UP = "start_up"  # whatever is none of the others
+    RESTORING = "restoring"
+    COMPILING = "compiling"
+    WAITING_FOR_DATA = "waiting_for_data"
+    UPDATES_KEPT = "updates_kept"
+    UPDATES_LOST = "updates_lost"  # trained again by a later session, or under way when the session ended
+    CHECKPOINTS = "checkpoints"
+    EVAL = "eval"
+    SINCE_SESSION_BEFORE = "since_session_before"
+
+
+class Session(NamedTuple):
+    """A start of a run."""
+
+    started: float  # seconds since 1970
+    ended: float  # when it was last known to live
+    hosts: int
+    devices: int
+    first_step: int | None  # its first update, from 1; None if it ended before that was known
+    last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
+    seconds: dict[str, float]  # by `Part`; their sum is the time from the end of the session before to its own end
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the object of its line; times to the millisecond."""
+        rounded = {name: round(value, 3) for name, value in self.seconds.items()}
+        return self._asdict() | {"started": round(self.started, 3), "ended": round(self.ended, 3), "seconds": rounded}
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of its time that went to updates which are kept; None without any time."""
+        return goodput(self.seconds)
+
+    def moved(self, source: Part, target: Part, seconds: float) -> Session:
+        """Returns it with some of the time of one part, or all that there is, counted in another part."""
+        found = min(max(seconds, 0.0), self.seconds[source])
+        changed = dict(self.seconds)
+        changed[source] -= found
+        changed[target] += found
+        return self._replace(seconds=changed)
+
+
+_SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first_step": int | None,
+          "last_step": int | None, "seconds": {part.value: float for part in Part}}  # fmt: skip
+
+
+def read_sessions(run_dir: AnyPath) -> list[Session]:
+    """Returns the sessions of a run, the oldest first; a line that cannot be read is left out.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    return [found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> Session | None:
+    try:
+        found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
+        seconds = {part.value: float(found["seconds"][part]) for part in Part}
+        if not all(math.isfinite(one) and one >= 0 for one in (*seconds.values(), found["started"], found["ended"])):
+            return None
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return Session(**{name: found[name] for name in Session._fields[:-1]}, seconds=seconds)
+
+
+def total_seconds(sessions: Sequence[Session]) -> dict[str, float]:
+    """Returns the wall time of a run by `Part`."""
+    return {part.value: sum(session.seconds[part] for session in sessions) for part in Part}
+
+
+def goodput(seconds: Mapping[str, float]) -> float | None:
+    """Returns the share of updates that are kept in the wall time; None without any time."""
+    total = sum(seconds.values())
+    return seconds[Part.UPDATES_KEPT] / total if total else None
+
+
+def lost_updates(sessions: Sequence[Session]) -> list[int]:
+    """Returns for each session the number of its updates that later sessions trained again, or are to."""
+    lost, last_kept = [], math.inf
+    for session in reversed(sessions):
+        first, last = session.first_step, session.last_step
+        if first is None or last is None:
+            lost.append(0)
+            continue
+        lost.append(max(0, last - max(first - 1, int(min(last, last_kept)))))
+        last_kept = min(last_kept, first - 1)
+    return lost[::-1]
+
+
+def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> MeasuredTimes:
+    """Returns the mean times of a run whose checkpoints were `checkpoint_period` updates apart."""
+    trained = [one for one in sessions if one.first_step and one.last_step and one.first_step <= one.last_step]
+    seconds = total_seconds(trained)
+    steps = sum((one.last_step or 0) - (one.first_step or 0) + 1 for one in trained)
+    saves = sum(
+        (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period for one in trained
+    )
+    starts = (Part.SINCE_SESSION_BEFORE, Part.START_UP, Part.RESTORING, Part.COMPILING)
+    again = total_seconds(trained[1:])
+    return MeasuredTimes(
+        seconds[Part.CHECKPOINTS] / saves if saves and seconds[Part.CHECKPOINTS] else None,
+        (seconds[Part.UPDATES_KEPT] + seconds[Part.UPDATES_LOST] + seconds[Part.WAITING_FOR_DATA]) / steps
+        if steps
+        else None,
+        sum(again[part] for part in starts) / (len(trained) - 1) if len(trained) > 1 else None,
+    )
+
+
+def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]) -> list[Session]:
+    """Returns the sessions of a run as a start knows them that goes on after `step` updates.
+
+    Args:
+      sessions: the sessions before, the oldest first.
+      step: completed updates of the checkpoint; those after it are trained again.
+      now: when the start began, in seconds since 1970.
+      times: of updates by their number: of those after the last line of `sessions`, and of those after `step`.
+    """
+    found = list(sessions)
+    if found:
+        found[-1] = _completed(found[-1], now, times)
+    last_kept = math.inf  # of the sessions before the one that the loop looks at: the later ones trained the rest
+    for index in reversed(range(len(found))):
+        first, last = found[index].first_step, found[index].last_step
+        if first is None or last is None:
+            continue
+        found[index] = _without(found[index], first, min(last, last_kept), step, times)
+        last_kept = min(last_kept, first - 1)
+    return found
+
+
+def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds]) -> Session:
+    """Returns a session with the updates that it recorded after its line was written last."""
+    if session.last_step is None:
+        return session
+    late: list[UpdateSeconds] = []
+    while (session.last_step + len(late) + 1) in times:
+        late.append(times[session.last_step + len(late) + 1])
+    waited = min(sum(one.waited for one in late), sum(one.whole for one in late))
+    whole = sum(one.whole for one in late)
+    under_way = min(session.seconds[Part.UPDATES_LOST], whole)  # of the first of them, counted by then
+    room = max(0.0, now - session.ended)
+    added = min(whole - under_way, room)
+    kept = max(0.0, under_way + added - waited)
+    seconds = session.seconds | {
+        Part.UPDATES_LOST: session.seconds[Part.UPDATES_LOST] - under_way,
+        Part.UPDATES_KEPT: session.seconds[Part.UPDATES_KEPT] + kept,
+        Part.WAITING_FOR_DATA: session.seconds[Part.WAITING_FOR_DATA] + under_way + added - kept,
+    }
+    return session._replace(ended=session.ended + added, last_step=session.last_step + len(late), seconds=seconds)
+
+
+def _without(session: Session, first: int, last: float, step: int, times: Mapping[int, UpdateSeconds]) -> Session:
+    """Returns a session, of which the updates `first` to `last` counted as kept, without those after `step`."""
+    if last <= step or last < first:
+        return session
+    if step < first:
+        return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, math.inf)
+    mean = session.seconds[Part.UPDATES_KEPT] / (last - first + 1)
+    lost = (times.get(number) for number in range(step + 1, int(last) + 1))
+    seconds = sum(mean if one is None else one.whole - one.waited for one in lost)
+    return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, seconds)
+
+
+class SessionLog:
+    """The line of the session that runs, and the clock of its parts.
+
+    Its methods are called on the thread that trains. As a context manager it writes the line at once and once more at
+    the end. A start that is refused leaves no line.
+
+    Args:
+      folder: the folder of the run.
+      started: when the session began, in seconds since 1970.
+      hosts, devices: of the run.
+      writes: whether this host writes the file.
+    """
+
+    def __init__(self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool) -> None:
+        self._folder, self._writes = folder, writes
+        self._before = read_sessions(folder.path) if writes else []  # as it was found
+        self._earlier = self._before  # as this start knows it
+        seconds = {part.value: 0.0 for part in Part}
+        if self._before:
+            seconds[Part.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
+        self._own = Session(started, started, hosts, devices, None, None, seconds)
+        self._origin = time.perf_counter() - max(0.0, time.time() - started)
+        self._part, self._since = Part.START_UP, self._origin
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._failure: BaseException | None = None
+        self._is_withdrawn = False
+        self._thread = threading.Thread(target=self._write_on, name="maxbatch-sessions", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._writes:
+            self._write()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._writes:
+            return
+        self._closed.set()
+        self._thread.join(_END_WAIT_S)
+        if self._thread.is_alive():
+            return
+        trained = self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
+        self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not trained)
+        with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
+            self._write()
+
+    def withdraw(self) -> None:
+        """Leaves no line of this start: there was nothing to do."""
+        self._is_withdrawn = True
+
+    @contextlib.contextmanager
+    def during(self, part: Part) -> Iterator[None]:
+        """Counts the time of a block in a part, without the blocks within it that count elsewhere."""
+        outer = self._turn_to(part)
+        try:
+            yield
+        finally:
+            self._turn_to(outer)
+
+    def move(self, part: Part, seconds: float) -> None:
+        """Counts seconds that have just passed in another part than the one that they were counted in."""
+        with self._lock:
+            self._settle()
+            self._own = self._own.moved(self._part, part, seconds)
+
+    def stand_at(self, step: int) -> None:
+        """Notes that the session goes on after `step` updates; those that it will train again are lost."""
+        with self._lock:
+            self._own = self._own._replace(first_step=step + 1, last_step=step)
+        if not self._before:
+            return
+        last = self._before[-1].last_step
+        times = update_seconds(self._folder.path, after=min(step, step if last is None else last))
+        self._earlier = resumed(self._before, step, self._own.started, times)
+        gap = max(0.0, self._own.started - self._earlier[-1].ended)
+        with self._lock:
+            self._own = self._own._replace(seconds=self._own.seconds | {Part.SINCE_SESSION_BEFORE: gap})
+
+    def record(self, step: int) -> None:
+        """Counts the time in updates so far as kept: the record of update `step` is written."""
+        if self._failure:
+            raise self._failure
+        with self._lock:
+            self._settle()
+            self._own = self._own.moved(Part.UPDATES_LOST, Part.UPDATES_KEPT, math.inf)._replace(last_step=step)
+
+    def _turn_to(self, part: Part) -> Part:
+        with self._lock:
+            self._settle()
+            outer, self._part = self._part, part
+            return outer
+
+    def _settle(self) -> None:
+        now = time.perf_counter()
+        seconds = self._own.seconds | {self._part: self._own.seconds[self._part] + now - self._since}
+        self._own = self._own._replace(ended=self._own.started + now - self._origin, seconds=seconds)
+        self._since = now
+
+    def _write_on(self) -> None:
+        period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
+        while not self._closed.wait(period):
+            try:
+                self._write()
+            except (ConfigError, TrainingError, OSError) as error:
+                self._failure = error  # raised on the thread that trains
+                return
+
+    def _write(self) -> None:
+        self._folder.check()
+        with self._lock:
+            self._settle()
+            lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
+        if lines:
+            content = "".join(json.dumps(session.to_json()) + "\n" for session in lines)
+            self._folder.write(SESSIONS_FILE, content)
+        else:
+            (self._folder.path / SESSIONS_FILE).unlink(missing_ok=True)
