@@ -7,8 +7,8 @@ its blocks between them, so it commits by all hosts or by none; which of them he
 matter. A host that lacks a block receives it from one that has it.
 
 Orbax has `experimental.emergency.CheckpointManager` for this. It is not used, because it keeps local copies only where
-one axis of the mesh holds at least two whole replicas, restores only onto the hosts and the mesh that saved, and does
-not check what it reads. Plain files with checksums do without these limits, also on simulated hosts.
+one axis of the mesh holds at least two whole replicas, and restores only onto the mesh that saved, with as many hosts
+and devices. Plain files with checksums do without these limits, also on simulated hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.parallel.hosts import broadcast, gather
-from maxbatch.parallel.mesh import num_slices
+from maxbatch.parallel.mesh import num_slices, slice_of
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position
 from maxbatch.system.errors import reason, writing
@@ -302,19 +302,20 @@ def _blocks_here(leaves: Iterable[jax.Array]) -> dict[str, np.ndarray]:
 # --- second copies ---
 
 
-def _holder(device: jax.Device, by_slice: bool) -> int:
-    """Returns what is lost at once: a slice where there are several, else a host."""
-    return getattr(device, "slice_index", 0) if by_slice else device.process_index
+def _host(device: jax.Device) -> int:
+    return device.process_index
 
 
 def _needs_a_copy(leaf: Any) -> bool:
     """Returns whether a block of an array is held by a single host, or a single slice, of several."""
     devices = list(leaf.sharding.mesh.devices.flat)
-    by_slice, holders = num_slices(devices) > 1, defaultdict[Spans, set[int]](set)
+    # What is lost at once: a slice where there are several, else a host.
+    unit = slice_of if num_slices(devices) > 1 else _host
+    holders: dict[Spans, set[int]] = defaultdict(set)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        holders[_spans(index, leaf.shape)].add(_holder(device, by_slice))
-    is_single = len({_holder(device, by_slice) for device in devices}) == 1
-    return not is_single and any(len(found) < 2 for found in holders.values())
+        holders[_spans(index, leaf.shape)].add(unit(device))
+    has_others = len({unit(device) for device in devices}) > 1
+    return has_others and any(len(found) < 2 for found in holders.values())
 
 
 def _next_places(sharding: NamedSharding) -> list[int]:
@@ -325,7 +326,7 @@ def _next_places(sharding: NamedSharding) -> list[int]:
     devices = list(sharding.mesh.devices.flat)
     hosts: dict[int, list[int]] = defaultdict(list)
     for place, device in enumerate(devices):
-        hosts[device.process_index].append(place)
+        hosts[_host(device)].append(place)
     ordered = [hosts[host] for host in sorted(hosts)]
     shift = len(ordered) // num_slices(devices) % len(ordered) or 1
     following = ordered[shift:] + ordered[:shift]

@@ -7,11 +7,14 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxbatch import ConfigError
 from maxbatch.training.own import Parts
@@ -19,7 +22,7 @@ from maxbatch.training.pretraining import Pretraining, train
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import RunContext, Session
 from maxbatch.training.update.state import TrainState
-from maxbatch.training.weights import shard_files
+from maxbatch.training.weights import local_checkpoints, shard_files
 from tests.helpers.tiny import assert_same_run, read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
@@ -197,6 +200,28 @@ def test_a_full_disk_costs_one_warning_and_the_state_before_stays(
     assert local_states(tmp_path) == ["2"]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert restart(tmp_path)[0] == 2
+
+
+def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_checkpoints, "_host", lambda device: device.id // 2)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split, replicated = (NamedSharding(mesh, spec) for spec in (P("fsdp", "tensor"), P(None, "tensor")))
+    x = jax.device_put(np.arange(64, dtype=np.int32).reshape(8, 8), split)
+    assert local_checkpoints._needs_a_copy(x)
+    assert not local_checkpoints._needs_a_copy(jax.device_put(x, replicated)), "every host holds all of it"
+    sent = local_checkpoints._passed_on(split)(x)
+    by_device = {shard.device.id: np.array(shard.data)[0] for shard in sent.addressable_shards}
+    for shard in x.addressable_shards:
+        np.testing.assert_array_equal(by_device[(shard.device.id + 2) % 8], shard.data)
+    assert {name: block.tolist() for name, block in local_checkpoints._received(0, x, sent)} == {
+        name: block.tolist() for name, block in local_checkpoints._blocks_here([x]).items()
+    }
+
+
+def test_with_several_slices_the_second_copy_is_in_another_one() -> None:
+    devices = [SimpleNamespace(process_index=host, slice_index=host // 2) for host in range(4) for _ in range(2)]
+    places = local_checkpoints._next_places(SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices))))
+    assert places == [4, 5, 6, 7, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
