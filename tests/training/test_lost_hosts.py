@@ -91,7 +91,8 @@ def disks(tmp_path: Path) -> dict[str, str]:
     """Hosts with a disk of their own each; the variables that make it so."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(SITECUSTOMIZE))
-    return {"PYTHONPATH": str(tmp_path / "site"), "DISKS": str(tmp_path / "disks")}
+    programs = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # compiled once for all hosts
+    return {"PYTHONPATH": str(tmp_path / "site"), "DISKS": str(tmp_path / "disks"), "XDG_CACHE_HOME": programs}
 
 
 def lose_a_disk(disks: Path) -> None:

@@ -303,7 +303,8 @@ def _blocks_here(leaves: Iterable[jax.Array]) -> dict[str, np.ndarray]:
 
 
 def _host(device: jax.Device) -> int:
-    return device.process_index
+    index: int = device.process_index
+    return index
 
 
 def _needs_a_copy(leaf: Any) -> bool:
