@@ -216,6 +216,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
             raise fault("early_stopping_patience", "null beside batch_size: maxbatch rl has no eval loss", "null")
         if values["eval_interval"] == -1:
             raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
+    _check_local_checkpoints(values, fault)
     if values["lora_rank"]:
         _check_adapters(values, fault)
     if not values["run_dir"]:
@@ -237,6 +238,22 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
     if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
         raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+
+
+def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for local checkpoints that lack a place or a period, or that the run cannot have."""
+    directory, period = values["local_checkpoint_directory"], values["local_checkpoint_period"]
+    if not directory:
+        if period:
+            rule = "0 without local_checkpoint_directory, the path on each host that they are kept below"
+            raise fault("local_checkpoint_period", rule, 0)
+        return
+    if not period:
+        raise fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
+    if values["batch_size"] is not None:
+        raise fault("local_checkpoint_directory", "empty beside batch_size: maxbatch rl keeps none", '""')
+    if not values["enable_checkpointing"]:
+        raise fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
 
 
 def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:

@@ -803,6 +803,18 @@ class CheckpointConfig(Section):
     max_num_checkpoints_to_keep: int | None = key(
         "newest checkpoints kept; null: all", fixes=_NOTHING, bounds=_COUNT, unit="checkpoints"
     )
+    local_checkpoint_directory: LocalPath = key(
+        'each host keeps its newest shards below this path on its own disk or RAM disk; "": none',
+        fixes=_NOTHING,
+        warm_start=False,
+    )
+    local_checkpoint_period: int = key(
+        "updates between local checkpoints; 0 without local_checkpoint_directory",
+        fixes=_NOTHING,
+        bounds=_FROM_ZERO,
+        unit="updates",
+        warm_start=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

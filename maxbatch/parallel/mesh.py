@@ -14,9 +14,14 @@ from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
 from maxbatch.plan.plan_config import PlanConfig
 
 
+def slice_of(device: jax.Device) -> int:
+    """Returns the slice that a device is in: TPU slices are joined by a data-centre network; elsewhere there is one."""
+    return getattr(device, "slice_index", 0)
+
+
 def num_slices(devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices that the devices span: TPU slices joined by a data-centre network, else 1."""
-    return len({getattr(device, "slice_index", 0) for device in devices})
+    """Returns the number of slices that the devices span."""
+    return len({slice_of(device) for device in devices})
 
 
 def must_take_turns(devices: Sequence[jax.Device]) -> bool:

@@ -55,7 +55,8 @@ from maxbatch.training.record.recorder import Output, Record, RecordConfig, Reco
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
-from maxbatch.training.weights.checkpoints import Checkpoints
+from maxbatch.training.weights.checkpoints import Checkpoints, Restored
+from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.parameters import Reader, open_parameters, open_source
 
 
@@ -142,6 +143,7 @@ class Session(Generic[B]):
     state: TrainState
     position: Position
     plan: BatchPlan  # from `position` on
+    _restored_from = "checkpoints"
 
     def __init__(self, context: RunContext, task: Task[B], outputs: Sequence[Output] = ()) -> None:
         self._context, self.task, self._outputs = context, task, outputs
@@ -150,15 +152,20 @@ class Session(Generic[B]):
         self._clock = context.sessions
         with self._clock.during(Part.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
+            self._local = self._open_local_checkpoints()
+        if (
+            self._local
+            and self._local.states
+            and (newest is None or self._local.states[0].step >= newest.position.step)
+        ):
+            newest = self._local.states[0].record
         hosts = newest.hosts if newest else ()
         self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
             warn(message)
         self.task.build(self.plan)
-        restored = None
-        if self.checkpoints:
-            with self._clock.during(Part.RESTORING):
-                restored = self.checkpoints.restore(self.task.abstract, self.task.executable)
+        with self._clock.during(Part.RESTORING):
+            restored = self._restore()
         if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
             raise ConfigError(
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
@@ -167,6 +174,8 @@ class Session(Generic[B]):
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
+        if self._local:
+            self._local.resumed(position.step)
         self._restored = restored.state if restored else None
         if not restored:
             context.open_parameters(self.task.abstract.model)
@@ -188,6 +197,28 @@ class Session(Generic[B]):
             self.task.data.num_loading_hosts,
         )
         return self._context.stack.enter_context(closing(checkpoints))
+
+    def _open_local_checkpoints(self) -> LocalCheckpoints | None:
+        directory = self.config.local_checkpoint_directory
+        if not (self.checkpoints and directory):
+            return None
+        return self._context.stack.enter_context(
+            closing(LocalCheckpoints(directory, self.folder.path, self.checkpoints, warn))
+        )
+
+    def _restore(self) -> Restored | None:
+        """Returns the newest state that is whole, of the local checkpoints and of those in `run_dir`."""
+        if not self.checkpoints:
+            return None
+        abstract, make = self.task.abstract, self.task.executable
+        for state in self._local.states if self._local else ():
+            if newer := self.checkpoints.restore(abstract, make, after=state.step):
+                return newer
+            assert self._local is not None
+            if restored := self._local.restore(state, abstract, make):
+                self._restored_from = "local checkpoints"
+                return restored
+        return self.checkpoints.restore(abstract, make)
 
     def _stand_at(self, position: Position, *hosts: int) -> None:
         self.position = position
@@ -255,6 +286,8 @@ class Session(Generic[B]):
         """
         if self.is_complete:
             self._check_result()
+            if self._local:
+                self._local.remove()
             longer = "early_stopping_patience" if self._early_end else "its length"
             self.console.print(
                 f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}"
@@ -281,6 +314,8 @@ class Session(Generic[B]):
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(Part.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
+        if self._local and self.is_complete:
+            self._local.remove()
         with self._clock.during(Part.EVAL):
             return self._conclude()
 
@@ -322,6 +357,8 @@ class Session(Generic[B]):
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
                 self.state, update = task.step(self.state, batch, settings.at(first_sample))
             self._clock.move(Part.WAITING_FOR_DATA, update.data_wait_s)
+            if self._local:
+                self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
             recorder.add(update)
             self._context.background.check()
             if step == first_step:
@@ -331,7 +368,8 @@ class Session(Generic[B]):
             is_last = step == self.total_steps
             saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
             evaluates = ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
-            pauses = saves or evaluates or step == first_step or profiler.ends_after(step)
+            keeps = self._local is not None and ends_batch and not is_last and self._is_due_locally(last_end, step)
+            pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
             if pauses or task.takes_turns:
                 recorder.catch_up(partial(self._evaluate, step) if evaluates else None)
             ends_early = evaluates and self._ends_early(recorder.position)
@@ -339,6 +377,8 @@ class Session(Generic[B]):
                 profiler.after(step)
                 if saves or ends_early:
                     self._save(recorder)
+                if keeps and not ends_early:
+                    self._save_locally(recorder)
                 recorder.restart_clock()
             last_end = step if ends_batch else last_end
             if ends_early:
@@ -359,6 +399,16 @@ class Session(Generic[B]):
                 recorder.sync()
                 self.checkpoints.save(self.state, recorder.position)
 
+    def _is_due_locally(self, last_end: int, step: int) -> bool:
+        return is_due(self.config.local_checkpoint_period, last_end, step)
+
+    def _save_locally(self, recorder: Recorder) -> None:
+        assert self._local is not None
+        with self._clock.during(Part.CHECKPOINTS):
+            self.folder.check()
+            recorder.sync()
+            self._local.save(self.state, recorder.position)
+
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
         """Re-raises a failure of the store in mid-run as TrainingError, naming the last checkpoint."""
@@ -372,6 +422,8 @@ class Session(Generic[B]):
         self.task.compile_rest()
         if self.checkpoints:
             self.checkpoints.compile(self.task.abstract, self._context.background, self.task.executable)
+        if self._local:
+            self._local.compile(self.task.abstract, self._context.background)
 
     def _introduce(self) -> None:
         """Prints the plan before training: the batch as an equation, the ramp, the model and its devices."""
@@ -382,7 +434,7 @@ class Session(Generic[B]):
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.task.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
-        resumed = f", resumed at step {step}, sample {samples_seen:,}" if step else ""
+        resumed = f", resumed at step {step}, sample {samples_seen:,}, from {self._restored_from}" if step else ""
         self.console.print(
             f"{_parameters(self.task.abstract)} | {self.config.dataset_type}{epoch} | {self.config.run_dir}{resumed}"
         )

@@ -170,7 +170,9 @@ class Checkpoints:
             return next(filter(None, records), None)
 
         found = broadcast(look)
-        return CheckpointRecord.from_json(found) if found else None
+        record = CheckpointRecord.from_json(found) if found else None
+        self._started = self._saved = record.position.step if record else 0
+        return record
 
     def _look(self, step: int) -> tuple[str | None, Any]:
         """Returns how the JSON of a checkpoint is damaged, and the JSON if it is sound."""
@@ -178,6 +180,11 @@ class Checkpoints:
             record = read_record(self._folder / str(step))
         except DamagedError as error:
             return str(error), None
+        self.check_identity(record, f"its checkpoint of step {step}")
+        return None, record.to_json()
+
+    def check_identity(self, record: CheckpointRecord, which: str) -> None:
+        """Raises ConfigError for a checkpoint of another dataset, seed, tokenizer or model; `which` names it."""
         for part, mine in self._identity.items():
             theirs = (
                 {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
@@ -190,22 +197,27 @@ class Checkpoints:
             ]
             if changes:
                 raise ConfigError(
-                    f"run_dir={self._run_dir}: its checkpoint of step {step} belongs to another run "
-                    f"({', '.join(changes)}); "
+                    f"run_dir={self._run_dir}: {which} belongs to another run ({', '.join(changes)}); "
                     "give another run_dir, or start from its parameters with load_parameters_path"
                 )
-        return None, record.to_json()
 
-    def restore(self, abstract: TrainState, make: MakeExecutable = compile_here) -> Restored | None:
+    def restore(self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1) -> Restored | None:
         """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
 
-        Damaged ones are moved to `checkpoints-damaged/` with a warning. `make` gives the program of the checksums.
+        Damaged ones are moved to `checkpoints-damaged/` with a warning.
+
+        Args:
+          abstract: shapes and places of the state.
+          make: gives the program of the checksums.
+          after: the step of a state that is taken unless a newer checkpoint is whole; -1: there is no such state.
 
         Raises:
           ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
         """
         restored, damages = None, {}
         for step in broadcast(partial(committed_steps, self._run_dir)):
+            if step <= after:
+                break
             damage, saved = broadcast(partial(self._look, step))
             if not damage:
                 record = CheckpointRecord.from_json(saved)
@@ -221,7 +233,7 @@ class Checkpoints:
                 "config.yml there, give another run_dir, or start from the parameters with load_parameters_path"
             )
         for step, damage in damages.items():
-            self._set_aside(step, damage, restored.position.step if restored else 0)
+            self._set_aside(step, damage, restored.position.step if restored else max(0, after))
         return restored
 
     def _restore_arrays(
@@ -234,11 +246,17 @@ class Checkpoints:
         if restored is None:
             return None, damage
         state = TrainState(**{name: restored[name] for name, _ in _items(abstract)})
+        damage = self.damage_of(record, state, abstract, make)
+        return (None, damage) if damage else (state, None)
+
+    def damage_of(
+        self, record: CheckpointRecord, state: TrainState, abstract: TrainState, make: MakeExecutable
+    ) -> str | None:
+        """Returns how a restored state differs from its record; None if it does not."""
         if record.parameters is not None and self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = lambda state: jax.device_get(program(state))
-        damage = damage_of_state(record, state, self._checksums)
-        return (None, damage) if damage else (state, None)
+        return damage_of_state(record, state, self._checksums)
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         self.close()
@@ -264,17 +282,21 @@ class Checkpoints:
           TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
           ConfigError: the folder cannot be written.
         """
-        sums = self._checksums(state.saved)
-        parameters, average = stored_parameters(state.params, sums), None
-        if state.average is not None:  # whose checksums are the last
-            average = stored_parameters(state.average, sums[-len(parameters) :])
-        record = CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters, average)
+        record = self.record_of(state, position)
         with self._writing():
             items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())
             self._wait()
             self._manager.save(position.step, args=ocp.args.Composite(**items))
             self._started, self._saved = position.step, self._started  # it waited for the save before
+
+    def record_of(self, state: TrainState, position: Position) -> CheckpointRecord:
+        """Returns the record of a state, its checksums included; all hosts must call it."""
+        sums = self._checksums(state.saved)
+        parameters, average = stored_parameters(state.params, sums), None
+        if state.average is not None:  # whose checksums are the last
+            average = stored_parameters(state.average, sums[-len(parameters) :])
+        return CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters, average)
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""

@@ -1,0 +1,445 @@
+"""Local checkpoints: each host keeps its newest shards on its own disk or RAM disk, between checkpoints of `run_dir`.
+
+Every host writes the blocks of the state that its devices hold into a folder of its own,
+`DIRECTORY/RUN/host-INDEX/STEP`. Where no other host (with several slices: no other slice) holds a block, the next one
+keeps a second copy, which reaches it through the devices. A state counts only where the hosts of a restart hold all of
+its blocks between them, so it commits by all hosts or by none; which of them held a block, and on which mesh, does not
+matter. A host that lacks a block receives it from one that has it.
+
+Orbax has `experimental.emergency.CheckpointManager` for this. It is not used, because it keeps local copies only where
+one axis of the mesh holds at least two whole replicas, and restores only onto the mesh that saved, with as many hosts
+and devices. Plain files with checksums do without these limits, also on simulated hosts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.parallel.hosts import broadcast, gather
+from maxbatch.parallel.mesh import num_slices, slice_of
+from maxbatch.runs.metrics import samples_seen_at
+from maxbatch.runs.position import CheckpointRecord, DamagedError, Position
+from maxbatch.system.errors import reason, writing
+from maxbatch.system.fences import BUILDING
+from maxbatch.system.storage import AnyPath, as_path, remove_tree
+from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
+from maxbatch.training.update.state import TrainState
+from maxbatch.training.weights.checkpoints import Checkpoints, Restored
+from maxbatch.training.weights.shard_files import (
+    ArrayForm,
+    Spans,
+    StoredPart,
+    block_name,
+    block_of,
+    bytes_of,
+    missing_array,
+    read_blocks,
+    read_part,
+    sides,
+    write_part,
+)
+
+_MOST_SENT = 64 << 20  # bytes that one host sends to the others at a time
+
+
+class LocalState(NamedTuple):
+    """A state of which the hosts of this start hold all blocks between them."""
+
+    record: CheckpointRecord
+    forms: tuple[ArrayForm, ...]
+    held: list[set[str]]  # by host: the names of its blocks
+
+    @property
+    def step(self) -> int:
+        return self.record.position.step
+
+
+class LocalCheckpoints:
+    """The local checkpoints of one run; all hosts call its methods alike.
+
+    Args:
+      directory: `local_checkpoint_directory`, of each host or shared by several.
+      run_dir: the folder of the run, whose states have a folder of their own.
+      checkpoints: those of the run, which give and check the records.
+      warn: told of every state that cannot be used, and of saves that fail.
+
+    Raises:
+      ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, directory: str, run_dir: AnyPath, checkpoints: Checkpoints, warn: Callable[[str], None]) -> None:
+        self._run_dir, self._checkpoints, self._warn = run_dir, checkpoints, warn
+        self._folder = Path(str(as_path(directory))) / broadcast(partial(run_name, run_dir))
+        self._own = self._folder / f"host-{jax.process_index()}"
+        with writing(f"local_checkpoint_directory={directory}", "give another folder"):
+            self._own.mkdir(parents=True, exist_ok=True)
+        self._writer = ThreadPoolExecutor(1, "maxbatch-local-checkpoint")
+        self._written: tuple[int, Future[None]] | None = None  # the save under way
+        self._has_warned = False  # of saves that fail, since the last that did not
+        self._passing: dict[int, Future[Any]] = {}  # by array: the program that sends its blocks to the next host
+        self._parts: list[StoredPart] = []
+        self._damages: dict[int, str] = {}  # why a state cannot be used, by its step
+        self.states = self._look()  # newest first
+
+    # --- finding ---
+
+    def _look(self) -> list[LocalState]:
+        """Returns the whole states, newest first."""
+        parts, torn = [], {}
+        for folder in self._state_folders():
+            try:
+                parts.append(read_part(folder))
+            except DamagedError as error:
+                torn[int(folder.name)] = str(error)
+        self._parts = parts
+        offers: list[list[Any]] = gather([[part.record.to_json(), part.forms, sorted(part.places)] for part in parts])
+        for host, steps in enumerate(gather(torn)):
+            self._damages |= {int(step): f"{why} on host {host}" for step, why in steps.items()}
+        found: dict[str, LocalState] = {}
+        for host, offered in enumerate(offers):
+            for saved, forms, names in offered:
+                arrays = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in forms)
+                nothing = [set[str]() for _ in offers]
+                state = LocalState(CheckpointRecord.from_json(saved), arrays, nothing)
+                found.setdefault(_key(state.record, arrays), state).held[host].update(names)
+        whole = []
+        for state in sorted(found.values(), key=lambda state: -state.step):
+            if why := self._fault(state):
+                self._damages[state.step] = why
+            else:
+                self._checkpoints.check_identity(state.record, f"its local checkpoint of step {state.step}")
+                whole.append(state)
+        return whole
+
+    def _fault(self, state: LocalState) -> str | None:
+        """Returns why a state cannot be used; None if it is whole and of this run."""
+        if name := missing_array(state.forms, set[str]().union(*state.held)):
+            damaged = self._damages.get(state.step)
+            return f"no host has the whole of {name}" + (f"; {damaged}" if damaged else "")
+        recorded = broadcast(partial(samples_seen_at, self._run_dir, state.step))
+        if state.record.position.samples_seen not in recorded:
+            return "metrics.jsonl has no line of it"
+        return None
+
+    def _state_folders(self) -> Iterator[Path]:
+        """Yields the folders of states, of this host and of others that share its path."""
+        for host in self._folder.glob("host-*"):
+            yield from (folder for folder in host.iterdir() if folder.name.isdecimal())
+
+    # --- restoring ---
+
+    def restore(self, state: LocalState, abstract: TrainState, make: MakeExecutable) -> Restored | None:
+        """Returns a state, placed as `abstract` says; None if it is damaged, which `resumed` tells."""
+        arrays, damage = self._read(state, abstract.saved)
+        if arrays is not None:
+            damage = self._checkpoints.damage_of(state.record, arrays, abstract, make)
+        if damage or arrays is None:
+            self._damages[state.step] = damage or "it cannot be read"
+            return None
+        return Restored(arrays, state.record.position)
+
+    def _read(self, state: LocalState, abstract: TrainState) -> tuple[TrainState | None, str | None]:
+        """Returns the arrays, or None and how they are damaged."""
+        leaves, tree = jax.tree.flatten(abstract)
+        if _forms(abstract) != state.forms:
+            return None, "its arrays are those of another optimizer"
+        mine = [part for part in self._parts if _key(part.record, part.forms) == _key(state.record, state.forms)]
+        here, blocks = jax.process_index(), dict[str, np.ndarray]()
+        wanted = _wanted(leaves, set[str]().union(*state.held), len(state.held))
+        while True:
+            if name := missing_array(state.forms, set[str]().union(*state.held)):
+                return None, f"no host has a sound copy of {name}"
+            sent = _senders(wanted, state.held)
+            needed = {name for name in (wanted[here] & state.held[here]) | sent[here] if name not in blocks}
+            blocks |= read_blocks(mine, needed)
+            bad = [set(names) for names in gather(sorted(needed - blocks.keys()))]
+            if not any(bad):
+                break
+            for host, names in enumerate(bad):
+                state.held[host].difference_update(names)
+                if names:
+                    self._warn(
+                        f"local checkpoint {state.step}: {len(names)} of the blocks of host {host} do not match their "
+                        "checksums; other copies are used where there are any"
+                    )
+        for host, names in enumerate(sent):
+            received = _sent(host, sorted(names), state.forms, blocks)
+            blocks |= {name: block for name, block in received if name in wanted[here]}
+        by_array: dict[int, list[tuple[Spans, np.ndarray]]] = defaultdict(list)
+        for name, block in blocks.items():
+            array, spans = block_of(name)
+            by_array[array].append((spans, block))
+        made = [_assembled(leaf, by_array[array]) for array, leaf in enumerate(leaves)]
+        arrays: TrainState = jax.tree.unflatten(tree, made)
+        return arrays, None
+
+    def resumed(self, step: int) -> None:
+        """Takes note that the run continues at a step: warns of newer states, which it removes.
+
+        No later start may take them, since the updates after `step` are made again.
+        """
+        for other, why in sorted(self._damages.items(), reverse=True):
+            if other > step:
+                self._warn(f"local checkpoint {other} cannot be used ({why}); training goes on from step {step}")
+        gather(None)  # hosts that share the path have read what they need
+        for folder in self._state_folders():
+            if int(folder.name) > step:
+                remove_tree(folder)
+        for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
+            remove_tree(unfinished)
+        gather(None)  # none of them removes what another one writes from here on
+        self._parts = []
+
+    # --- saving ---
+
+    def compile(self, abstract: TrainState, background: Background) -> None:
+        """Starts compiling what a save runs on the devices, so that the first save need not."""
+        programs: dict[Any, Future[Any]] = {}
+        for array, leaf in enumerate(jax.tree.leaves(abstract.saved)):
+            if not _needs_a_copy(leaf):
+                continue
+            form = (leaf.shape, leaf.dtype, leaf.sharding)
+            if form not in programs:
+                lower = partial(_passed_on(leaf.sharding).lower, leaf)
+                programs[form] = background.start(partial(compile_here, "second copies", lower))
+            self._passing[array] = programs[form]
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Starts saving; returns once the arrays may be overwritten. `settle` waits for the files."""
+        self.settle()
+        record = self._checkpoints.record_of(state, position)
+        leaves = jax.tree.leaves(state.saved)
+        blocks = _blocks_here(leaves)
+        for array, program in self._passing.items():
+            sent = program.result()(leaves[array])
+            blocks |= {name: x for name, x in _received(array, leaves[array], sent) if name not in blocks}
+        folder, forms = self._own / str(position.step), _forms(state.saved)
+        self._written = position.step, self._writer.submit(write_part, folder, record, forms, blocks)
+
+    def settle(self) -> None:
+        """Waits until all hosts have written the last save. If one could not, none of them keeps it."""
+        if self._written is None:
+            return
+        (step, under_way), self._written = self._written, None
+        error = under_way.exception()
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        failures = gather(reason(error) if error else None)
+        failed = next(((host, why) for host, why in enumerate(failures) if why), None)
+        if failed is None:
+            self._has_warned = False
+            self._remove(lambda other: other < step)
+            return
+        remove_tree(self._own / str(step))
+        if not self._has_warned:
+            self._warn(
+                f"the local checkpoint of step {step} is not kept ({self._folder} on host {failed[0]}: {failed[1]}); "
+                "training continues with the one before"
+            )
+        self._has_warned = True
+
+    def remove(self) -> None:
+        """Removes the states of a run that is complete: its last checkpoint is in `run_dir`."""
+        self.settle()
+        gather(None)
+        remove_tree(self._folder)
+
+    def _remove(self, is_due: Callable[[int], bool]) -> None:
+        for folder in self._state_folders():
+            if is_due(int(folder.name)):
+                remove_tree(folder)
+
+    def close(self) -> None:
+        """Waits for the file that is being written."""
+        self._writer.shutdown()
+
+
+def run_name(run_dir: AnyPath) -> str:
+    """Returns the name of the folder that holds the states of a run."""
+    return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"
+
+
+def _key(record: CheckpointRecord, forms: Iterable[ArrayForm]) -> str:
+    """Returns a text that two hosts share only if their blocks are of one state."""
+    return f"{record.to_json()['json_checksum']} {tuple(forms)}"
+
+
+def _forms(state: TrainState) -> tuple[ArrayForm, ...]:
+    leaves = jax.tree.leaves_with_path(state)
+    return tuple(ArrayForm(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves)
+
+
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
+    bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
+    return tuple((first, last) for first, last, _ in bounds)
+
+
+def _blocks_here(leaves: Iterable[jax.Array]) -> dict[str, np.ndarray]:
+    """Returns copies of the blocks that the devices of this host hold, each once."""
+    shards = {
+        block_name(array, _spans(shard.index, leaf.shape)): shard.data
+        for array, leaf in enumerate(leaves)
+        for shard in leaf.addressable_shards
+    }
+    for data in shards.values():
+        data.copy_to_host_async()
+    return {name: np.array(data) for name, data in shards.items()}
+
+
+# --- second copies ---
+
+
+def _host(device: jax.Device) -> int:
+    index: int = device.process_index
+    return index
+
+
+def _needs_a_copy(leaf: Any) -> bool:
+    """Returns whether a block of an array is held by a single host, or a single slice, of several."""
+    devices = list(leaf.sharding.mesh.devices.flat)
+    # What is lost at once: a slice where there are several, else a host.
+    unit = slice_of if num_slices(devices) > 1 else _host
+    holders: dict[Spans, set[int]] = defaultdict(set)
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        holders[_spans(index, leaf.shape)].add(unit(device))
+    has_others = len({unit(device) for device in devices}) > 1
+    return has_others and any(len(found) < 2 for found in holders.values())
+
+
+def _next_places(sharding: NamedSharding) -> list[int]:
+    """Returns, for each place of the mesh, the place of the device that keeps the second copy of its block.
+
+    It is the device of the same number in the next host, or in the host of the same number of the next slice.
+    """
+    devices = list(sharding.mesh.devices.flat)
+    hosts: dict[int, list[int]] = defaultdict(list)
+    for place, device in enumerate(devices):
+        hosts[_host(device)].append(place)
+    ordered = [hosts[host] for host in sorted(hosts)]
+    shift = len(ordered) // num_slices(devices) % len(ordered) or 1
+    following = ordered[shift:] + ordered[:shift]
+    pairs = zip(chain.from_iterable(ordered), chain.from_iterable(following), strict=True)
+    return [after for _, after in sorted(pairs)]
+
+
+def _passed_on(sharding: NamedSharding) -> Any:
+    """Returns the program that sends each block of an array on; its result has the blocks side by side."""
+    axes, pairs = sharding.mesh.axis_names, list(enumerate(_next_places(sharding)))
+
+    def send(block: jax.Array) -> jax.Array:
+        passed: jax.Array = jax.lax.ppermute(block, axes, pairs)
+        return passed[None]
+
+    sent = jax.shard_map(send, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=P(axes), check_vma=False)
+    return jax.jit(sent)
+
+
+def _received(array: int, leaf: jax.Array, sent: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the blocks that the devices of this host received."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding), "the state lies on the mesh"
+    devices, indices = list(sharding.mesh.devices.flat), sharding.devices_indices_map(leaf.shape)
+    sources = {after: devices[place] for place, after in enumerate(_next_places(sharding))}
+    for shard in sent.addressable_shards:
+        source = sources[devices.index(shard.device)]
+        yield block_name(array, _spans(indices[source], leaf.shape)), np.array(shard.data)[0]
+
+
+# --- other hosts, and another mesh ---
+
+
+def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_hosts: int) -> list[set[str]]:
+    """Returns, by host, the blocks that its devices need."""
+    blocks: dict[int, dict[Spans, str]] = defaultdict(dict)
+    for name in names:
+        array, spans = block_of(name)
+        blocks[array][spans] = name
+    wanted = [set[str]() for _ in range(num_hosts)]
+    for array, leaf in enumerate(leaves):
+        targets = {
+            (device.process_index, _spans(index, leaf.shape))
+            for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
+        }
+        for host, target in targets:
+            if target in blocks[array]:  # the same mesh as before
+                wanted[host].add(blocks[array][target])
+            else:
+                wanted[host].update(name for spans, name in blocks[array].items() if _common(spans, target) is not None)
+    return wanted
+
+
+def _common(one: Spans, other: Spans) -> Spans | None:
+    """Returns the rectangle that two rectangles share; None if it is empty."""
+    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return both if all(first < last for first, last in both) else None
+
+
+def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
+    """Returns, by host, the blocks that it sends to those that need and lack them."""
+    sent = [set[str]() for _ in held]
+    for mine, has in zip(wanted, held, strict=True):
+        for name in mine - has:
+            sent[next(host for host, names in enumerate(held) if name in names)].add(name)
+    return sent
+
+
+def _sent(
+    host: int, names: list[str], forms: tuple[ArrayForm, ...], blocks: Mapping[str, np.ndarray]
+) -> list[tuple[str, np.ndarray]]:
+    """Returns the blocks that one host sends; all hosts call it.
+
+    They go through the devices, as pieces of one size, so that a single program sends them all.
+    """
+    sizes = [np.dtype(forms[block_of(name)[0]].dtype).itemsize * _size(name) for name in names]
+    total = sum(sizes)
+    piece = min(_MOST_SENT, -(-total // 4) * 4)
+    content = np.zeros(-(-total // piece) * piece if total else 0, np.uint8)
+    if host == jax.process_index() and names:
+        content[:total] = np.concatenate([bytes_of(blocks[name]) for name in names])
+    for first in range(0, len(content), piece or 1):
+        words = content[first : first + piece].view(np.uint32)
+        words[:] = multihost_utils.broadcast_one_to_all(words, is_source=host == jax.process_index())
+    received, end = [], 0
+    for name, size in zip(names, sizes, strict=True):
+        array, spans = block_of(name)
+        block = content[end : end + size].copy().view(np.dtype(forms[array].dtype)).reshape(sides(spans))
+        received.append((name, block))
+        end += size
+    return received
+
+
+def _size(name: str) -> int:
+    return int(np.prod(sides(block_of(name)[1]), dtype=np.int64))
+
+
+def _assembled(leaf: jax.ShapeDtypeStruct, blocks: Iterable[tuple[Spans, np.ndarray]]) -> jax.Array:
+    """Returns an array, made of blocks that cover the shards of this host."""
+    made: dict[Spans, np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        target = _spans(index or (), leaf.shape)
+        if target not in made:
+            made[target] = np.empty(sides(target), leaf.dtype)
+            for spans, block in blocks:
+                if (common := _common(spans, target)) is not None:
+                    made[target][_within(common, target)] = block[_within(common, spans)]
+        return made[target]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+
+def _within(part: Spans, whole: Spans) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))

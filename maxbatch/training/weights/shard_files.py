@@ -1,0 +1,180 @@
+"""The files of one host's part of a local checkpoint: blocks of arrays, each with its place and a checksum; no JAX.
+
+A block is a rectangle of an array, as one device held it. Its name, such as `3:0-16,0-64`, gives the array by its place
+among all arrays of the state, and the first and the last index, exclusive, of each dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by its name from here on
+import numpy as np
+
+from maxbatch.runs.position import CheckpointRecord, DamagedError
+from maxbatch.system import bounded
+from maxbatch.system.fences import BUILDING
+from maxbatch.system.storage import remove_tree
+
+_JSON, _BLOCKS = "state.json", "blocks.bin"
+_ALIGNED = 64  # bytes, so that a block can be read into whole lines of memory
+_THREADS = 4
+_MOST_BYTES = 64 << 20  # of the JSON
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class ArrayForm(NamedTuple):
+    """An array of the state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Place(NamedTuple):
+    """The place of a block in its file, and the checksum of its bytes."""
+
+    offset: int
+    checksum: int
+
+
+class StoredPart(NamedTuple):
+    """The part of a state that one host keeps."""
+
+    folder: Path
+    record: CheckpointRecord
+    forms: tuple[ArrayForm, ...]
+    places: Mapping[str, Place]  # by the name of the block
+
+    def read(self, name: str) -> np.ndarray | None:
+        """Returns a block, None if it is damaged."""
+        array, spans = block_of(name)
+        shape, dtype = sides(spans), np.dtype(self.forms[array].dtype)
+        place, size = self.places[name], math.prod(shape) * dtype.itemsize
+        try:
+            content = np.fromfile(self.folder / _BLOCKS, np.uint8, size, offset=place.offset)
+        except OSError:
+            return None
+        if len(content) != size or zlib.crc32(content.data) != place.checksum:
+            return None
+        return content.view(dtype).reshape(shape)
+
+
+def block_name(array: int, spans: Spans) -> str:
+    """Returns the name of a block."""
+    return f"{array}:{','.join(f'{first}-{last}' for first, last in spans)}"
+
+
+def block_of(name: str) -> tuple[int, Spans]:
+    """Returns the array and the rectangle that a name gives; ValueError for any other text."""
+    array, _, rest = name.partition(":")
+    spans = [one.partition("-") for one in rest.split(",")] if rest else []
+    return int(array), tuple((int(first), int(last)) for first, _, last in spans)
+
+
+def sides(spans: Spans) -> tuple[int, ...]:
+    """Returns the shape of a rectangle."""
+    return tuple(last - first for first, last in spans)
+
+
+def bytes_of(block: np.ndarray) -> np.ndarray:
+    """Returns the bytes of a block, uint8[bytes]."""
+    return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+
+
+def write_part(
+    folder: Path, record: CheckpointRecord, forms: Sequence[ArrayForm], blocks: Mapping[str, np.ndarray]
+) -> None:
+    """Writes a host's part of a state, whole or not at all; it is on disk when the function returns.
+
+    Raises:
+      OSError: it cannot be written, for instance since the disk is full; nothing is left of it.
+    """
+    building = folder.parent / f"{BUILDING}{secrets.token_hex(8)}"
+    try:
+        building.mkdir(parents=True)
+        content = {
+            "record": record.to_json(),
+            "arrays": forms,
+            "blocks": [[name, *place] for name, place in _write_blocks(building / _BLOCKS, blocks).items()],
+        }
+        with open(building / _JSON, "xb") as file:
+            file.write(json.dumps(content | {"checksum": _checksum(content)}).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        remove_tree(folder)
+        building.rename(folder)
+    except BaseException:
+        remove_tree(building)
+        raise
+
+
+def _write_blocks(path: Path, blocks: Mapping[str, np.ndarray]) -> dict[str, Place]:
+    offsets, end = {}, 0
+    for name, block in blocks.items():
+        offsets[name] = end
+        end += -(-block.nbytes // _ALIGNED) * _ALIGNED
+    with open(path, "xb") as file, ThreadPoolExecutor(_THREADS) as threads:
+
+        def write(name: str) -> Place:
+            content = bytes_of(blocks[name]).data
+            written = 0
+            while written < len(content):  # the system takes at most 2 GB at a time
+                written += os.pwrite(file.fileno(), content[written:], offsets[name] + written)
+            return Place(offsets[name], zlib.crc32(content))
+
+        places = dict(zip(blocks, threads.map(write, blocks), strict=True))
+        os.fsync(file.fileno())
+    return places
+
+
+def read_part(folder: Path) -> StoredPart:
+    """Returns a host's part of a state; its blocks are checked when they are read.
+
+    Raises:
+      DamagedError: its JSON is missing, or cannot be trusted.
+    """
+    try:
+        content = bounded.read_json(folder / _JSON, str(folder / _JSON), most_bytes=_MOST_BYTES, finite=False)
+        if content.pop("checksum") != _checksum(content):
+            raise DamagedError("its JSON does not match its checksum")
+        forms = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in content["arrays"])
+        places = {name: Place(offset, checksum) for name, offset, checksum in content["blocks"]}
+        return StoredPart(folder, CheckpointRecord.from_json(content["record"]), forms, places)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError("its JSON cannot be read") from None
+
+
+def read_blocks(parts: Iterable[StoredPart], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Returns those blocks of which one of the parts has a sound copy."""
+
+    def read(name: str) -> np.ndarray | None:
+        copies = (part.read(name) for part in parts if name in part.places)
+        return next((block for block in copies if block is not None), None)
+
+    parts, names = list(parts), list(names)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = zip(names, threads.map(read, names), strict=True)
+        return {name: block for name, block in found if block is not None}
+
+
+def missing_array(forms: Sequence[ArrayForm], names: Iterable[str]) -> str | None:
+    """Returns the name of an array that the blocks do not cover; None if they hold the whole state."""
+    covered = [0] * len(forms)
+    for array, spans in map(block_of, names):
+        covered[array] += math.prod(sides(spans))
+    return next((form.name for form, size in zip(forms, covered, strict=True) if size != math.prod(form.shape)), None)
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

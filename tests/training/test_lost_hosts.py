@@ -1,0 +1,138 @@
+"""Hosts that are lost with kill -9, and restarts on as many hosts or on fewer, from their local checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.command import environment, recorded
+from tests.helpers.processes import wait_for
+from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
+
+pytestmark = pytest.mark.processes
+
+KEYS = (
+    *TINY_RUN, "steps=24", "global_batch_size=8", "per_device_batch_size=2", "checkpoint_period=1000",
+    "local_checkpoint_period=3",
+)  # fmt: skip
+# Runs in every Python process of a test: gives each host a home, that is a disk, of its own.
+SITECUSTOMIZE = """
+    import os
+    host = os.environ.get("JAX_PROCESS_ID")
+    if host is not None:
+        os.environ["HOME"] = os.path.join(os.environ["DISKS"], host)
+"""
+
+
+def train(run_dir: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "maxbatch", "train", *KEYS, f"run_dir={run_dir}", *arguments],
+        env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdin=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+
+def hosts(number: int) -> tuple[str, ...]:
+    return "--simulate-devices", str(number), "--simulate-hosts", str(number)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def lose(process: subprocess.Popen[str], run_dir: Path, at: int) -> tuple[int, str]:
+    """Kills all hosts once so many updates are recorded; returns the number that were, and the output."""
+    wait_for(lambda: recorded(run_dir) >= at, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    return recorded(run_dir), output
+
+
+def resumed_at(output: str) -> int:
+    (line,) = (line for line in output.splitlines() if "resumed at step" in line)
+    assert line.endswith("from local checkpoints"), line
+    return int(line.partition("resumed at step ")[2].partition(",")[0])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing disturbs, on one device."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    finish(train(run_dir, "local_checkpoint_period=0"))
+    return run_dir
+
+
+def test_hosts_that_share_a_path_are_lost_on_4_3_and_2_of_them_and_nobody_can_tell(tmp_path: Path, whole: Path) -> None:
+    run_dir, place = tmp_path / "run", f"local_checkpoint_directory={tmp_path / 'ram'}"
+    padded = ("batch_padding=true", place)
+    done, _ = lose(train(run_dir, *padded, *hosts(4)), run_dir, 7)
+    for number in (3, 2):
+        before = done
+        done, output = lose(train(run_dir, *padded, *hosts(number)), run_dir, before + 5)
+        assert before - resumed_at(output) <= 3
+    output = finish(train(run_dir, *padded, *hosts(4)))
+    assert done - resumed_at(output) <= 3
+    assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))
+    assert not list((tmp_path / "ram").glob("run-*/*")), "a run that is complete leaves nothing there"
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> dict[str, str]:
+    """Hosts with a disk of their own each; the variables that make it so."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(SITECUSTOMIZE))
+    programs = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # compiled once for all hosts
+    return {"PYTHONPATH": str(tmp_path / "site"), "DISKS": str(tmp_path / "disks"), "XDG_CACHE_HOME": programs}
+
+
+def lose_a_disk(disks: Path) -> None:
+    shutil.rmtree(disks / "1")
+
+
+def swap_the_disks(disks: Path) -> None:
+    """The hosts come back in another order, the one of the second disk not at all."""
+    shutil.rmtree(disks / "1")
+    (disks / "2").rename(disks / "1")
+
+
+def flip_bits(disks: Path) -> None:
+    """Of the own blocks of the second host; its neighbour has copies of them."""
+    for file in (disks / "1").rglob("blocks.bin"):
+        content = bytearray(file.read_bytes())
+        content[100] ^= 4
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize(("number", "damage"), [(3, lose_a_disk), (2, swap_the_disks), (3, flip_bits)])
+def test_a_host_that_is_lost_with_its_disk_is_made_up_for_by_the_copy_at_the_next_one(
+    tmp_path: Path, whole: Path, disks: dict[str, str], number: int, damage: Callable[[Path], None]
+) -> None:
+    run_dir, keys = tmp_path / "run", ("local_checkpoint_directory=~/ram", "batch_padding=true")
+    done, _ = lose(train(run_dir, *keys, *hosts(3), **disks), run_dir, 8)
+    damage(Path(disks["DISKS"]))
+    output = finish(train(run_dir, *keys, *hosts(number), **disks))
+    assert done - resumed_at(output) <= 3
+    assert ("do not match their checksums" in output) == (damage is flip_bits)
+    assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))
+
+
+def test_both_copies_gone_is_told_and_the_run_goes_on_from_its_folder(
+    tmp_path: Path, whole: Path, disks: dict[str, str]
+) -> None:
+    run_dir, keys = tmp_path / "run", ("local_checkpoint_directory=~/ram", "batch_padding=true", "checkpoint_period=5")
+    lose(train(run_dir, *keys, *hosts(3), **disks), run_dir, 8)
+    for host in ("1", "2"):
+        shutil.rmtree(Path(disks["DISKS"], host))
+    output = finish(train(run_dir, *keys, *hosts(2), **disks))
+    assert "cannot be used (no host has the whole of" in output and "resumed at step 5," in output
+    assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))

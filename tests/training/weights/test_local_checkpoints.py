@@ -1,0 +1,240 @@
+"""Local checkpoints of one host: a restart takes the newest state that is whole, and says which."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch import ConfigError
+from maxbatch.training.own import Parts
+from maxbatch.training.pretraining import Pretraining, train
+from maxbatch.training.record.recorder import Output, Record
+from maxbatch.training.session import RunContext, Session
+from maxbatch.training.update.state import TrainState
+from maxbatch.training.weights import local_checkpoints, shard_files
+from tests.helpers.tiny import assert_same_run, read_metrics, tiny_config
+
+ONE = jax.devices()[:1]
+STEPS, PERIOD, LOST_AT = 10, 2, 8
+
+
+class Lost(Exception):
+    """The end of a machine."""
+
+
+class EndsAt(Output):
+    """Ends a run once it has recorded a step, without a last checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def append(self, record: Record) -> None:
+        if record["step"] == self._step:
+            raise Lost
+
+
+def config_of(folder: Path, *overrides: str) -> Any:
+    return tiny_config(
+        f"run_dir={folder / 'run'}", f"steps={STEPS}", "checkpoint_period=5", f"local_checkpoint_period={PERIOD}",
+        f"local_checkpoint_directory={folder / 'disk'}", "global_batch_size=8", *overrides,
+    )  # fmt: skip
+
+
+def lose(folder: Path, at: int, *overrides: str) -> None:
+    with pytest.raises(Lost):
+        train(config_of(folder, *overrides), ONE, Parts(outputs=[EndsAt(at)]))
+
+
+@pytest.fixture(scope="module")
+def lost_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was lost after update 8, the last local checkpoint after update 6, the last in its folder after 5."""
+    folder = tmp_path_factory.mktemp("lost")
+    lose(folder, LOST_AT)
+    return folder
+
+
+def local_states(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("disk/run-*/host-*/*"))
+
+
+@pytest.fixture
+def lost(lost_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of its own for each test, at the same path as seen by the run."""
+    shutil.copytree(lost_once, tmp_path / "lost")
+    (disk,) = (tmp_path / "lost" / "disk").glob("run-*")
+    monkeypatch.setattr("maxbatch.training.weights.local_checkpoints.run_name", lambda run_dir: disk.name)
+    return tmp_path / "lost"
+
+
+def restart(folder: Path, devices: list[jax.Device] = ONE, *overrides: str) -> tuple[int, TrainState | None]:
+    """Returns the step that a restart continues from, and its state."""
+    with ExitStack() as stack:
+        context = RunContext(config_of(folder, *overrides), devices, stack)
+        session = Session(context, Pretraining(context))
+        return session.position.step, session._restored
+
+
+def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
+    lost: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert local_states(lost) == ["6"], "the one before goes once the next one is whole"
+    train(config_of(lost), ONE)
+    said = capsys.readouterr()
+    assert "resumed at step 6, sample 48, from local checkpoints" in said.out and not said.err
+    train(tiny_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"), ONE)
+    assert_same_run(read_metrics(lost / "run"), read_metrics(tmp_path / "whole"))
+    assert len({line["compiles"] for line in read_metrics(lost / "run")[LOST_AT:]}) == 1
+    assert not local_states(lost), "a run that is complete has its last checkpoint in run_dir"
+
+
+def test_a_local_checkpoint_is_resharded_onto_another_mesh(lost: Path) -> None:
+    step, one = restart(lost)
+    other_step, four = restart(lost, jax.devices()[:4], "per_device_batch_size=1", "ici_tensor_parallelism=2")
+    assert (step, other_step) == (6, 6)
+    assert one is not None and four is not None
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert any(len(x.sharding.device_set) == 4 and not x.is_fully_replicated for x in jax.tree.leaves(four))
+
+
+def flip_a_bit(state: Path) -> None:
+    content = bytearray((state / "blocks.bin").read_bytes())
+    content[len(content) // 2] ^= 4
+    (state / "blocks.bin").write_bytes(content)
+
+
+def tear(state: Path) -> None:
+    content = (state / "blocks.bin").read_bytes()
+    (state / "blocks.bin").write_bytes(content[: len(content) // 2])
+
+
+def lose_the_blocks(state: Path) -> None:
+    (state / "blocks.bin").unlink()
+
+
+def tear_the_json(state: Path) -> None:
+    content = (state / "state.json").read_bytes()
+    (state / "state.json").write_bytes(content[: len(content) // 2])
+
+
+def change_the_json(state: Path) -> None:
+    content = (state / "state.json").read_text()
+    (state / "state.json").write_text(content.replace('"samples_seen": 48', '"samples_seen": 40'))
+
+
+def swap_blocks(state: Path) -> None:
+    """As of another state, with checksums that hold: the checksum of the whole state tells."""
+    part = shard_files.read_part(state)
+    blocks = shard_files.read_blocks([part], part.places)
+    changed = {name: block + block.dtype.type(1) for name, block in blocks.items()}
+    shard_files.write_part(state, part.record, part.forms, changed)
+
+
+def lose_the_line_of_metrics(state: Path) -> None:
+    metrics = next(state.parents[3].glob("run/metrics.jsonl"))
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit, tear, lose_the_blocks, tear_the_json, change_the_json, swap_blocks, lose_the_line_of_metrics,
+    ],
+)  # fmt: skip
+def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
+    lost: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state,) = lost.glob("disk/run-*/host-0/6")
+    damage(state)
+    assert restart(lost)[0] == 5
+    said = capsys.readouterr().err.splitlines()
+    assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training goes on from step 5")
+    assert not local_states(lost), "update 6 is made again: no later start may take the old one"
+
+
+def test_a_damaged_checkpoint_in_run_dir_gives_way_to_an_older_local_one(lost: Path) -> None:
+    shutil.copytree(lost / "run" / "checkpoints" / "5", lost / "run" / "checkpoints" / "7")  # it states step 5
+    assert restart(lost)[0] == 6
+
+
+def test_a_local_checkpoint_that_is_half_written_does_not_count(lost: Path) -> None:
+    (host,) = lost.glob("disk/run-*/host-0")
+    (host / "6").rename(host / ".building-0")
+    assert restart(lost)[0] == 5
+    assert not list(host.iterdir())
+
+
+def test_a_new_run_in_an_emptied_folder_takes_no_state_of_the_old_one(lost: Path) -> None:
+    shutil.rmtree(lost / "run")
+    assert restart(lost)[0] == 0
+    assert not local_states(lost)
+
+
+def test_a_full_disk_costs_one_warning_and_the_state_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound, calls = shard_files._write_blocks, []
+
+    def full(path: Path, blocks: Any) -> Any:
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return sound(path, blocks)
+
+    monkeypatch.setattr(shard_files, "_write_blocks", full)
+    lose(tmp_path, LOST_AT)
+    said = capsys.readouterr().err
+    assert len(calls) == 3 and said.count("warning") == 1
+    assert "the local checkpoint of step 4 is not kept" in said and "No space left on device" in said
+    assert local_states(tmp_path) == ["2"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert restart(tmp_path)[0] == 2
+
+
+def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_checkpoints, "_host", lambda device: device.id // 2)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    split, replicated = (NamedSharding(mesh, spec) for spec in (P("fsdp", "tensor"), P(None, "tensor")))
+    x = jax.device_put(np.arange(64, dtype=np.int32).reshape(8, 8), split)
+    assert local_checkpoints._needs_a_copy(x)
+    assert not local_checkpoints._needs_a_copy(jax.device_put(x, replicated)), "every host holds all of it"
+    sent = local_checkpoints._passed_on(split)(x)
+    by_device = {shard.device.id: np.array(shard.data)[0] for shard in sent.addressable_shards}
+    for shard in x.addressable_shards:
+        np.testing.assert_array_equal(by_device[(shard.device.id + 2) % 8], shard.data)
+    assert {name: block.tolist() for name, block in local_checkpoints._received(0, x, sent)} == {
+        name: block.tolist() for name, block in local_checkpoints._blocks_here([x]).items()
+    }
+
+
+def test_with_several_slices_the_second_copy_is_in_another_one() -> None:
+    devices = [SimpleNamespace(process_index=host, slice_index=host // 2) for host in range(4) for _ in range(2)]
+    places = local_checkpoints._next_places(SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices))))
+    assert places == [4, 5, 6, 7, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        (["local_checkpoint_directory=/ram"], r"local_checkpoint_period=0: must be at least 1 .* works: .*=10"),
+        (["local_checkpoint_period=5"], "local_checkpoint_period=5: must be 0 without local_checkpoint_directory"),
+        (["enable_checkpointing=false"], "enable_checkpointing=false: must be true beside local_checkpoint_directory"),
+        (["batch_size=4"], "local_checkpoint_directory=.*: must be empty beside batch_size: maxbatch rl keeps none"),
+        (["local_checkpoint_directory=gs://a/b"], "local_checkpoint_directory=gs://a/b: must be a local path"),
+    ],
+)
+def test_local_checkpoints_that_a_run_cannot_have_are_refused_by_their_key(keys: list[str], line: str) -> None:
+    both = ["local_checkpoint_directory=/ram", "local_checkpoint_period=5"] if "local" not in keys[0] else []
+    with pytest.raises(ConfigError, match=line):
+        tiny_config(*both, *keys)
