@@ -30,6 +30,7 @@ from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.sessions import Part
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
@@ -155,7 +156,8 @@ class PolicyTraining:
         )
         self.evaluates = self._evaluator is not None
         if self.evaluates and start.position.step == 0:
-            found = self.evaluate(state, 1)
+            with context.sessions.during(Part.EVAL):
+                found = self.evaluate(state, 1)
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
             context.console.print(
                 f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "

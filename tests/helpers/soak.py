@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from maxbatch.runs.sessions import read_sessions, total_seconds
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 from tests.helpers.command import QUICK_TO_COMPILE
@@ -48,6 +49,7 @@ _MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
 _END_S = 120.0  # in which a run whose host was killed has ended
 _GONE_S = 30.0  # in which no process is left
 _LONGEST_START_S = 300.0
+WALL_TOLERANCE = 0.02  # of the wall time that the parts of all sessions add up to
 
 
 class SoakError(Exception):
@@ -202,6 +204,10 @@ def compare(run_dir: AnyPath, expected: list[dict]) -> None:
             raise SoakError(f"{run_dir}: step {one['step']} has another {', '.join(wrong)}")
         if abs(one["loss"] - other["loss"]) > LOSS_TOLERANCE:
             raise SoakError(f"{run_dir}: step {one['step']} has loss {one['loss']}, and not {other['loss']}")
+    sessions = read_sessions(run_dir)
+    counted_s, wall_s = sum(total_seconds(sessions).values()), sessions[-1].ended - sessions[0].started
+    if abs(counted_s - wall_s) > WALL_TOLERANCE * wall_s:
+        raise SoakError(f"{run_dir}: its sessions have {counted_s:.1f} s of {wall_s:.1f} s")
 
 
 def _documents(path: Path) -> None:

@@ -19,62 +19,84 @@ from tests.helpers.tiny import TINY_RUN
 
 TIMEOUT_S = 30
 
+# A run that never ends, of which step 12 is saved.
+IDLE = """
+import sys, time
+from pathlib import Path
+from maxbatch.parallel.hosts import together
+from maxbatch.system.errors import report
+with together(report, int(sys.argv[1]), lambda: 12):
+    Path(sys.argv[2]).touch()
+    time.sleep(600)
+"""
 
-def start_hosts(run_dir: Path, num_hosts: int) -> list[subprocess.Popen[str]]:
-    """Starts the hosts of a run as a cluster does, without a parent that watches them."""
-    keys = (f"run_dir={run_dir}", "steps=100000", "checkpoint_period=2", f"heartbeat_timeout_s={TIMEOUT_S}")
+
+def start_hosts(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
+    """Starts three hosts as a cluster does, without a parent that watches them; `HOST` is replaced by their index."""
     cluster = {
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(num_hosts),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "3",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu",
     }  # fmt: skip
-    command = [sys.executable, "-m", "maxbatch", "train", *TINY_RUN, *keys]
     hosts = []
-    for index in range(num_hosts):
+    for index in range(3):
         variables = environment() | cluster | {"JAX_PROCESS_ID": str(index)}
-        with (run_dir.parent / f"host{index}.txt").open("w") as errors:
+        words = [sys.executable, *(word.replace("HOST", str(index)) for word in command)]
+        with (folder / f"errors{index}").open("w") as errors:
             hosts.append(
                 subprocess.Popen(
-                    command,
-                    env=variables,
-                    text=True,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
+                    words, env=variables, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors
                 )
             )
     return hosts
+
+
+def lose(folder: Path, hosts: list[subprocess.Popen[str]], ready: list[Path], victim: int, how: signal.Signals) -> str:
+    """Ends a host once all are ready; returns the error that every other one ended with, in time and with code 75."""
+    try:
+        wait_for(lambda: all(path.exists() for path in ready) or any(host.poll() is not None for host in hosts))
+        assert all(host.poll() is None for host in hosts), (folder / "errors0").read_text()
+        started = time.monotonic()
+        os.kill(hosts[victim].pid, how)
+        others = [index for index in range(3) if index != victim]
+        codes = [hosts[index].wait(timeout=4 * TIMEOUT_S) for index in others]
+        took_s = time.monotonic() - started
+        found = [(folder / f"errors{index}").read_text() for index in others]
+        assert codes == [75, 75], found
+        assert took_s < TIMEOUT_S
+        said = {text.strip().splitlines()[-1].split(" for ")[0].split(";")[0] for text in found}
+        assert len(said) == 1 and all("is saved, and the same command continues" in text for text in found), found
+        return said.pop()
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("victim", "how", "said"),
     [
-        (2, signal.SIGKILL, "host 2 of 3 has died: no heartbeat for "),
-        (0, signal.SIGKILL, "host 0 of 3 has died: "),
-        (1, signal.SIGSTOP, "host 1 of 3 has died: no heartbeat for "),
-        (0, signal.SIGSTOP, "host 0 of 3 has died: it has not answered for "),
+        (2, signal.SIGKILL, "host 2 of 3 has died: no heartbeat"),
+        (0, signal.SIGKILL, "host 0 of 3 has died: it has closed its connections"),
+        (1, signal.SIGSTOP, "host 1 of 3 has died: no heartbeat"),
+        (0, signal.SIGSTOP, "host 0 of 3 has died: it has not answered"),
     ],
 )
 def test_a_dead_host_is_named_and_ends_the_others_in_time(
     tmp_path: Path, victim: int, how: signal.Signals, said: str
 ) -> None:
-    hosts = start_hosts(tmp_path / "run", 3)
-    try:
-        wait_for(lambda: (tmp_path / "run" / "checkpoints" / "2").exists() or hosts[0].poll() is not None)
-        assert hosts[0].poll() is None, (tmp_path / "host0.txt").read_text()
-        started = time.monotonic()
-        os.kill(hosts[victim].pid, how)
-        for index, host in enumerate(hosts):
-            if index != victim:
-                host.wait(timeout=4 * TIMEOUT_S)
-                errors = (tmp_path / f"host{index}.txt").read_text()
-                assert host.returncode == 75, errors
-                assert said in errors and "is saved, and the same command continues" in errors, errors
-        assert time.monotonic() - started < TIMEOUT_S + 5, "5 s for a machine with other work"
-    finally:
-        for host in hosts:
-            host.kill()
-            host.wait()
+    hosts = start_hosts(tmp_path, "-c", IDLE, str(TIMEOUT_S), str(tmp_path / "readyHOST"))
+    ready = [tmp_path / f"ready{index}" for index in range(3)]
+    assert lose(tmp_path, hosts, ready, victim, how) == f"maxbatch: error: {said}"
+
+
+@pytest.mark.processes
+def test_a_host_that_dies_in_mid_update_is_named_by_those_that_compute_with_it(tmp_path: Path) -> None:
+    """Their collectives fail at once, and they wait for the heartbeats to tell why."""
+    keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", f"heartbeat_timeout_s={TIMEOUT_S}")
+    hosts = start_hosts(tmp_path, "-m", "maxbatch", "train", *TINY_RUN, *keys)
+    said = lose(tmp_path, hosts, [tmp_path / "run" / "checkpoints" / "2"], 2, signal.SIGKILL)
+    assert said == "maxbatch: error: host 2 of 3 has died: no heartbeat"
 
 
 def test_a_silence_leaves_time_to_end_and_jaxs_own_heartbeats_come_later() -> None:
@@ -84,9 +106,8 @@ def test_a_silence_leaves_time_to_end_and_jaxs_own_heartbeats_come_later() -> No
 
 
 def test_the_exit_code_depends_on_a_checkpoint() -> None:
-    assert death_of(1, 4, "has died", lambda: 12) == (
-        "host 1 of 4 has died; step 12 is saved, and the same command continues", 75
-    )  # fmt: skip
+    said = "host 1 of 4 has died; step 12 is saved, and the same command continues"
+    assert death_of(1, 4, "has died", lambda: 12) == (said, 75)
     assert death_of(1, 4, "has died", lambda: None) == ("host 1 of 4 has died; nothing is saved", 1)
 
     def gone() -> int:
