@@ -77,6 +77,8 @@ class CheckpointRecord(NamedTuple):
         saved = self._asdict() | {"position": self.position._asdict()}
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
+        if self.average is None:  # the JSON of a run without one has no field for it
+            del saved["average"]
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -98,11 +100,9 @@ class CheckpointRecord(NamedTuple):
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
         ):
             raise ValueError("out of range")
-        hosts, stored = (
-            (num_hosts, num_loading_hosts),
-            [_parameters(saved.get(part)) for part in ("parameters", "average")],
-        )
-        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, *stored)
+        hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
+        average = _parameters(saved.get("average"))
+        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters, average)
 
 
 class DamagedError(Exception):

@@ -27,7 +27,8 @@ RECORD = CheckpointRecord(
     Position(4, 40, 1, 0, NoiseScale(0.5, 0.25, 1e-3)), {"data": {"seed": 0}, "model": {"vocab": 3}}, 7, (2, 1)
 )
 SUMMED = RECORD._replace(
-    parameters={"embedding": StoredParameter((3, 2), "float32", 11)},
+    parameters={"embedding": StoredParameter((3, 2), "bfloat16", 11)},
+    average={"embedding": StoredParameter((3, 2), "float32", 12)},
     position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1)),
 )
 
