@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.training.weights.local_checkpoints import run_name
 from tests.helpers.command import environment, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
@@ -86,13 +87,34 @@ def test_hosts_that_share_a_path_are_lost_on_4_3_and_2_of_them_and_nobody_can_te
     assert not list((tmp_path / "ram").glob("run-*/*")), "a run that is complete leaves nothing there"
 
 
-@pytest.fixture
-def disks(tmp_path: Path) -> dict[str, str]:
-    """Hosts with a disk of their own each; the variables that make it so."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(textwrap.dedent(SITECUSTOMIZE))
+# --- hosts with a disk of their own each ---
+
+OWN_DISKS = ("local_checkpoint_directory=~/ram", "batch_padding=true", "checkpoint_period=5")
+
+
+def variables_of(folder: Path) -> dict[str, str]:
     programs = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # compiled once for all hosts
-    return {"PYTHONPATH": str(tmp_path / "site"), "DISKS": str(tmp_path / "disks"), "XDG_CACHE_HOME": programs}
+    return {"PYTHONPATH": str(folder / "site"), "DISKS": str(folder / "disks"), "XDG_CACHE_HOME": programs}
+
+
+@pytest.fixture(scope="module")
+def lost_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on three hosts with a disk each, killed after update 8 or a little later."""
+    folder = tmp_path_factory.mktemp("lost")
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(textwrap.dedent(SITECUSTOMIZE))
+    lose(train(folder / "run", *OWN_DISKS, *hosts(3), **variables_of(folder)), folder / "run", 8)
+    return folder
+
+
+@pytest.fixture
+def lost(lost_once: Path, tmp_path: Path) -> Path:
+    """A copy of its own for each test."""
+    folder = tmp_path / "lost"
+    shutil.copytree(lost_once, folder)
+    for states in folder.glob("disks/*/ram/run-*"):
+        states.rename(states.with_name(run_name(folder / "run")))
+    return folder
 
 
 def lose_a_disk(disks: Path) -> None:
@@ -115,24 +137,21 @@ def flip_bits(disks: Path) -> None:
 
 @pytest.mark.parametrize(("number", "damage"), [(3, lose_a_disk), (2, swap_the_disks), (3, flip_bits)])
 def test_a_host_that_is_lost_with_its_disk_is_made_up_for_by_the_copy_at_the_next_one(
-    tmp_path: Path, whole: Path, disks: dict[str, str], number: int, damage: Callable[[Path], None]
+    lost: Path, whole: Path, number: int, damage: Callable[[Path], None]
 ) -> None:
-    run_dir, keys = tmp_path / "run", ("local_checkpoint_directory=~/ram", "batch_padding=true")
-    done, _ = lose(train(run_dir, *keys, *hosts(3), **disks), run_dir, 8)
-    damage(Path(disks["DISKS"]))
-    output = finish(train(run_dir, *keys, *hosts(number), **disks))
+    run_dir = lost / "run"
+    done = recorded(run_dir)
+    damage(lost / "disks")
+    output = finish(train(run_dir, *OWN_DISKS, *hosts(number), **variables_of(lost)))
     assert done - resumed_at(output) <= 3
     assert ("do not match their checksums" in output) == (damage is flip_bits)
     assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))
 
 
-def test_both_copies_gone_is_told_and_the_run_goes_on_from_its_folder(
-    tmp_path: Path, whole: Path, disks: dict[str, str]
-) -> None:
-    run_dir, keys = tmp_path / "run", ("local_checkpoint_directory=~/ram", "batch_padding=true", "checkpoint_period=5")
-    lose(train(run_dir, *keys, *hosts(3), **disks), run_dir, 8)
+def test_both_copies_gone_is_told_and_the_run_goes_on_from_its_folder(lost: Path, whole: Path) -> None:
+    run_dir = lost / "run"
     for host in ("1", "2"):
-        shutil.rmtree(Path(disks["DISKS"], host))
-    output = finish(train(run_dir, *keys, *hosts(2), **disks))
-    assert "cannot be used (no host has the whole of" in output and "resumed at step 5," in output
+        shutil.rmtree(lost / "disks" / host)
+    output = finish(train(run_dir, *OWN_DISKS, *hosts(2), **variables_of(lost)))
+    assert "cannot be used (no host has the whole of" in output and ", from checkpoints" in output
     assert_same_run(read_metrics(run_dir), read_metrics(whole), (*SAME, "learning_rate"))

@@ -302,3 +302,10 @@ def test_the_expert_axis_is_data_for_a_dense_model_and_an_axis_for_a_sparse_one(
     sparse, _ = imported("maxtext", tmp_path / "sparse.yml", text.format("mixtral-8x7b"))
     assert dense.ici_expert_parallelism == 1
     assert sparse.ici_expert_parallelism == 4
+
+
+def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
+    text = "enable_emergency_checkpoint: true\nlocal_checkpoint_directory: /local\nlocal_checkpoint_period: 20\n"
+    config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
+    assert (config.local_checkpoint_directory, config.local_checkpoint_period) == ("/local", 20)
+    assert "local_checkpoint_directory" in fates["enable_emergency_checkpoint"].says
