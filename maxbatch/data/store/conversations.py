@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
+_T = TypeVar("_T")
 _VERSION = 2  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.
 _FIELDS = {
@@ -229,6 +230,11 @@ class _Texts(NamedTuple):
     completion: str
 
 
+def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
+    """Yields what both begin with."""
+    return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
+
+
 def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _Texts]:
     """Returns the prompt of a record with its chosen answer, and with its rejected one."""
     prompt, chosen, rejected = (record.get(name) for name in _PAIR)
@@ -237,7 +243,7 @@ def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _
         raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {held}")
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
-            same = sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
+            same = sum(1 for _ in _common(chosen, rejected))
             prompt = chosen[: max((end for end in range(1, same + 1) if chosen[end - 1].isspace()), default=0)]
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _Texts(prompt, chosen), _Texts(prompt, rejected)
@@ -246,8 +252,7 @@ def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _
         if prompt is not None:
             asked = _messages(prompt, "prompt")
         else:
-            both = itertools.takewhile(lambda two: two[0] == two[1], zip(*answers, strict=False))
-            asked = [message for message, _ in both]
+            asked = list(_common(*answers))
             answers = [answer[len(asked) :] for answer in answers]
             if not all(answers):
                 raise ConversationError("fields chosen and rejected: one of them is only the beginning of the other")
