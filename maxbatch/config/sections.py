@@ -716,7 +716,6 @@ class DataConfig(Section):
     use_dpo: bool = key(
         "true: records are pairs of a chosen and a rejected answer; a sample is a pair, two rows of L tokens",
         fixes=Fixes.CONTENT | Fixes.PROGRAM,
-        warm_start=False,
     )
     overlong: Literal["truncate", "drop", "error"] = key(
         "use_sft, use_dpo, a record longer than a row: truncate (keep its beginning) | drop | error",

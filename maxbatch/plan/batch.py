@@ -230,6 +230,11 @@ class BatchPlan:
         return self.meshes.training
 
     @property
+    def sample(self) -> str:
+        """What a sample of the stream is, in a word: with `use_dpo` a pair of answers."""
+        return "sample" if self.slots_per_sample == self.max_target_length else "pair"
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages of the run; a single one without a ramp."""
         return self.manager.stages

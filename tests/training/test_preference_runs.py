@@ -60,6 +60,7 @@ def test_the_chosen_answers_margin_goes_from_0_to_over_5_in_100_updates(whole: l
     assert whole[-1]["eval_loss"] < 0.1
 
 
+@pytest.mark.slow
 def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(run: Run, whole: list[Record]) -> None:
     run("cut", 2, "steps=3", "gradient_accumulation_steps=3", "eval_interval=-1", "eval_fraction=0.1")
     # 4 rows a pass on 4 devices: the last pass of 6 pairs has 2 rows of padding.
