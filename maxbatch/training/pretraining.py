@@ -212,10 +212,11 @@ class Pretraining:
             return known
         self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
         params = self._first_params()
-        score = self._programs.reference_pass(plan.eval_batch_size)
+        reading = self._programs.reference_pass(plan.eval_batch_size)
+        score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
         for stream, first, end in missing:
             if end > first:
-                known.add(*score(params, stream, first, end))
+                known.add(*reading(score, params, stream, first, end))
         known.num_samples = max(known.num_samples, last)
         known.num_held_out = max(known.num_held_out, last_held_out)
         if is_first() and self._context.config.enable_checkpointing:

@@ -109,8 +109,14 @@ class Programs:
         return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Yields the other programs of a run by name: the first state, an eval pass, the checksums of a checkpoint."""
+        """Yields the other programs of a run by name.
+
+        They are of the first state, the reference of pairs, an eval pass and the checksums of a checkpoint.
+        """
         yield INIT, self.init()
+        if self.config.loss.has_reference:
+            reference = self.reference_pass(eval_batch_size)
+            yield reference.name, reference.lower(self.abstract.model)
         if self.config.evaluation.eval_interval > 0:
             evaluator = Evaluator(
                 self.config, self.config.evaluation, self.placement, None, 1, eval_batch_size, self._objective

@@ -136,14 +136,18 @@ class ReferencePass:
 
     Args:
       config: the model, and the axes of its mesh.
-      placement: that of batches of pairs without a reference.
+      placement: of batches of pairs without a reference.
       batch_size: M.
+
+    Attributes:
+      name: name of the compiled program.
     """
 
     def __init__(self, config: UpdateConfig, placement: Placement, batch_size: int) -> None:
         mesh = placement.mesh
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
         self._placement, self._shape = placement, BatchShape(batch_size, 1)
+        self.name = f"reference-{batch_size}"
         arrange = placement.arrange(batch_size)
 
         def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -153,10 +157,16 @@ class ReferencePass:
 
         self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
 
-    def __call__(self, params: State, stream: Stream | None, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def lower(self, abstract_params: State) -> jax.stages.Lowered:
+        """Returns the lowered program of one pass."""
+        return self._score.lower(abstract_params, self._placement.abstract_batch(self._shape))
+
+    def __call__(
+        self, score: jax.stages.Compiled, params: State, stream: Stream | None, first: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, 2].
 
-        `stream` is None on a host that reads no rows.
+        `score` is the compiled program; `stream` is None on a host that reads no rows.
         """
         size = self._shape.micro_batch
         full, rest = divmod(end - first, size)
@@ -167,7 +177,7 @@ class ReferencePass:
             for one in series:
                 for _ in range(one.num_batches):
                     batch = loader.batch(one.num_rows, self._shape)
-                    halves_Mx2, logprobs_Mx2 = jax.device_get(self._score(params, batch))
+                    halves_Mx2, logprobs_Mx2 = jax.device_get(score(params, batch))
                     hashes.append(_joined(halves_Mx2[: one.num_rows]))
                     logprobs.append(logprobs_Mx2[: one.num_rows])
         return np.concatenate(hashes), np.concatenate(logprobs)
