@@ -108,7 +108,12 @@ class LengthConfig(Section):
         maxtext="num_epoch",
         warm_start=False,
     )
-    max_target_length: int = key("L: tokens per sample", fixes=_PROGRAM | Fixes.ROWS, bounds=_FROM_TWO, unit="tokens")
+    max_target_length: int = key(
+        "L: tokens per sample; use_dpo: of each of its two rows",
+        fixes=_PROGRAM | Fixes.ROWS,
+        bounds=_FROM_TWO,
+        unit="tokens",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

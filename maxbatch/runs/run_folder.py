@@ -11,7 +11,7 @@ from maxbatch.system.leases import LOCK_FILE, Hold, hold_folder
 from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
-_FILES = (LOCK_FILE, "config.yml", "metrics.jsonl", "transcripts.jsonl", "answers.jsonl")
+_FILES = (LOCK_FILE, "config.yml", "metrics.jsonl", "transcripts.jsonl", "answers.jsonl", "reference.bin")
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 

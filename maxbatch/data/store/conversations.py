@@ -17,7 +17,7 @@ assistant message (but not of one with `weight` 0 or `train` false), or of the c
 
 A record of `use_dpo` is a pair, two documents one after the other: the prompt with the chosen answer, and with the
 rejected one. Its fields are `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same
-kind; without it the prompt is what both begin with. Only the answers are trained on.
+kind; without it the prompt is the beginning that both share. Only the answers are trained on.
 
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
 that the prompt has by itself, or else generation would begin differently from training.
@@ -51,7 +51,7 @@ _FIELDS = {
     "alpaca": ("instruction", "output"),
     "text": ("",),  # text_field
 }
-_PAIR = ("prompt", "chosen", "rejected")  # the fields of a pair; without the first it is what both others begin with
+_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the beginning that the others share
 _WEIGHTS = ("weight", "train")  # fields of a message
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
 
@@ -145,7 +145,7 @@ class Conversations:
         return self._trains_any(self._split(found))
 
     def _trains_any(self, encoded: Encoded) -> Encoded:
-        """Returns the tokens of an answer; a pair must train on some of both, and predicts none from no token."""
+        """Returns a document; raises ConversationError for an answer of a pair of which no token can be predicted."""
         if self.are_pairs and not encoded.trained[1:].any():
             raise ConversationError("has an answer without a token to train on")
         return encoded
@@ -231,7 +231,7 @@ class _Texts(NamedTuple):
 
 
 def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
-    """Yields what both begin with."""
+    """Yields the items that both begin with."""
     return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
 
 

@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxbatch.config.sections import PreferenceConfig
-from maxbatch.training.update.preferences import Answers, pair_losses
+from maxbatch.data.feed.placement import Batch
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.training.update.preferences import Answers, pair_losses, score_answers
+from tests.helpers.tiny import LENGTH, tiny_config
 
 M = 6
 RANDOM = np.random.default_rng(0)
@@ -71,3 +76,27 @@ def test_a_certain_answer_and_padding_have_finite_odds() -> None:
 
     loss, gradient = jax.device_get(jax.jit(jax.value_and_grad(total))(np.array([[0, -200], [0, 0]], np.float32)))
     assert np.isfinite(loss) and np.isfinite(gradient).all() and (gradient[1] == 0).all()
+
+
+def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> None:
+    prompt, chosen, rejected = [5, 6, 7], [8, 9], [10, 11, 12, 13]
+    rows = {name: np.zeros((2, 2 * LENGTH), np.int32) for name in ("tokens", "segments", "weights")}
+    for begin, number, answer in ((0, 1, chosen), (LENGTH, 2, rejected)):
+        end = begin + len(prompt + answer)
+        rows["tokens"][0, begin:end], rows["segments"][0, begin:end] = prompt + answer, number
+        rows["weights"][0, begin + len(prompt) : end] = 1
+    batch = Batch(rows["tokens"], rows["segments"], rows["weights"].astype(np.float32))  # the second pair is padding
+
+    def both(batch: Batch) -> tuple[Answers, list[jax.Array]]:
+        decoder = Decoder(DecoderConfig.of(tiny_config("base_num_decoder_layers=1")), rngs=nnx.Rngs(0))
+        alone = []
+        for answer in (chosen, rejected):
+            tokens_1xT = jnp.array([prompt + answer])
+            x_1xTxD = decoder.hidden(tokens_1xT, jnp.ones_like(tokens_1xT))
+            logprobs_TxV = jax.nn.log_softmax(decoder.logits(x_1xTxD)[0])
+            alone.append(sum(logprobs_TxV[len(prompt) - 1 + i, token] for i, token in enumerate(answer)))
+        return score_answers(decoder, batch, 1)[0], alone
+
+    answers, alone = jax.device_get(jax.jit(both)(batch))
+    np.testing.assert_allclose(answers.logprobs_Mx2[0], alone, rtol=1e-5)
+    assert answers.tokens_Mx2.tolist() == [[2, 4], [0, 0]] and answers.weights_M.tolist() == [1, 0]
