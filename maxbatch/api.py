@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.sections import slots_per_sample
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.data.stream.own import Samples, as_stream
@@ -162,7 +163,7 @@ class BatchFeed:
         staged = next(self._feed)
         planned = staged.planned
         rows = self._rows(staged.shape.micro_batch)(staged.batch)
-        return FedBatch(*rows, planned.first_sample, planned.num_rows, planned.step)
+        return FedBatch(*rows[:3], planned.first_sample, planned.num_rows, planned.step)
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
@@ -225,7 +226,7 @@ def open_feed(
     axes = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names) or mesh.axis_names[:1]
     _check_divides(plan, mesh, axes)
     sharding = NamedSharding(mesh, P(None, axes, "context" if "context" in mesh.axis_names else None))
-    return BatchFeed(plan, Placement(sharding, config.max_target_length, expansion), opened, first_step)
+    return BatchFeed(plan, Placement(sharding, slots_per_sample(config), expansion), opened, first_step)
 
 
 def _whole(batch_size: int) -> BatchShape:

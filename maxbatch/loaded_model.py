@@ -90,7 +90,7 @@ class LoadedModel:
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
         self._has_stated_length = "max_target_length" in stated
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
-        self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self._is_imported)
+        self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self.config.use_dpo or self._is_imported)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -216,9 +216,10 @@ class LoadedModel:
         elif "text" in record:
             tokens = self._text(record["text"])
         elif {"messages", "conversations", "prompt", "instruction"} & record.keys():
-            found = self._conversations.encode_batch([json.dumps(record).encode()])[0]
-            assert found is not None, "no record is left out"
-            return found[0], found[1].astype(np.float32)
+            documents = self._conversations.encode_batch([json.dumps(record).encode()])[0]
+            assert documents is not None, "no record is left out"
+            [(ids, trained)] = documents
+            return ids, trained.astype(np.float32)
         else:
             fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
             raise RecordError(0, f"needs text, tokens, messages, or prompt and completion; its fields: {fields}")

@@ -25,7 +25,7 @@ WALLS = {
     "data": {"DataConfig"},
     "sampling": set(),
     "runs": set(),
-    "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig"},
+    "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig", "PreferenceConfig"},
     "training/weights": {"AdapterConfig", "DataConfig", "ModelConfig"},
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),

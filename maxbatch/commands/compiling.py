@@ -48,6 +48,7 @@ def compile_one(
     shape: BatchShape | None = None,
 ) -> Compiled:
     """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
+    from maxbatch.config.sections import slots_per_sample
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.memory import compile_for
@@ -60,7 +61,9 @@ def compile_one(
     text = executable.as_text() or ""
     if hlo:
         write_atomically(hlo / f"{name}.hlo", text)
-    modelled = model_time(text, target, DecoderConfig.of(config), config.peak_tflops_per_device, shape)
+    modelled = model_time(
+        text, target, DecoderConfig.of(config), slots_per_sample(config), config.peak_tflops_per_device, shape
+    )
     return Compiled(verdict, executable, modelled)
 
 

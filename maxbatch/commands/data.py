@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
         for index in range(first, stop):
             print(json.dumps(_sample_record(stream, index)))
     else:
-        _print_samples(stream, first, stop, chats=config.use_sft)
+        _print_samples(stream, first, stop, chats=config.use_sft or config.use_dpo)
     return 0
 
 

@@ -75,14 +75,15 @@ def run(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         note(f"warning: {warning}")
     model = _model(config)
-    of_update = _trained_tokens(config, plan) if config.use_sft else None
+    marks_trained = config.use_sft or config.use_dpo
+    of_update = _trained_tokens(config, plan) if marks_trained else None
     period = _checkpoint_period(config, args)
     rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
         printed = plan.to_dict() | model | whole_layout
-        if config.use_sft:
+        if marks_trained:
             printed["trained_tokens_per_step"] = of_update
         if rows:
             printed["survive"] = [row.to_dict() for row in rows]

@@ -137,9 +137,11 @@ def check_data_paths(values: Keyed) -> None:
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
-    if values["use_sft"] and kind not in _WITH_CONVERSATIONS and not is_mixture_file(str(values["dataset_path"])):
-        raise ConfigError(f"dataset_type={kind}: use_sft=true reads records (sft_format names their fields) "
-                          "of jsonl, parquet or prepared tokens; works: use_sft=false")  # fmt: skip
+    fields = {"use_sft": "sft_format names their fields", "use_dpo": "with prompt, chosen and rejected"}
+    for name in (name for name in fields if values[name]):
+        if kind not in _WITH_CONVERSATIONS and not is_mixture_file(str(values["dataset_path"])):
+            raise ConfigError(f"dataset_type={kind}: {name}=true reads records ({fields[name]}) "
+                              f"of jsonl, parquet or prepared tokens; works: {name}=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
@@ -198,8 +200,13 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     if values["batch_size"] is not None and values["warm_start_steps"] and not values["enable_checkpointing"]:
         rule = f"true beside warm_start_steps={values['warm_start_steps']}, whose parameters a checkpoint carries over"
         raise fault("enable_checkpointing", rule, "true")
-    if values["batch_size"] is not None and values["use_sft"]:
-        raise fault("use_sft", "false beside batch_size, which states a batch of prompts for maxbatch rl", "false")
+    for name in ("use_sft", "use_dpo"):
+        if values["batch_size"] is not None and values[name]:
+            raise fault(name, "false beside batch_size, which states a batch of prompts for maxbatch rl", "false")
+    if values["use_dpo"] and values["use_sft"]:
+        raise fault("use_sft", "false beside use_dpo=true, whose records are pairs of answers", "false")
+    if values["use_dpo"] and values["dpo_algo"] == "orpo" and values["dpo_label_smoothing"]:
+        raise fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
     if values["load_full_state_path"] and values["load_parameters_path"]:
         raise fault("load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""')
     if values["load_full_state_path"] and values["batch_size"] is not None:

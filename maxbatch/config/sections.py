@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import (
@@ -116,7 +116,12 @@ class LengthConfig(Section):
         maxtext="num_epoch",
         warm_start=False,
     )
-    max_target_length: int = key("L: tokens per sample", fixes=_PROGRAM | Fixes.ROWS, bounds=_FROM_TWO, unit="tokens")
+    max_target_length: int = key(
+        "L: tokens per sample; use_dpo: of each of its two rows",
+        fixes=_PROGRAM | Fixes.ROWS,
+        bounds=_FROM_TWO,
+        unit="tokens",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -727,8 +732,12 @@ class DataConfig(Section):
         "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all have",
         fixes=Fixes.CHAT,
     )
+    use_dpo: bool = key(
+        "true: records are pairs of a chosen and a rejected answer; a sample is a pair, two rows of L tokens",
+        fixes=Fixes.CONTENT | Fixes.PROGRAM,
+    )
     overlong: Literal["truncate", "drop", "error"] = key(
-        "use_sft, a record longer than a row: truncate (keep its beginning) | drop | error",
+        "use_sft, use_dpo, a record longer than a row: truncate (keep its beginning) | drop | error",
         fixes=Fixes.CHAT,
         maxtext=OURS,
     )
@@ -742,6 +751,34 @@ class DataConfig(Section):
     grain_prefetch_buffer_size: int = key("rows read ahead; >= 1", fixes=_NOTHING, bounds=_COUNT, unit="rows")
     data_cache_dir: LocalPath = key(
         'tokenised data and its index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', fixes=_NOTHING, maxtext=OURS
+    )
+
+    @property
+    def marks_trained(self) -> bool:
+        """Whether records become tokens of which only some are trained on: conversations, or pairs of answers."""
+        return self.use_sft or self.use_dpo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(Section):
+    """Preference pairs (use_dpo): the loss, a mean over the pairs of the global batch."""
+
+    dpo_algo: Literal["dpo", "orpo"] = key(
+        "dpo (log-ratios to the first parameters) | orpo (likelihood and odds ratio, no reference)",
+        fixes=_PROGRAM,
+        maxtext="dpo.algo",
+    )
+    dpo_beta: float = key(
+        "dpo: scales the log-ratios; larger: stays nearer to the first parameters", fixes=_PROGRAM, bounds=_POSITIVE
+    )
+    dpo_label_smoothing: float = key(
+        "dpo: probability that a pair's answers are swapped (Mitchell 2023); 0: never",
+        fixes=_PROGRAM,
+        bounds=Bounds(0, below=0.5),
+        unit="probability",
+    )
+    orpo_lambda: float = key(
+        "orpo: weight of the odds ratio beside the likelihood of the chosen answer", fixes=_PROGRAM, bounds=_FROM_ZERO
     )
 
 
@@ -911,12 +948,17 @@ class CompilingConfig(Section):
 
 SECTIONS: tuple[type[Section], ...] = (
     RunConfig, LengthConfig, BatchConfig, RampConfig, PromptBatchConfig, RLConfig, RatesConfig, OptimizerConfig,
-    ModelConfig, RematConfig, AdapterConfig, DataConfig, MeshConfig, CheckpointConfig, EvaluationConfig, LoggingConfig,
-    CompilingConfig,
+    ModelConfig, RematConfig, AdapterConfig, DataConfig, PreferenceConfig, MeshConfig, CheckpointConfig,
+    EvaluationConfig, LoggingConfig, CompilingConfig,
 )  # fmt: skip
 KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
 # The choices of remat_policy=custom for each tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
+
+
+def slots_per_sample(config: Mapping[str, Any] | Section) -> int:
+    """Returns the tokens that a sample has room for: L, or 2 L for a pair of answers."""
+    return int(config["max_target_length"]) * (2 if config["use_dpo"] else 1)
 
 
 def names_fixing(what: Fixes) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ class BatchPlan:
     eval_per_device_batch_size: Number
     eval_batch_size: int
     max_target_length: int
+    slots_per_sample: int
     tokens_per_step: int
     padded_slots_per_step: int
     padded_share: float
@@ -170,7 +171,7 @@ class BatchPlan:
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
-        length = config.length.max_target_length
+        slots = config.slots_per_sample
         parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
         eval_batch = _eval_batch(config, unit, micro if rl else None)
         epoch_batches = samples_per_epoch and -(-samples_per_epoch * manager.rows_per_sample // batch)
@@ -197,13 +198,14 @@ class BatchPlan:
             pipeline_bubble=_bubble(unit.num_pipeline_stages, parts, repeats),
             eval_per_device_batch_size=plain_number(Fraction(eval_batch, unit.num_devices)),
             eval_batch_size=eval_batch,
-            max_target_length=length,
-            tokens_per_step=batch * length,
+            max_target_length=config.length.max_target_length,
+            slots_per_sample=config.slots_per_sample,
+            tokens_per_step=batch * slots,
             padded_slots_per_step=last.padded_slots_per_step,
             padded_share=last.padded_slots_per_step / (batch + last.padded_slots_per_step),
             total_steps=manager.total_steps,
             total_samples=total,
-            total_tokens=None if total is None else total * manager.rows_per_sample * length,
+            total_tokens=None if total is None else total * manager.rows_per_sample * slots,
             samples_per_epoch=samples_per_epoch,
             steps_per_epoch=epoch_batches and epoch_batches * manager.updates_per_batch,
             epochs=_epochs(config, total, samples_per_epoch),
@@ -226,6 +228,11 @@ class BatchPlan:
     def mesh(self) -> MeshShape:
         """The mesh shape of the devices that train."""
         return self.meshes.training
+
+    @property
+    def sample(self) -> str:
+        """What a sample of the stream is, in a word: with `use_dpo` a pair of answers."""
+        return "sample" if self.slots_per_sample == self.max_target_length else "pair"
 
     @property
     def stages(self) -> tuple[Stage, ...]:

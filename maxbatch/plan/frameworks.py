@@ -131,7 +131,7 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
     update = f"global batch size={batch}"
     if len(plan.stages) == 1:
         return FrameworkSettings("Megatron-LM", f"{settings} --global-batch-size {batch}", update)
-    ramp = [f'--step-batch-size-schedule "{_schedule(plan, plan.max_target_length)}"']
+    ramp = [f'--step-batch-size-schedule "{_schedule(plan, plan.slots_per_sample)}"']
     if linear := linear_ramp(plan.stages):
         start, rise, samples = linear
         older = f"--rampup-batch-size {start} {rise} {math.ceil(samples)} --global-batch-size {batch}"

@@ -197,7 +197,7 @@ def _unheld_batches(
     if config.batch.batch_size_schedule is not None:
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
         rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true"
-        key, batch = "batch_size_schedule", stated_schedule(fitting, config.length.max_target_length)
+        key, batch = "batch_size_schedule", stated_schedule(fitting, config.slots_per_sample)
         if seesaw := Seesaw.if_stated(config):
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})

@@ -15,6 +15,7 @@ from maxbatch.config.sections import (
     PromptBatchConfig,
     RampConfig,
     RatesConfig,
+    slots_per_sample,
 )
 
 
@@ -31,3 +32,9 @@ class PlanConfig(Section):
     model: ModelConfig
     mesh: MeshConfig
     evaluation: EvaluationConfig
+    use_dpo: bool
+
+    @property
+    def slots_per_sample(self) -> int:
+        """Tokens that a sample has room for."""
+        return slots_per_sample({"max_target_length": self.length.max_target_length, "use_dpo": self.use_dpo})

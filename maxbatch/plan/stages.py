@@ -96,7 +96,7 @@ def stated_batches(config: PlanConfig) -> Batches | None:
             works |= {name: None for name in ("steps", "num_epochs") if config.length[name] is not None}
             raise Refusal(config, "batch_size_schedule", rule, works)
         return seesaw.batches(config.rates, total, MOST_SAMPLES)
-    batches = parse_schedule(schedule, config.length.max_target_length)
+    batches = parse_schedule(schedule, config.slots_per_sample)
     if constant is not None and any(batch != constant for _, batch in batches):
         rule = f"must agree with {stated(config, 'batch_size_schedule')}, stated beside it"
         raise Refusal(config, "global_batch_size", rule, {"global_batch_size": None})
@@ -190,7 +190,7 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     if config.length.train_samples is not None:
         ends["train_samples"] = config.length.train_samples
     if config.length.train_tokens is not None:
-        ends["train_tokens"] = -(-config.length.train_tokens // config.length.max_target_length)
+        ends["train_tokens"] = -(-config.length.train_tokens // config.slots_per_sample)
     if config.length.num_epochs is not None and samples_per_epoch is not None:
         ends["num_epochs"] = math.ceil(exact(config.length.num_epochs) * samples_per_epoch)
     if not ends:

@@ -46,17 +46,17 @@ class DecayPlan(NamedTuple):
     optimizer: OptimizerConfig
     rates: RatesConfig
     manager: RampupBatchManager
-    max_target_length: int
+    slots_per_sample: int
 
     @classmethod
     def from_config(cls, config: PlanConfig, manager: RampupBatchManager) -> DecayPlan:
         """Takes the optimizer's keys from the config and the batch from the manager."""
-        return cls(config.optimizer, config.rates, manager, config.length.max_target_length)
+        return cls(config.optimizer, config.rates, manager, config.slots_per_sample)
 
     def of_stage(self, stage: int) -> Decays:
         """Returns the decays of a whole update of a stage."""
         batch = self.manager.stages[stage].global_batch_size
-        tokens = batch * self.max_target_length
+        tokens = batch * self.slots_per_sample
         ratio = batch / (self.rates.reference_batch_size or self.manager.stages[-1].global_batch_size)
 
         def decay(name: str) -> float:
@@ -90,7 +90,7 @@ class DecayPlan(NamedTuple):
         if runs is not None:
             if self.manager.total_samples is None:
                 return None
-            span = runs * self.manager.total_samples * self.manager.rows_per_sample * self.max_target_length
+            span = runs * self.manager.total_samples * self.manager.rows_per_sample * self.slots_per_sample
         return float(tokens / span) / (self.rates.learning_rate * self.manager.learning_rate_scales[stage])
 
 
@@ -112,7 +112,7 @@ class UpdatePlan(NamedTuple):
     def at(self, samples_seen: int) -> UpdateSettings:
         """Returns the settings of the update that starts at samples_seen; its tokens are its real rows' slots."""
         manager, decays = self.rate.manager, self.decays
-        tokens = manager.rows_at(samples_seen) * decays.max_target_length
+        tokens = manager.rows_at(samples_seen) * decays.slots_per_sample
         decay = decays.weight_decay(tokens, manager.stage_at(samples_seen))
         assert decay is not None, "a run that trains knows its length"
         return UpdateSettings(

@@ -95,8 +95,8 @@ def equation(plan: BatchPlan) -> str:
         return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
-        f"{last.global_batch_size:,} samples per update = {number_text(last.per_device_batch_size)} per device x "
-        f"{_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
+        f"{last.global_batch_size:,} {plan.sample}s per update = {number_text(last.per_device_batch_size)} per device "
+        f"x {_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
     if len(plan.stages) > 1:
         line += f"; ramped from {plan.stages[0].global_batch_size:,} in {len(plan.stages)} stages"
@@ -119,7 +119,7 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     """Returns the table of stages; with a rate, also that of each one's first and last update."""
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
-    sample, of_pairs = ("prompt", " pairs") if plan.rl else ("sample", "")
+    sample, of_pairs = ("prompt", " pairs") if plan.rl else (plan.sample, "")
     heads = [
         "stage",
         "threshold",
@@ -159,11 +159,13 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
     console.print()
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
+    if plan.sample == "pair":
+        first = "S1 is the pair"
     console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     for index in sorted({0, len(plan.stages) - 1}):
         stage = plan.stages[index]
         if len(plan.stages) > 1:
-            console.print(f"stage {index}: {stage.global_batch_size:,} samples per update")
+            console.print(f"stage {index}: {stage.global_batch_size:,} {plan.sample}s per update")
         console.print(_passes(stage.gradient_accumulation_steps))
         console.print(_layout_table(plan, index))
 
@@ -225,6 +227,8 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         elif source:
             if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
                 meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            elif plan.sample != "sample":
+                meaning = meaning.replace("samples", f"{plan.sample}s").replace("rows", f"{plan.sample}s")
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
     width = max(len(number) for group in groups.values() for _, number, _ in group)
     text = Text()

@@ -50,7 +50,9 @@ class Metric(StrEnum):
     TOKENS_SEEN = "tokens_seen", "whole", "tokens", "Slots of the samples seen: samples × length."
     GLOBAL_BATCH_SIZE = "global_batch_size", "whole", "samples", "Real rows of the update (`rl`: pairs)."
     STAGE = "stage", "whole", "", "Stage of the ramp, from 0."
-    LOSS = "loss", "real or null", "nats per token", "Token-weighted mean loss of the batch; null without weight."
+    LOSS = (
+        "loss", "real or null", "nats per token",
+        "Token-weighted mean loss of the batch (`use_dpo`: mean over its pairs); null without weight.")
     LEARNING_RATE = "learning_rate", "real", "", "Learning rate of the update."
     GRAD_NORM = "grad_norm", "real or null", "", "Global norm of the gradient before clipping."
     DATA_FINGERPRINT = "data_fingerprint", "text", "", "Hash of the batch's rows, independent of their order and place."
@@ -60,7 +62,7 @@ class Metric(StrEnum):
     MFU = "mfu", "real or null", "share", "Share of the device's peak; null where the peak is unknown."
     DATA_WAIT_S = "data_wait_s", "real", "s", "Time that the update waited for its batch."
     DATA_WAIT_FRACTION = "data_wait_fraction", "real", "share", "`data_wait_s` as a share of `step_time_s`."
-    LOSS_WEIGHT = "loss_weight", "real", "tokens", "Sum of the loss weights of the global batch."
+    LOSS_WEIGHT = "loss_weight", "real", "tokens", "Sum of the loss weights of the global batch (`use_dpo`: its pairs)."
     MICRO_BATCH_SIZE = "micro_batch_size", "whole", "samples", "Rows in one forward and backward pass."
     NUM_MICRO_BATCHES = "num_micro_batches", "whole", "", "Forward and backward passes of the update."
     SKIPPED = "skipped", "bool", "", "Whether the update was skipped because it was not finite."
@@ -82,6 +84,11 @@ class Metric(StrEnum):
         "dropped_tokens", "whole", "choices", "Choices of experts beyond `capacity_factor`, over all layers.", _SOME)
     ROUTING_FINGERPRINT = (
         "routing_fingerprint", "text", "", "Hash of which experts the tokens went to, whatever the layout.", _SOME)
+    MARGIN = (
+        "margin", "real or null", "nats", "Mean over the pairs: `dpo_beta` × the difference of log-ratios, or the log "
+        "odds ratio of `dpo_algo: orpo`.", _SOME_OF_TRAIN)
+    PAIR_ACCURACY = (
+        "pair_accuracy", "real or null", "share", "Share of the pairs whose margin is above 0.", _SOME_OF_TRAIN)
     SAMPLES_BY_SOURCE = (
         "samples_by_source", "map", "samples", "Samples seen of each source of a mixture.", _SOME_OF_TRAIN)
     EVAL_LOSS = (

@@ -12,7 +12,15 @@ from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 SESSIONS_FILE = "sessions.jsonl"
-_FILES = (LOCK_FILE, "config.yml", "metrics.jsonl", SESSIONS_FILE, "transcripts.jsonl", "answers.jsonl")
+_FILES = (
+    LOCK_FILE,
+    "config.yml",
+    "metrics.jsonl",
+    SESSIONS_FILE,
+    "transcripts.jsonl",
+    "answers.jsonl",
+    "reference.bin",
+)
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 

@@ -26,6 +26,7 @@ class TextConfig(DecoderConfig):
 
     add_bos: bool
     use_sft: bool
+    use_dpo: bool
 
 
 def generate_text(
@@ -53,7 +54,7 @@ def generate_text(
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
     # Conversations begin as in the tokenizer's template, which ignores `add_bos`.
-    if not ids or (tokenizer.begins_with_bos() if config.use_sft else config.add_bos):
+    if not ids or (tokenizer.begins_with_bos() if config.use_sft or config.use_dpo else config.add_bos):
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))
     length = config.max_target_length

@@ -29,6 +29,12 @@ class EvalResult(NamedTuple):
     num_rows: int
 
 
+def num_evaluated(bounds: EvaluationConfig, num_rows: int, batch_size: int) -> int:
+    """Returns how many of the held-out rows an eval reads."""
+    most = math.inf if bounds.eval_steps < 0 else bounds.eval_steps * batch_size
+    return int(min(num_rows, most, bounds.eval_samples or math.inf))
+
+
 class Evaluator:
     """Evaluates parameters on `num_rows` held-out rows, in batches of its own size and without accumulation.
 
@@ -50,8 +56,7 @@ class Evaluator:
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES, objective.make_model)
         self._stream, self._placement = stream, placement
         self._shape = BatchShape(batch_size, 1)
-        most = math.inf if bounds.eval_steps < 0 else bounds.eval_steps * batch_size
-        self._num_rows = int(min(num_rows, most, bounds.eval_samples or math.inf))
+        self._num_rows = num_evaluated(bounds, num_rows, batch_size)
         arrange = placement.arrange(batch_size)
 
         def eval_step(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -26,7 +26,7 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
-from maxbatch.training.update.gradients import NEXT_TOKEN, Objective, ObjectiveSums
+from maxbatch.training.update.gradients import Objective, ObjectiveSums
 from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -132,14 +132,14 @@ def module_maker(model: MakeModel, config: ConfigDict) -> ModelMaker:
     return make
 
 
-def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig) -> Objective:
-    """Returns the objective of a run: a user's loss, or the loss of a user's model; else next-token prediction.
+def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig) -> Objective | None:
+    """Returns the objective of a user's loss or model; None if there is neither.
 
     Raises:
       ConfigError: the config has terms of balance, which are added to its own loss only.
     """
     if make_model is None and loss is None:
-        return NEXT_TOKEN
+        return None
     for name in ("load_balance_loss_weight", "router_z_loss_weight"):
         if config[name]:
             raise ConfigError(f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0")

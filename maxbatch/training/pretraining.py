@@ -22,7 +22,7 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
-from maxbatch.parallel.hosts import broadcast, gather, is_first
+from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
@@ -32,17 +32,20 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.folding import counted
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms, program_keys
-from maxbatch.training.evaluation import Evaluator
+from maxbatch.training.evaluation import Evaluator, num_evaluated
 from maxbatch.training.own import Parts, check_parts, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
+from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData
 from maxbatch.training.update.optimizers import AT_REST
+from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
@@ -73,8 +76,13 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
         return Session(context, Pretraining(context, parts), parts.outputs).run()
 
 
-def _check(parts: Parts, compiled_dir: str) -> None:
+def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
     check_parts(parts)
+    if loss.use_dpo and (parts.model or parts.objective or parts.stream):
+        raise ConfigError(
+            "use_dpo=true: trains the config's own model on pairs of its own data, and train() was given a model, a "
+            "loss or a stream; works: use_dpo=false"
+        )
     if compiled_dir and (parts.model or parts.objective):
         raise ConfigError(
             f"compiled_dir={compiled_dir}: holds programs of the config's own model and loss, and train() was "
@@ -90,7 +98,8 @@ class Pretraining:
 
     def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
         self._context, config, self._parts = context, context.config, parts
-        _check(parts, config.compiled_dir)
+        self._loss = LossConfig.of(config)
+        _check(parts, config.compiled_dir, self._loss)
         self.takes_turns = must_take_turns(context.devices)
         self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
@@ -98,9 +107,12 @@ class Pretraining:
         make_model = module_maker(parts.model, config) if parts.model else None
         base = config.load_parameters_path
         self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
-        self._objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
+        own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
+        self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
+        self._held_out: Stream | None = None  # from `feed` on, on a host that loads
+        self._num_held_out = 0
         self._evaluator: Evaluator | None = None
         self._answers: Answers | None = None  # to held-out records at each eval
         self._answers_log: AnswersLog | None = None  # on the first host
@@ -171,7 +183,55 @@ class Pretraining:
             all_first=jax.process_count() > 1 or self._saved is not None,
             shapes=self._saved.shapes_for(manager.stages) if self._saved else None,
         )
-        return Feed(self.stream, manager, self.steps.shape_for, self.placement, position.step)
+        self._open_held_out()
+        stream = self.stream
+        if self._loss.has_reference:
+            reference = self._refer(start)
+            stream = stream and with_reference(stream, reference)
+            self._held_out = self._held_out and with_reference(self._held_out, reference)
+        return Feed(stream, manager, self.steps.shape_for, self.placement, position.step)
+
+    def _refer(self, start: Start) -> Reference:
+        """Returns the reference of all pairs that the run will read; the file of an earlier start is completed.
+
+        A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
+        """
+        path, plan = self._context.folder.path / REFERENCE_FILE, start.plan
+        known = read_on_all_hosts(path) if start.position.step else Reference()
+        if known is None:
+            warn(f"{path}: missing or damaged; the reference is computed again from the first parameters")
+            known = Reference()
+        assert plan.total_samples is not None, "data that are here have known epochs"
+        # The first epoch has every pair; the sources of a mixture have epochs of their own.
+        last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
+        bounds = EvaluationConfig.of(self._context.config)
+        last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
+        missing = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
+        count = sum(max(0, end - first) for _, first, end in missing)
+        if not count:
+            return known
+        self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
+        params = self._first_params()
+        reading = self._programs.reference_pass(plan.eval_batch_size)
+        score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
+        for stream, first, end in missing:
+            if end > first:
+                known.add(*reading(score, params, stream, first, end))
+        known.num_samples = max(known.num_samples, last)
+        known.num_held_out = max(known.num_held_out, last_held_out)
+        if is_first() and self._context.config.enable_checkpointing:
+            self._context.folder.write(REFERENCE_FILE, known.to_bytes())
+        return known
+
+    def _first_params(self) -> State:
+        """Returns the parameters of the model that the run started from, without adapters."""
+        config = self._context.config
+        if config.load_full_state_path:
+            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract).model
+        if read := self._context.open_parameters(self.abstract.model):
+            return read(self.abstract.model)
+        made: TrainState = self.executable(INIT, self._programs.init)()
+        return made.model
 
     def introduction(self, plan: BatchPlan) -> Iterable[str]:
         return [self.steps.describe()] if len(plan.manager.stages) > 1 else []
@@ -213,14 +273,19 @@ class Pretraining:
         made: TrainState = self.executable(INIT, self._programs.init)()
         return made
 
-    def _open_evaluator(self, batch_size: int) -> Evaluator | None:
-        """Returns None if the config has no eval or nothing is held out."""
+    def _open_held_out(self) -> None:
+        """Opens the held-out data, unless the config has no eval."""
         config = self._context.config
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
-            return None
+            return
         held_out = open_stream(config, split="eval") if self._loads else None
-        num_rows = broadcast(lambda: held_out.samples_per_epoch if held_out else 0)
+        self._num_held_out = broadcast(lambda: (held_out.samples_per_epoch or 0) if held_out else 0)
+        self._held_out = held_out
+
+    def _open_evaluator(self, batch_size: int) -> Evaluator | None:
+        """Returns None if the config has no eval or nothing is held out."""
+        config, held_out, num_rows = self._context.config, self._held_out, self._num_held_out
         if not num_rows:
             return None
         self._answers = self._open_answers(held_out)

@@ -7,14 +7,15 @@ compile ahead of time share them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.config.sections import CheckpointConfig, EvaluationConfig
-from maxbatch.data.feed.placement import BatchShape, Placement
+from maxbatch.config.sections import CheckpointConfig, EvaluationConfig, slots_per_sample
+from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import lay_out, mesh_shape
@@ -22,7 +23,9 @@ from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.evaluation import Evaluator
-from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
+from maxbatch.training.reference import ReferencePass
+from maxbatch.training.update.gradients import Objective
+from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
@@ -53,6 +56,7 @@ class ProgramsConfig(UpdateConfig):
 
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
+    loss: LossConfig
 
 
 class Programs:
@@ -61,7 +65,7 @@ class Programs:
     Args:
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
-      objective: the loss to minimise, and the model whose parameters it trains.
+      objective: the loss to minimise, and the model whose parameters it trains; None: the config's.
     """
 
     def __init__(
@@ -70,11 +74,19 @@ class Programs:
         devices: Sequence[jax.Device],
         shape: MeshShape,
         expansion: int = 1,
-        objective: Objective = NEXT_TOKEN,
+        objective: Objective | None = None,
     ) -> None:
-        self.config, self._shape, self._objective = config, shape, objective
+        self.config, self._shape, self._objective = config, shape, objective or objective_of_config(config.loss)
         self.mesh: Mesh = lay_out(shape, devices)
-        self.placement = Placement(batch_sharding(self.mesh), config.max_target_length, expansion)
+        self._expansion = expansion
+        self.placement = self._placement(REFERENCE_DTYPES if config.loss.has_reference else BATCH_DTYPES)
+
+    def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
+        return Placement(batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes)
+
+    def reference_pass(self, batch_size: int) -> ReferencePass:
+        """Returns the pass that computes the reference of pairs, `batch_size` at a time."""
+        return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size)
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -97,8 +109,14 @@ class Programs:
         return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
-        """Yields the other programs of a run by name: the first state, an eval pass, the checksums of a checkpoint."""
+        """Yields the other programs of a run by name.
+
+        They are of the first state, the reference of pairs, an eval pass and the checksums of a checkpoint.
+        """
         yield INIT, self.init()
+        if self.config.loss.has_reference:
+            reference = self.reference_pass(eval_batch_size)
+            yield reference.name, reference.lower(self.abstract.model)
         if self.config.evaluation.eval_interval > 0:
             evaluator = Evaluator(
                 self.config, self.config.evaluation, self.placement, None, 1, eval_batch_size, self._objective

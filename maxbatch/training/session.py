@@ -18,7 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import ModelConfig, slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
@@ -327,7 +327,7 @@ class Session(Generic[B]):
             if isinstance(output, Board):
                 self._context.board = output
                 output.settings(settings_of(self.config))
-        length, peak_tflops = self.config.max_target_length, self.config.peak_tflops_per_device
+        length, peak_tflops = slots_per_sample(self.config), self.config.peak_tflops_per_device
         meter = ThroughputMeter(length, self.task.model.flops_per_token, self._context.devices, peak_tflops)
         return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 

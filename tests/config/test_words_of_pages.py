@@ -59,7 +59,7 @@ cosine_learning_rate_final_fraction: learning_rate_final_fraction | wsd_decay_st
 steps: = | eval_per_device_batch_size: = | eval_interval: = | eval_steps: = | eval_start_step: eval_interval
 use_sft: = | sft_train_on_completion_only: = | use_tunix_gradient_accumulation: can be left out
 lora.lora_alpha: lora_alpha | lora.enable_lora: lora_rank | lora.lora_module_path: lora_targets
-use_dpo: not supported | dpo.dpo_beta: not supported | batch_split_factor: can be left out
+use_dpo: = | dpo.dpo_beta: dpo_beta | batch_split_factor: can be left out
 reuse_example_batch: can be left out | generate_padding_batch_train: can be left out
 """
 TRL = """
@@ -72,7 +72,7 @@ steps_per_generation: batch_size | num_iterations: = | packing: = | packing_stra
 padding_free: can be left out | pad_to_multiple_of: can be left out | dataset_num_proc: maxbatch prepare
 truncation_mode: overlong | completion_only_loss: sft_train_on_completion_only
 assistant_only_loss: sft_train_on_completion_only | vllm_max_model_length: max_target_length
-precompute_ref_batch_size: not supported | ref_model_sync_steps: not supported | mini_batch_size: num_iterations
+precompute_ref_batch_size: can be left out | ref_model_sync_steps: not supported | mini_batch_size: num_iterations
 num_mini_batches: num_iterations | num_ppo_epochs: num_iterations | total_episodes: train_samples
 local_rollout_forward_batch_size: rollout_micro_batch_size | response_length: max_target_length
 temperature: decode_sampling_temperature | top_k: decode_sampling_top_k | top_p: decode_sampling_nucleus_p

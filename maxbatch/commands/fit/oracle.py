@@ -20,7 +20,7 @@ from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import MATRICES, parameters
-from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing
+from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing, slots_per_sample
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -99,7 +99,9 @@ class CompilerOracle:
             modelled = Modelled()
             if executable is not None and has_clock(self.target):
                 model, peak = DecoderConfig.of(self.config), self.config.peak_tflops_per_device
-                timed = model_time(executable.as_text() or "", self.target, model, peak, shape)
+                timed = model_time(
+                    executable.as_text() or "", self.target, model, slots_per_sample(self.config), peak, shape
+                )
                 modelled = dataclasses.replace(timed, operations=())
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = {"verdict": dataclasses.asdict(verdict), "modelled": dataclasses.asdict(modelled)}
@@ -149,7 +151,7 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
     per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
-    per_device: float = per_token * config.max_target_length / (axes["tensor"] * axes["context"] * axes["pipeline"])
+    per_device: float = per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
     return per_device
 
 

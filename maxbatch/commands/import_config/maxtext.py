@@ -302,9 +302,22 @@ def _adapters(t: Translation) -> None:
 
 
 def _preferences(t: Translation) -> None:
-    for word in t.left() if not t.is_true("use_dpo") else []:
-        if word.startswith("dpo.") or word in ("dpo_beta", "dpo_label_smoothing", "orpo_lambda"):
-            t.ignore(word, "use_dpo=false")
+    """Takes the words of preference pairs, which MaxText nests in `dpo`."""
+    for word in t.left():
+        if word.startswith("dpo.") and word not in ("dpo.algo", "dpo.max_prompt_length"):
+            t.rename(word, word.removeprefix("dpo."))
+    if not t.is_true("use_dpo"):
+        for word in t.left():
+            if word.startswith("dpo.") or word in ("dpo_beta", "dpo_label_smoothing", "orpo_lambda"):
+                t.ignore(word, "use_dpo=false")
+        return
+    t.map("use_dpo", "a batch counts pairs, as there", use_dpo="true")
+    if "dpo.algo" in t:
+        t.map("dpo.algo", dpo_algo=t.text("dpo.algo"))
+    if "dpo.max_prompt_length" in t:
+        t.refuse("dpo.max_prompt_length", "null: prompt and answer together have max_target_length tokens")
+    elif t.is_left("dpo.max_prompt_length"):
+        t.ignore("dpo.max_prompt_length", "null says nothing")
 
 
 def _checkpoints(t: Translation) -> None:

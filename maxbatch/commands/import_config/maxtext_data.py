@@ -28,7 +28,9 @@ def translate_data(t: Translation) -> None:
     columns = t.items("train_data_columns") or ["text"]
     if kind != "synthetic":
         _tokenizer(t)
-        if t.is_true("use_sft"):
+        if t.is_true("use_dpo"):
+            _pairs(t, columns)
+        elif t.is_true("use_sft"):
             _conversations(t, columns)
         elif len(columns) == 1:
             t.map("train_data_columns", text_field=columns[0])
@@ -62,10 +64,20 @@ def _conversations(t: Translation, columns: list[str]) -> None:
         t.refuse("train_data_columns", "messages, or prompt and completion", is_essential=True)
 
 
+def _pairs(t: Translation, columns: list[str]) -> None:
+    """Takes the fields of pairs of answers: their names are fixed here."""
+    if "train_data_columns" not in t:
+        return
+    if set(columns) in ({"chosen", "rejected"}, {"prompt", "chosen", "rejected"}):
+        t.ignore("train_data_columns", "records with chosen and rejected, and perhaps prompt, are read as they are")
+    else:
+        t.refuse("train_data_columns", "chosen and rejected, and perhaps prompt", is_essential=True)
+
+
 def _rows(t: Translation, kind: str) -> None:
     """Takes the words on documents that are longer than a row, and those of other pipelines."""
     if t.is_true("use_truncation"):
-        if t.is_true("use_sft"):
+        if t.is_true("use_sft") or t.is_true("use_dpo"):
             t.map("use_truncation", overlong="truncate")
         else:
             t.ignore("use_truncation", "its default; here a document longer than a row is split, so no token is lost")

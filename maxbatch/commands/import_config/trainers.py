@@ -34,6 +34,7 @@ _AUTO = "auto is filled in from the Trainer's arguments; needed: the value"
 def hf(t: Translation) -> None:
     """Takes the words of TrainingArguments."""
     _old_words(t)
+    _preferences(t)
     _batch_per_device(t, "per_device_train_batch_size")
     steps = _length(t, "max_steps", "num_train_epochs")
     _rates(t, "lr_scheduler_type", steps, math.ceil)
@@ -47,6 +48,49 @@ def hf(t: Translation) -> None:
     seeds(t, "seed", "data_seed")
     precision(t)
     _when(t)
+
+
+# Words of TRL's DPOConfig and ORPOConfig (docs: dpo_trainer, orpo_trainer), and of its trainers of generated responses.
+_OF_PAIRS = ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "reference_free", "max_prompt_length")
+_OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "temperature")
+_PAIR_DEFAULTS = {"learning_rate": "1e-6", "max_length": "1024", "beta": "0.1", "bf16": "true"}
+_OF_THE_REFERENCE = ("precompute_ref_log_probs", "precompute_ref_batch_size")
+
+
+def _preferences(t: Translation) -> None:
+    """Takes TRL's DPOConfig, or its ORPOConfig, which the name of the output tells from it."""
+    if not any(word in t for word in _OF_PAIRS) or any(word in t for word in _OF_RESPONSES):
+        return
+    named = [word for word in ("output_dir", "run_name", "hub_model_id") if "orpo" in t.text(word).lower()]
+    losses = t.items("loss_type") or ["sigmoid"]
+    t.assume(_PAIR_DEFAULTS)
+    step = "records with prompt, chosen and rejected in that file; a batch counts pairs, as there"
+    data = {"use_dpo": "true", "dataset_type": "jsonl", "dataset_path": "pairs.jsonl", "packing": "false"}
+    if named and "loss_type" not in t:
+        t.need("beta", f"{step}; orpo by the name in {named[0]}", dpo_algo="orpo", orpo_lambda=t.text("beta"), **data)
+    else:
+        t.need("beta", step, dpo_algo="dpo", dpo_beta=t.text("beta"), **data)
+        if "label_smoothing" in t:
+            t.map("label_smoothing", dpo_label_smoothing=t.text("label_smoothing"))
+    if losses != ["sigmoid"]:
+        t.refuse("loss_type", "sigmoid", is_essential=True)
+    elif "loss_type" in t:
+        t.map("loss_type", dpo_algo="dpo")
+    if t.text("max_length").lower() in ("null", "none"):
+        t.refuse("max_length", "a number: rows have one length", is_essential=True)
+    if "max_prompt_length" in t:
+        t.refuse("max_prompt_length", "prompt and answer together have max_target_length tokens")
+    if t.text("truncation_mode") == "keep_start":
+        t.map("truncation_mode", overlong="truncate")
+    elif "truncation_mode" in t:
+        t.refuse("truncation_mode", "keep_start, which overlong=truncate is", is_essential=True)
+    for word in _OF_THE_REFERENCE:
+        if word in t:
+            t.ignore(word, "the reference is always computed before the first update, and stored")
+    if "disable_dropout" in t:
+        t.ignore("disable_dropout", "there is no dropout")
+    if "padding_free" in t:
+        t.ignore("padding_free", "padding has no weight")
 
 
 def _old_words(t: Translation) -> None:
@@ -96,7 +140,8 @@ def _axolotl_data(t: Translation) -> None:
         if word in t and re.search(rf"{end}(Fast)?$", t.text(word)):
             t.ignore(word, "the files of base_model say it")
     if "rl" in t:
-        t.refuse("rl", "documents and conversations; preference pairs are not supported", is_essential=True)
+        rule = "documents and conversations; pairs are use_dpo=true, whose records have prompt, chosen and rejected"
+        t.refuse("rl", rule, is_essential=True)
 
 
 def _axolotl_sources(t: Translation) -> None:

@@ -33,6 +33,8 @@ PANELS = (
     Panel("Gradient noise scale", "samples",
           ((M.GRADIENT_NOISE_SCALE, "faint"), (M.CRITICAL_BATCH_ESTIMATE, "line")), is_log=True),
     Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
+    Panel("Margin of the chosen answers", "mean over the pairs (nats)", ((M.MARGIN, "line"),)),
+    Panel("Pairs whose margin is above 0", "share of the pairs", ((M.PAIR_ACCURACY, "line"),)),
     # Of reinforcement learning.
     Panel("Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)),
     Panel("Balance loss", "1 where all is even", ((M.LOAD_BALANCE_LOSS, "line"),)),

@@ -12,7 +12,7 @@ placeholder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,9 +33,11 @@ class Batch(NamedTuple):
     tokens_AxMxL: Any  # int32 token ids
     segments_AxMxL: Any  # int32, 1.. per document within a row, 0 at padding
     weights_AxMxL: Any  # float32 loss weight of each token as a target; 0 at padding rows
+    reference_AxMxL: Any = None  # float32, figures of each row beside its tokens, where the stream has them
 
 
 BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}
+REFERENCE_DTYPES = BATCH_DTYPES | {"reference": np.dtype(np.float32)}
 
 
 class BatchShape(NamedTuple):
@@ -52,12 +54,16 @@ class Placement:
       final: sharding of `[A, M, L]` arrays while they are trained on.
       length: L.
       expansion: e; 1 if every host loads its own rows.
+      dtypes: the arrays of a batch, by the name that they have in the stream.
     """
 
-    def __init__(self, final: NamedSharding, length: int, expansion: int = 1) -> None:
+    def __init__(
+        self, final: NamedSharding, length: int, expansion: int = 1, dtypes: Mapping[str, np.dtype] = BATCH_DTYPES
+    ) -> None:
         mesh = final.mesh
         assert isinstance(mesh, Mesh), "of devices"
         self.mesh, self.spec, self._final, self._length, self._expansion = mesh, final.spec, final, length, expansion
+        self._dtypes = dict(dtypes)
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
         # Every batch needs these several times, and they depend on its shape alone.
@@ -69,7 +75,7 @@ class Placement:
     def abstract_batch(self, shape: BatchShape) -> Batch:
         """Returns the shapes and shardings of a staged batch, for compiling ahead of time."""
         staged = (shape.max_micro_batches, self._num_slots(shape.micro_batch), self._length)
-        arrays = (jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in BATCH_DTYPES.values())
+        arrays = (jax.ShapeDtypeStruct(staged, d, sharding=self._sharding) for d in self._dtypes.values())
         return Batch(*(self._staged([array] * self._expansion) for array in arrays))
 
     def arrange(self, micro_batch: int) -> Callable[[Batch], Batch]:
@@ -84,7 +90,7 @@ class Placement:
             array: jax.Array = jax.lax.with_sharding_constraint(jnp.concatenate(real), rows)
             return array
 
-        return lambda staged: Batch(*map(joined, staged))
+        return lambda staged: Batch(*(part if part is None else joined(part) for part in staged))
 
     def _staged(self, parts: Sequence[T]) -> T | tuple[T, ...]:
         return tuple(parts) if self._expansion > 1 else parts[0]
@@ -131,16 +137,16 @@ class Placement:
             if wanted.all():
                 slots = rows[name].reshape(*wanted.shape, self._length)
             else:
-                slots = np.zeros((*wanted.shape, self._length), BATCH_DTYPES[name])
+                slots = np.zeros((*wanted.shape, self._length), self._dtypes[name])
                 slots[wanted] = rows[name]
             return self._staged([self._put(slots[:, part], shape) for part in range(self._expansion)])
 
-        return Batch(*map(staged, BATCH_DTYPES))
+        return Batch(*map(staged, self._dtypes))
 
     def _make_padding(self, shape: BatchShape) -> Batch:
         """Returns a batch of padding, which a host that reads no rows stages."""
         local = (shape.max_micro_batches, self.local_rows(shape).shape[-1], self._length)
-        arrays = (self._put(np.zeros(local, dtype), shape) for dtype in BATCH_DTYPES.values())
+        arrays = (self._put(np.zeros(local, dtype), shape) for dtype in self._dtypes.values())
         return Batch(*(self._staged([array] * self._expansion) for array in arrays))
 
     def _put(self, local: np.ndarray, shape: BatchShape) -> jax.Array:

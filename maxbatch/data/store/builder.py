@@ -166,7 +166,8 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
                 add(done)
                 writer.end_job(done)
     except RecordError as error:
-        number = 1 + len(total.lengths) + total.skipped - len(source.missing_shards) + error.number
+        records = len(total.lengths) // (conversations.documents_per_record if conversations else 1)
+        number = 1 + records + total.skipped - len(source.missing_shards) + error.number
         left_out = "skip_bad_records=true leaves such records out"
         raise source.error(f"record {number}: {error.problem}; {left_out}") from error
     except ConfigError:

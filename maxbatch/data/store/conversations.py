@@ -1,4 +1,4 @@
-"""Records for supervised fine-tuning (`use_sft`): conversations as tokens, each of them trained on or not.
+"""Records with answers to train on (`use_sft`, `use_dpo`): conversations as tokens, each of them trained on or not.
 
 A record has one of the forms of `sft_format`; `auto` takes the first of them whose fields it has:
 
@@ -15,16 +15,21 @@ fields of the record besides, the template sees `tools` (a list, or JSON of one)
 With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn included: those of every
 assistant message (but not of one with `weight` 0 or `train` false), or of the completion. Without, all tokens are.
 
+A record of `use_dpo` is a pair, two documents one after the other: the prompt with the chosen answer, and with the
+rejected one. Its fields are `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same
+kind; without it the prompt is the beginning that both share. Only the answers are trained on.
+
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
 that the prompt has by itself, or else generation would begin differently from training.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -36,6 +41,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
+_T = TypeVar("_T")
 _VERSION = 2  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.
 _FIELDS = {
@@ -45,6 +51,7 @@ _FIELDS = {
     "alpaca": ("instruction", "output"),
     "text": ("",),  # text_field
 }
+_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the beginning that the others share
 _WEIGHTS = ("weight", "train")  # fields of a message
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
 
@@ -66,12 +73,15 @@ class Conversations:
     skip_bad_records: bool
     form: str = "auto"  # a key of _FIELDS, or auto
     text_field: str = "text"
+    are_pairs: bool = False  # whether a record is a pair of answers
 
     @classmethod
     def from_config(cls, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
-        """Returns None unless `use_sft` is set."""
-        if not config.use_sft:
+        """Returns None unless `use_sft` or `use_dpo` is set."""
+        if not config.marks_trained:
             return None
+        if config.use_dpo:
+            return cls(tokenizer, True, config.skip_bad_records, are_pairs=True)
         completion_only, skips = config.sft_train_on_completion_only, config.skip_bad_records
         return cls(tokenizer, completion_only, skips, config.sft_format, config.text_field)
 
@@ -83,10 +93,16 @@ class Conversations:
         except ConfigError:  # raised once a record needs the template
             template = None
         stated = {"completion_only": self.completion_only, "format": self.form, "text_field": self.text_field}
-        return {"version": _VERSION, **stated, "template": template}
+        pairs = {"pairs": True} if self.are_pairs else {}
+        return {"version": _VERSION, **stated, **pairs, "template": template}
 
-    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[np.ndarray, np.ndarray] | None]:
-        """Returns the ids (int32[n]) and whether they are trained on (bool[n]) of records, which are JSON objects.
+    @property
+    def documents_per_record(self) -> int:
+        """Documents that a record becomes."""
+        return 2 if self.are_pairs else 1
+
+    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | None]:
+        """Returns the documents of records, which are JSON objects; one of each, or two of a pair.
 
         None stands for a record that `skip_bad_records` leaves out.
 
@@ -95,43 +111,51 @@ class Conversations:
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]
-        questions = [one for one in read if isinstance(one, Question)]
+        questions = [one for parts in read for one in parts if isinstance(one, Question)]
         rendered = iter(self.template.render(questions) if questions else [])
-        encoded: list[tuple[np.ndarray, np.ndarray] | None] = []
-        for number, one in enumerate(read):
+        encoded: list[tuple[Encoded, ...] | None] = []
+        for number, parts in enumerate(read):
+            found = [next(rendered) if isinstance(one, Question) else one for one in parts]
             try:
-                encoded.append(self._encoded(next(rendered) if isinstance(one, Question) else one))
+                encoded.append(tuple(map(self._encoded, found)))
             except ConversationError as error:
                 if not self.skip_bad_records:
                     raise RecordError(number, str(error)) from error
                 encoded.append(None)
         return encoded
 
-    def _read(self, utf8: bytes) -> Question | _Texts | ConversationError:
-        """Returns the conversation of a record, or why it has none."""
+    def _read(self, utf8: bytes) -> Sequence[Question | _Texts | ConversationError]:
+        """Returns the conversations of a record, or why it has none."""
         try:
-            found = self._conversation(json.loads(utf8))
-            return found if isinstance(found, _Texts) else _checked(found, self.completion_only)
+            record = json.loads(utf8)
+            found = _pair(record) if self.are_pairs else (self._conversation(record),)
+            return [one if isinstance(one, _Texts) else _checked(one, self.completion_only) for one in found]
         except ConversationError as error:
-            return error
+            return [error]
 
-    def _encoded(self, found: Rendered | _Texts | ConversationError) -> tuple[np.ndarray, np.ndarray]:
+    def _encoded(self, found: Rendered | _Texts | ConversationError) -> Encoded:
         if isinstance(found, ConversationError):
             raise found
         if isinstance(found, _Texts):
-            return self._texts(*found)
+            return self._trains_any(self._texts(*found))
         if not self.completion_only:
             found = Rendered(found.text, [(0, len(found.text))])
         if not any(begin < end for begin, end in found.spans):
             raise ConversationError("has no message of the assistant to train on")
-        return self._split(found)
+        return self._trains_any(self._split(found))
+
+    def _trains_any(self, encoded: Encoded) -> Encoded:
+        """Returns a document; raises ConversationError for an answer of a pair of which no token can be predicted."""
+        if self.are_pairs and not encoded.trained[1:].any():
+            raise ConversationError("has an answer without a token to train on")
+        return encoded
 
     @property
     def template(self) -> ChatTemplate:
         """The chat template; ConfigError if there is none."""
         return self.tokenizer.chat_template()
 
-    def _split(self, rendered: Rendered) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, rendered: Rendered) -> Encoded:
         """Returns the ids of a text, and which of them lie in its spans."""
         text, spans = rendered
         borders = sorted({border for span in spans for border in span} - {0, len(text)})
@@ -147,9 +171,9 @@ class Conversations:
         trained = np.zeros(len(ids), bool)
         for begin, end in spans:
             trained[place[begin] : place[end]] = True
-        return ids, trained
+        return Encoded(ids, trained)
 
-    def _texts(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+    def _texts(self, prompt: str, completion: str) -> Encoded:
         """Returns the ids of a prompt and its completion, and which are trained on.
 
         Some tokenizers would join the end of one text and the beginning of the other; they are then tokenised apart.
@@ -161,7 +185,7 @@ class Conversations:
         end = self.tokenizer.eos_id
         if end is not None and (not len(whole) or whole[-1] != end):
             whole = np.append(whole, np.int32(end))
-        return whole, np.arange(len(whole)) >= (begin if self.completion_only else 0)
+        return Encoded(whole, np.arange(len(whole)) >= (begin if self.completion_only else 0))
 
     def _conversation(self, record: Mapping[str, object]) -> Question | _Texts:
         """Returns the conversation of a record in the form that is stated, or found."""
@@ -192,11 +216,49 @@ class Conversations:
         return Question(messages, _extras(record))
 
 
+class Encoded(NamedTuple):
+    """A document."""
+
+    ids: np.ndarray  # int32[n]
+    trained: np.ndarray  # bool[n], whether each is trained on
+
+
 class _Texts(NamedTuple):
     """A record of two texts."""
 
     prompt: str
     completion: str
+
+
+def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
+    """Yields the items that both begin with."""
+    return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
+
+
+def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _Texts]:
+    """Returns the prompt of a record with its chosen answer, and with its rejected one."""
+    prompt, chosen, rejected = (record.get(name) for name in _PAIR)
+    if chosen is None or rejected is None:
+        held = shown(", ".join(map(repr, list(record)[:8])) or "none")
+        raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {held}")
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        if prompt is None:
+            same = sum(1 for _ in _common(chosen, rejected))
+            prompt = chosen[: max((end for end in range(1, same + 1) if chosen[end - 1].isspace()), default=0)]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        return _Texts(prompt, chosen), _Texts(prompt, rejected)
+    if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None):
+        answers = [_messages(chosen, "chosen"), _messages(rejected, "rejected")]
+        if prompt is not None:
+            asked = _messages(prompt, "prompt")
+        else:
+            asked = list(_common(*answers))
+            answers = [answer[len(asked) :] for answer in answers]
+            if not all(answers):
+                raise ConversationError("fields chosen and rejected: one of them is only the beginning of the other")
+        one, other = (Question([*asked, *answer], _extras(record), len(asked)) for answer in answers)
+        return one, other
+    raise ConversationError("fields prompt, chosen and rejected must be all texts, or all lists of messages")
 
 
 def _prompted(record: Mapping[str, object]) -> Question | _Texts:

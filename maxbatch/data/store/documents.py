@@ -79,7 +79,7 @@ class DocumentSource:
         text_field = config.text_field if has_fields else ""
         source = cls(
             dataset_type, key, value, files, missing,
-            text_field=None if whole_records or config.use_sft else text_field,
+            text_field=None if whole_records or config.marks_trained else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
         )  # fmt: skip

@@ -111,10 +111,11 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
 def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
     """Raises ConfigError for a store of documents or conversations that were made with other settings."""
     made = manifest.get("conversations")
-    prepared: dict[str, object] = {"use_sft": made is not None}
-    if not config.use_sft:
+    are_pairs = made is not None and bool(made.get("pairs"))
+    prepared: dict[str, object] = {"use_dpo": are_pairs, "use_sft": made is not None and not are_pairs}
+    if not config.marks_trained:
         prepared |= {key: bool(tokens) for key, tokens in (("add_bos", manifest["bos"]), ("add_eos", manifest["eos"]))}
-    elif made:
+    elif made and config.use_sft:
         prepared["sft_train_on_completion_only"] = bool(made["completion_only"])
         prepared["sft_format"] = made.get("format", "auto")
     for key, value in prepared.items():

@@ -5,7 +5,8 @@ tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin` (`m
 `manifest.json`. It appears whole, by one rename. The tokens of a large store are cut between documents into several
 files (`maxbatch.data.store.shards`).
 
-In a store of conversations (`use_sft`) the highest bit of each token says whether it is trained on.
+In a store of conversations (`use_sft`), or of pairs of answers (`use_dpo`: two documents each), the highest bit of each
+token says whether it is trained on.
 
 The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
 of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
@@ -67,7 +68,7 @@ class TokenLayout:
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: DataConfig) -> TokenLayout:
         """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
-        if config.use_sft:
+        if config.marks_trained:
             bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
             dtype = "uint16" if bit == 15 else "uint32"
             return cls(dtype=dtype, bos=(), eos=(), hashed_as=dtype, trained_bit=bit)
@@ -234,7 +235,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) 
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
     }
-    if config.use_sft:
+    if config.marks_trained:
         from maxbatch.data.store.conversations import Conversations
 
         conversations = Conversations.from_config(config, tokenizer)

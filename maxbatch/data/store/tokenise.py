@@ -59,23 +59,22 @@ class Tokeniser:
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
         digests = []
         for batch in grouped(self._kept(job, done), lambda kept: len(kept.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS):
-            for ids in self._encoded(batch):
-                if ids is None:
-                    done.skipped += 1
-                    continue
-                yield bos
-                for begin in range(0, len(ids), _WRITE_TOKENS):
-                    yield ids[begin : begin + _WRITE_TOKENS]
-                yield eos
-                done.lengths.append(len(bos) + len(ids) + len(eos))
-                digests.append(self.layout.digest(ids))
+            for documents in self._encoded(batch):
+                done.skipped += not documents
+                for ids in documents:
+                    yield bos
+                    for begin in range(0, len(ids), _WRITE_TOKENS):
+                        yield ids[begin : begin + _WRITE_TOKENS]
+                    yield eos
+                    done.lengths.append(len(bos) + len(ids) + len(eos))
+                    digests.append(self.layout.digest(ids))
         done.digests = b"".join(digests)
 
-    def _encoded(self, batch: Sequence[_Kept]) -> Iterator[np.ndarray | None]:
-        """Yields the tokens of documents, as the store has them; None for a record that is left out."""
+    def _encoded(self, batch: Sequence[_Kept]) -> Iterator[Sequence[np.ndarray]]:
+        """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
         texts = [kept.utf8 for kept in batch]
         if self.conversations is None:
-            yield from self.tokenizer.encode_utf8_batch(texts)
+            yield from ([ids] for ids in self.tokenizer.encode_utf8_batch(texts))
             return
         try:
             encoded = self.conversations.encode_batch(texts)
@@ -84,11 +83,7 @@ class Tokeniser:
         bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
         assert bit is not None, "the layout of conversations marks trained tokens"
         for found in encoded:
-            if found is None:
-                yield None
-                continue
-            ids, trained = found
-            yield ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit)
+            yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in found or ()]
 
     def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[_Kept]:
         kept = 0

@@ -38,7 +38,7 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
 
 def _is_made_here(config: StreamConfig) -> bool:
     """Returns whether an epoch is made from files of this machine; to list those of a store takes requests."""
-    made_otherwise = config.use_sft or config.dataset_type in ("synthetic", "tokens")
+    made_otherwise = config.marks_trained or config.dataset_type in ("synthetic", "tokens")
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 

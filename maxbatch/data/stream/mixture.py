@@ -29,7 +29,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import names_fixing, slots_per_sample
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage
@@ -188,7 +188,7 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     assert root is not None, "begins with a brace"
     stages: list[tuple[int, dict[str, Fraction]]] = []
     for position, node, _ in pairs(Path("dataset_path"), root):
-        start = _position(f"dataset_path: {shown(position)}", position, config.max_target_length)
+        start = _position(f"dataset_path: {shown(position)}", position, slots_per_sample(config))
         if not stages and start:
             raise ConfigError(f"{where}: the first position must be 0, and is {shown(position)}; {works}")
         if stages and start <= stages[-1][0]:
@@ -253,7 +253,7 @@ def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
         _check_fields(where, fields)
         settings = {key: fields[key] for key in _SOURCE_KEYS if key in fields}
         paths = _below(file.parent, fields.get("path", ""))
-        weight, *later = _weights_of(where, node, fields["weight"], config.max_target_length)
+        weight, *later = _weights_of(where, node, fields["weight"], slots_per_sample(config))
         source = _source_config(config, paths, settings)
         yield where, MixtureSource(name, weight[1], source, tuple(later))
 

@@ -28,6 +28,7 @@ from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_tr
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
+from maxbatch.data.stream.pair_rows import PairRows
 from maxbatch.data.stream.rows import (
     BlockLayout,
     ConcatenatePlan,
@@ -84,6 +85,10 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
         "held_out": rule,
     }
     key = _packing_key(config, store, rule, held_out)
+    if config.use_dpo:
+        pairs = _pair_rows(config, store, documents, tokenizer.pad_id)
+        pairs.conversations = ConversationFigures(pairs.num_overlong, count_trained_tokens(config, key, pairs))
+        return SourceRows(pairs, identity, tokenizer, store.folder)
     plan, num_documents, num_overlong = _open_plan(config, store, documents, key)
     if not plan.num_rows:
         raise ConfigError(
@@ -98,8 +103,15 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     return SourceRows(rows, identity, tokenizer, store.folder)
 
 
+def _pair_rows(config: StreamConfig, store: TokenStore, documents: Documents, pad_id: int) -> PairRows:
+    numbers_S = documents.between(0, documents.total) if isinstance(documents, Records) else documents
+    return PairRows(store, numbers_S, config.max_target_length, config.overlong, pad_id)
+
+
 def _row_identity(config: StreamConfig) -> Identity:
     """Returns the values that fix the rows of given documents; the template alone fixes a conversation's tokens."""
+    if config.use_dpo:
+        return {key: config[key] for key in ("use_dpo", "max_target_length", "overlong", "skip_bad_records")}
     if not config.use_sft:
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
     identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
@@ -193,7 +205,7 @@ def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[
 
 def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
     """Returns the trained tokens of each source of conversations if they are known without reading data, else None."""
-    if not config.use_sft:
+    if not config.marks_trained:
         return None
     try:
         mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
@@ -223,7 +235,9 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)
     key = _packing_key(config, store, rule, held_out=False)
-    trained = find_trained_tokens(config, key) if config.use_sft else None
+    trained = find_trained_tokens(config, key) if config.marks_trained else None
+    if config.use_dpo:
+        return _FoundRows(_pair_rows(config, store, documents, tokenizer.pad_id).num_rows, trained)
     if _strategy(config) == "best_fit":
         plan = find_best_fit(config.data_cache_dir, config.max_target_length, key)
         return None if plan is None else _FoundRows(plan.num_rows, trained)
@@ -233,7 +247,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
 def _packing_key(config: StreamConfig, store: TokenStore, rule: str, held_out: bool) -> dict[str, object]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
-    overlong = {"overlong": config.overlong} if config.use_sft else {}
+    overlong = {"overlong": config.overlong} if config.marks_trained else {}
     return {
         **overlong,
         **{name: manifest[name] for name in ("content", "tokenizer", "documents", "tokens")},
@@ -266,10 +280,10 @@ def _synthetic_rows(
 def _split_documents(
     config: StreamConfig, store: TokenStore, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
-    """Returns the documents of a split, and the rule that chose them."""
-    total = store.manifest["documents"]
+    """Returns the documents of a split (the pairs, with `use_dpo`), and the rule that chose them."""
+    total = store.manifest["documents"] // (2 if config.use_dpo else 1)  # a pair is two of them
     if fraction.fraction:
-        fraction.refuse_empty(total, "documents")
+        fraction.refuse_empty(total, "pairs" if config.use_dpo else "documents")
         return Records(fraction, total, held_out), fraction.rule
     if not store.manifest["held_out"]:
         return Records(fraction, total, held_out=False), "none"

@@ -39,7 +39,8 @@ class Stream:
 
     A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of the row, 0 at
     padding), `weights` float32 (loss weight of token t as a target, predicted from the tokens before it in its segment:
-    0 at the first token of each segment and at padding, else 1).
+    0 at the first token of each segment and at padding, else 1). With `use_dpo` a sample has 2 L slots: the chosen
+    answer after its prompt, then the rejected one.
     """
 
     samples: SampleRows

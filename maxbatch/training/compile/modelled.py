@@ -37,7 +37,12 @@ class Modelled:
 
 
 def model_time(
-    text: str, target: Target, config: DecoderConfig, peak_tflops: float | None, shape: BatchShape | None = None
+    text: str,
+    target: Target,
+    config: DecoderConfig,
+    slots: int,
+    peak_tflops: float | None,
+    shape: BatchShape | None = None,
 ) -> Modelled:
     """Returns the modelled figures of a program.
 
@@ -45,6 +50,7 @@ def model_time(
       text: its optimised HLO.
       target: the devices that it was compiled for.
       config: the model that it trains.
+      slots: tokens that a sample has room for.
       peak_tflops: of a device, `peak_tflops_per_device`; None: that of the chip.
       shape: the batch of an update; None for another program.
     """
@@ -55,7 +61,7 @@ def model_time(
     seconds = schedule.seconds(chip)
     rate = mfu = None
     if shape and seconds:
-        tokens = shape.micro_batch * shape.max_micro_batches * config.max_target_length
+        tokens = shape.micro_batch * shape.max_micro_batches * slots
         rate = tokens / len(target.devices) / seconds
         mfu = rate * model_flops_per_token(config) / ((peak_tflops or chip.tflops) * 1e12)
     return Modelled(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from maxbatch.config.keys import Section
-from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.sections import OptimizerConfig, slots_per_sample
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
@@ -20,6 +20,7 @@ from maxbatch.system.errors import DivergedError
 from maxbatch.system.hashing import to_hex
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.task import Dispatched
+from maxbatch.training.update import preferences
 from maxbatch.training.update.step import StepMetrics
 
 
@@ -85,6 +86,7 @@ class RecordConfig(Section):
 
     max_target_length: int
     log_period: int
+    use_dpo: bool
     optimizer: OptimizerConfig
 
 
@@ -101,7 +103,7 @@ class Recorder:
         outputs: Sequence[Output],
     ) -> None:
         self._manager, self.position = manager, position
-        self._slots_per_sample = manager.rows_per_sample * config.max_target_length
+        self._slots_per_sample = manager.rows_per_sample * slots_per_sample(config)
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
         self._max_skips = config.optimizer.max_consecutive_skips
@@ -173,6 +175,9 @@ class Recorder:
             samples = position.noise_scale.samples
             record[Metric.GRADIENT_NOISE_SCALE] = samples
             record[Metric.CRITICAL_BATCH_ESTIMATE] = None if samples is None else max(1, round(samples))
+        for name, total in metrics.others.items():
+            if name in preferences.SUMS:
+                record[name] = float(total / metrics.weight) if metrics.weight > 0 else None
         if (routing := metrics.routing) is not None:
             record |= {
                 Metric.LOAD_BALANCE_LOSS: float(routing.load_balance_loss),

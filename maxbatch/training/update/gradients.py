@@ -42,21 +42,26 @@ _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 ObjectiveSums = tuple[jax.Array, jax.Array, dict[str, jax.Array], RoutingSums | None]
 
 
+def sum_of_weights(rows: Any) -> jax.Array:
+    """Returns the sum of the loss weights of rows, the third of their arrays."""
+    return jnp.sum(rows[2])
+
+
 class Objective(NamedTuple):
     """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums, routing)`.
 
     The sums are float32 scalars of a micro-batch, the others by name; the routing is that of the decoder's experts, if
-    it has any. The weight is the sum of the rows' weights if the loss is to have terms of balance. Rows are a
-    NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
+    it has any. Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
     """
 
     sums: Callable[[Decoder, Any, int], ObjectiveSums]
     others: tuple[str, ...] = ()  # names of the other sums
+    weigh: Callable[[Any], jax.Array] = sum_of_weights  # the weight_sum of rows, for the terms of balance
     make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
 
 
 def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
-    tokens_MxL, segments_MxL, weights_MxL = rows
+    tokens_MxL, segments_MxL, weights_MxL = rows[:3]
     x_MxLxD, routing = decoder.hidden_and_sums(tokens_MxL, segments_MxL)
     return *loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards), {}, routing
 

@@ -73,11 +73,9 @@ def make_train_step(
             return None
 
         def count(j: jax.Array, counted: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            _, segments_MxL, weights_MxL = arrange(
-                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch)
-            )
-            tokens = jnp.sum(segments_MxL != 0, dtype=jnp.int32)
-            return counted[0] + jnp.sum(weights_MxL), counted[1] + tokens
+            rows = arrange(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch))
+            tokens = jnp.sum(rows[1] != 0, dtype=jnp.int32)
+            return counted[0] + objective.weigh(rows), counted[1] + tokens
 
         weight, tokens = jax.lax.fori_loop(0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0)))
         return Scale(weight / jnp.maximum(tokens, 1).astype(jnp.float32), state.opt_state.last_counts_NxE)

@@ -82,7 +82,6 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         ("maxtext", f"{SYNTHETIC}num_experts: 8\n"),
         ("maxtext", f"{SYNTHETIC}decoder_block: deepseek\n"),
         ("maxtext", f"{SYNTHETIC}model_name: nobodys-7b\n"),
-        ("maxtext", f"{SYNTHETIC}use_dpo: true\n"),
         ("maxtext", f"{SYNTHETIC}use_multimodal: true\n"),
         ("maxtext", f"{SYNTHETIC}load_full_state_path: gs://b/0/items\n"),
         ("maxtext", f"{SYNTHETIC}teacher_overrides: {{model_name: llama3-8b}}\n"),

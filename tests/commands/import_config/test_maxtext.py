@@ -178,7 +178,6 @@ def test_its_data_become_ours(tmp_path: Path, text: str, expected: tuple[str, st
     "text",
     [
         "dataset_type: c4_mlperf\n",
-        "use_dpo: true\n",
         "grain_train_mixture_config_path: m.json\ndataset_type: grain\n",
         "train_data_columns: ['chosen', 'rejected']\ndataset_type: tfds\n",
         "per_device_batch_size: $BATCH\n",

@@ -1,0 +1,69 @@
+"""The rows of preference pairs (`use_dpo`): a sample is the prompt with the chosen answer, then with the rejected one.
+
+A pair is two documents of the store, one after the other. Each lies in L slots of its own, so a sample has 2 L: the
+chosen answer's tokens are segment 1 and the rejected one's segment 2. Pairs are not packed. `overlong` decides about
+a pair of which either document is longer than L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.stream.rows import Extents, Pieces, Rows, assemble
+from maxbatch.data.stream.trained_tokens import ConversationFigures
+from maxbatch.system.errors import ConfigError
+
+
+class PairRows:
+    """Pairs of a token store by index.
+
+    Args:
+      store: the store.
+      pairs_S: int64, numbers of the split's pairs.
+      length: L.
+      overlong: `truncate` (keep the beginning), `drop` or `error`.
+      pad_id: the token of empty slots.
+
+    Raises:
+      ConfigError: a pair is longer, and `overlong` is `error`; or none is left.
+    """
+
+    def __init__(self, store: TokenStore, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int) -> None:
+        self._store, self._length, self._pad_id = store, length, pad_id
+        documents_Sx2 = 2 * pairs_S[:, None] + np.arange(2)
+        start_Sx2, end_Sx2 = Extents.of(store.offsets, documents_Sx2)
+        longest_S = (end_Sx2 - start_Sx2).max(axis=1)
+        is_long_S = longest_S > length
+        self.num_overlong = int(is_long_S.sum())
+        works = f"works: max_target_length={int(longest_S.max())}, or overlong=truncate"
+        if self.num_overlong and overlong == "error":
+            first = int(np.argmax(is_long_S))
+            raise ConfigError(
+                f"max_target_length={length}: pair {int(pairs_S[first]) + 1} has a prompt and answer of "
+                f"{int(longest_S[first])} tokens, one of {self.num_overlong} too long, and overlong=error; {works}"
+            )
+        if overlong == "drop":
+            start_Sx2, end_Sx2 = start_Sx2[~is_long_S], end_Sx2[~is_long_S]
+            if not len(start_Sx2):
+                raise ConfigError(
+                    f"overlong=drop: all {self.num_overlong} pairs are longer than max_target_length={length}; {works}"
+                )
+        self._start_Sx2, self._length_Sx2 = start_Sx2, np.minimum(end_Sx2 - start_Sx2, length)
+        self.row_length = 2 * length
+        self.num_rows = self.num_documents = len(start_Sx2)
+        self.num_tokens = int(self._length_Sx2.sum())
+        self.skipped_records = int(store.manifest["skipped_records"])
+        self.conversations: ConversationFigures | None = None
+
+    def batch(self, rows_n: Sequence[int]) -> Rows:
+        row_n = np.asarray(rows_n, np.int64)
+        count = 2 * len(row_n)
+        pieces = Pieces(np.arange(count), self._start_Sx2[row_n].reshape(-1), self._length_Sx2[row_n].reshape(-1))
+        halves = assemble(
+            self._store.tokens, pieces, count, self._length, self._pad_id, trained_bit=self._store.trained_bit
+        )
+        halves["segments"][1::2] *= 2
+        return {name: array.reshape(len(row_n), self.row_length) for name, array in halves.items()}

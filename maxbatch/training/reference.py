@@ -1,0 +1,183 @@
+"""Log-probabilities of preference pairs under the reference: the first parameters of a run, computed once.
+
+They are kept by the hash of the pair, beside the stream: any cut of the data finds them, and whatever epoch a pair is
+read in. A run computes them for the pairs that it is going to read, in one pass before its first update, and writes
+them to `run_dir/reference.bin`; a resume reads the file. Where it is missing or damaged, or the run was made longer,
+the first parameters are made again from the config for the pairs that are missing.
+
+Cost: a forward pass over each pair, 16 bytes of it in the memory of every loading host and in the file.
+
+Shapes: M pairs of a pass, W = 2 L slots of a pair, K pairs that are known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.data.feed.feed import BatchLoader, BatchSeries
+from maxbatch.data.feed.placement import Batch, BatchShape, Placement
+from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.samples import Indices, Place, SampleRows
+from maxbatch.data.stream.stream import Stream
+from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.trees import State
+from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.hashing import row_hashes
+from maxbatch.system.storage import AnyPath
+from maxbatch.training.update.model_on_mesh import ModelOnMesh
+from maxbatch.training.update.preferences import score_answers
+from maxbatch.training.update.update_config import UpdateConfig
+
+REFERENCE_FILE = "reference.bin"
+
+
+@dataclasses.dataclass
+class Reference:
+    """The log-probabilities that are known.
+
+    Attributes:
+      num_samples: samples of the training stream, from its start, whose pairs are known.
+      num_held_out: the same of the held-out stream.
+      hashes_K: uint64, of the pairs, rising.
+      logprobs_Kx2: float32, sums over the tokens of the chosen and of the rejected answer.
+    """
+
+    num_samples: int = 0
+    num_held_out: int = 0
+    hashes_K: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64))
+    logprobs_Kx2: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.float32))
+
+    def add(self, hashes_n: np.ndarray, logprobs_nx2: np.ndarray) -> None:
+        """Adds pairs, of which some may be known."""
+        hashes = np.concatenate([self.hashes_K, hashes_n])
+        self.hashes_K, first_K = np.unique(hashes, return_index=True)
+        self.logprobs_Kx2 = np.concatenate([self.logprobs_Kx2, logprobs_nx2])[first_K]
+
+    def beside(self, rows: Rows) -> Rows:
+        """Returns rows with `reference`, float32[n, W]: the two sums, each in the first slot of its answer's row."""
+        place_n = np.searchsorted(self.hashes_K, _hashes(rows))
+        reference = np.zeros((len(place_n), 2, rows["tokens"].shape[1] // 2), np.float32)
+        reference[:, :, 0] = self.logprobs_Kx2[place_n]
+        return rows | {"reference": reference.reshape(rows["tokens"].shape)}
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of the file: a line of JSON with a checksum of the rest, and the two arrays."""
+        arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_Kx2.astype("<f4").tobytes()
+        facts = {"num_samples": self.num_samples, "num_held_out": self.num_held_out, "pairs": len(self.hashes_K)}
+        return json.dumps(facts | {"crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
+
+    @classmethod
+    def read(cls, path: AnyPath) -> Reference | None:
+        """Returns what a file holds; None if it is missing or damaged."""
+        try:
+            head, _, arrays = path.read_bytes().partition(b"\n")
+            facts = json.loads(head)
+            count = int(facts["pairs"])
+            if facts["crc32"] != zlib.crc32(arrays) or len(arrays) != 16 * count:
+                return None
+            hashes_K = np.frombuffer(arrays, "<u8", count).astype(np.uint64)
+            logprobs = np.frombuffer(arrays, "<f4", offset=8 * count).astype(np.float32)
+            return cls(int(facts["num_samples"]), int(facts["num_held_out"]), hashes_K, logprobs.reshape(count, 2))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def read_on_all_hosts(path: AnyPath) -> Reference | None:
+    """Returns what a file holds if every host can read it."""
+    found = Reference.read(path)
+    return found if all(gather(found is not None)) else None
+
+
+def _hashes(rows: Rows) -> np.ndarray:
+    return _joined(row_hashes(np, rows["tokens"], rows["segments"], rows["weights"]))
+
+
+def _joined(halves_nx2: np.ndarray) -> np.ndarray:
+    """Returns uint64[n] of hashes in low and high halves, uint32[n, 2]."""
+    low_n, high_n = halves_nx2.astype(np.uint64).T
+    joined: np.ndarray = low_n | high_n << np.uint64(32)
+    return joined
+
+
+class ReferredRows:
+    """The samples of a stream with the figures of the reference."""
+
+    def __init__(self, samples: SampleRows, reference: Reference) -> None:
+        self.samples, self.reference, self.row_length = samples, reference, samples.row_length
+
+    def place(self, index: int) -> Place:
+        """Returns the origin of a sample."""
+        return self.samples.place(index)
+
+    def batch(self, indices: Indices) -> Rows:
+        """Returns samples by their indices, arrays [n, W]."""
+        return self.reference.beside(self.samples.batch(indices))
+
+    def stats(self) -> dict[str, object]:
+        """Returns the figures of an epoch."""
+        return self.samples.stats()
+
+
+def with_reference(stream: Stream, reference: Reference) -> Stream:
+    """Returns a stream whose samples have `reference`, float32[W], beside their tokens."""
+    return dataclasses.replace(stream, samples=ReferredRows(stream.samples, reference))
+
+
+class ReferencePass:
+    """A forward pass over pairs with given parameters.
+
+    Args:
+      config: the model, and the axes of its mesh.
+      placement: of batches of pairs without a reference.
+      batch_size: M.
+
+    Attributes:
+      name: name of the compiled program.
+    """
+
+    def __init__(self, config: UpdateConfig, placement: Placement, batch_size: int) -> None:
+        mesh = placement.mesh
+        model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
+        self._placement, self._shape = placement, BatchShape(batch_size, 1)
+        self.name = f"reference-{batch_size}"
+        arrange = placement.arrange(batch_size)
+
+        def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
+            answers, _ = score_answers(model.module(model.staged(params)), rows, model.row_shards)
+            return row_hashes(jnp, *rows[:3]), answers.logprobs_Mx2
+
+        self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
+
+    def lower(self, abstract_params: State) -> jax.stages.Lowered:
+        """Returns the lowered program of one pass."""
+        return self._score.lower(abstract_params, self._placement.abstract_batch(self._shape))
+
+    def __call__(
+        self, score: jax.stages.Compiled, params: State, stream: Stream | None, first: int, end: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, 2].
+
+        `score` is the compiled program; `stream` is None on a host that reads no rows.
+        """
+        size = self._shape.micro_batch
+        full, rest = divmod(end - first, size)
+        parts = [(first, size, full), (first + full * size, rest, 1)]
+        series = [BatchSeries(begin, rows, count, self._shape) for begin, rows, count in parts if rows and count]
+        hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, 2), np.float32)]
+        with BatchLoader(stream, self._placement, series) as loader:
+            for one in series:
+                for _ in range(one.num_batches):
+                    batch = loader.batch(one.num_rows, self._shape)
+                    halves_Mx2, logprobs_Mx2 = jax.device_get(score(params, batch))
+                    hashes.append(_joined(halves_Mx2[: one.num_rows]))
+                    logprobs.append(logprobs_Mx2[: one.num_rows])
+        return np.concatenate(hashes), np.concatenate(logprobs)
