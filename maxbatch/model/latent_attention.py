@@ -1,7 +1,7 @@
 """DeepSeek's attention: the keys and values of all heads are made of one latent per token, and so may queries be.
 
-A part of each query and key is rotated; the key's rotated part is one for all heads. The cache holds the latent and
-that part. References: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1; DeepSeek-V3
+A part of each query and key is rotated; the key's rotated part is one for all heads. The cache holds the
+latent and that part. References: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1; DeepSeek-V3
 (https://arxiv.org/abs/2412.19437), section 2.1.1.
 
 Shapes: M micro-batch, L length, D model, H heads, h width of a query and key, n and r widths of their parts that are
@@ -83,26 +83,25 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Returns the attention output of T more tokens of each row, and the cache with them; see `Attention`.
 
-        Queries are turned into the space of the latents, whose scores and weighted sums the slots then give as they
-        are: no head's keys and values are made.
+        Queries are turned into the space of the latents, so all heads read the same slots: [latent, rotated] are the
+        keys, the latent alone the values. No head's own keys and values are made.
         """
         del is_local
         q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
         latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
-        cache = cache.write(layer, positions_BxT, latent_BxTxc[:, :, None], k_BxTx1xr)
-        latent_Bx1xLxc, k_Bx1xLxr = (array[layer] for array in cache)
+        v_BxTx1xc = latent_BxTxc[:, :, None]
+        cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
+        keys, values = (array[layer] for array in cache)
         k_cxHxn, v_cxHxv = jnp.split(self.latent_up[...].astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
         q_BxTxHxc = jnp.einsum("btnh,cnh->btnc", q_BxTxHxn, k_cxHxn)
-        # Both parts of the products in one: [latent, rotated] of queries with those of slots.
         q_BxTxHxcr = jnp.concatenate([q_BxTxHxc, q_BxTxHxr], axis=-1)
-        k_Bx1xLxcr = jnp.concatenate([latent_Bx1xLxc, k_Bx1xLxr], axis=-1)
-        attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, k_Bx1xLxcr, latent_Bx1xLxc, positions_BxT, self.scores)
+        attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, keys, values, positions_BxT, self.scores)
         return self._joined(jnp.einsum("btnc,cnh->btnh", attended_BxTxHxc, v_cxHxv)), cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """The heads of keys and values in a cache, and their widths: the latent, and the rotated key."""
-        return 1, self.latent.shape[-1] - self.rotated, self.rotated
+        """The heads of keys and values in a cache, and their widths: the latent with the rotated part, and without."""
+        return 1, self.latent.shape[-1], self.latent.shape[-1] - self.rotated
 
     def _queries(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the parts of queries that are not rotated and that are."""

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
-from maxbatch.commands.import_config.maxtext_model import PRESET_DIFFERENCES, translate_form
+from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, PRESET_DIFFERENCES, translate_form
 from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
@@ -257,7 +257,7 @@ def _scale(t: Translation) -> None:
 
 def _mesh(t: Translation) -> None:
     """Takes the axes that MaxText has beside ours and that split the same things as one of ours."""
-    is_dense = (t.number("num_experts") or 1) <= 1
+    is_dense = (t.number("num_experts") or 1) <= 1 and t.text("model_name") not in MODEL_CHOICES
     same = {"fsdp": ("fsdp_transpose", *(["expert"] if is_dense else [])), "tensor": ("tensor_sequence",)}
     for net in ("ici", "dcn"):
         for axis, beside in same.items():

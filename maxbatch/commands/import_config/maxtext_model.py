@@ -14,7 +14,10 @@ _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _PATTERNS = {name: FAMILIES[name].attention_type for name in ("gemma2", "gemma3")}
 _NORMALISING = tuple(name for name, family in FAMILIES.items() if family.always_normalises)
 _POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
-_YARN_ONLY = ("rope_factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
+_YARN_DEFAULTS = {
+    "rope_factor": "40", "beta_fast": "32", "beta_slow": "1", "original_max_position_embeddings": "4096",
+    "rope_truncate": "true", "rope_attention_scaling": "false",
+}  # fmt: skip
 # Llama 3.1's RoPE, with numbers from MaxText's code.
 _LLAMA3_ROPE = {
     "rope_type": "llama3.1", "rope_factor": "8", "rope_low_freq_factor": "1", "rope_high_freq_factor": "4",
@@ -33,13 +36,19 @@ PRESET_DIFFERENCES = {
         "load_balance_scope": "sequence",
         "rope_max_timescale": "10000000",
     },
+    "deepseek3-671b": {
+        "load_balance_loss_weight": "0",
+        "routed_bias_update_rate": "0",
+        "n_routing_groups": "-1",
+        "topk_routing_group": "-1",
+    },
     "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
 # The experts of a token in its models of a name.
 MODEL_CHOICES = {
     "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
-    "qwen3-235b-a22b": 8,
+    "qwen3-235b-a22b": 8, "deepseek3-671b": 8,
 }  # fmt: skip
 
 
@@ -52,7 +61,9 @@ def translate_form(t: Translation, is_preset: bool) -> None:
     elif block in _LLAMA_BLOCKS:
         t.ignore("decoder_block", "llama's block is the default")
     elif block == "gpt_oss":
-        t.refuse("decoder_block", "one of its presets: model_name=gpt-oss-20b or gpt-oss-120b")
+        _gpt_oss(t)
+    elif block == "deepseek":
+        _deepseek(t)
     elif block in _NORMALISING:
         t.map("decoder_block", f"{block}'s block normalises the weights of experts", decoder_block=block)
         t.settings["norm_topk_prob"] = "true"
@@ -86,6 +97,50 @@ def _balance(t: Translation) -> None:
     if weight and "load_balance_loss_weight" in t:
         why = "x the experts of a token: there the loss is their number where all is even, here 1"
         t.map("load_balance_loss_weight", why, load_balance_loss_weight=f"{weight * (choices or 1):.12g}")
+
+
+def _gpt_oss(t: Translation) -> None:
+    """Takes the form that gpt_oss's block always has here, and that its file has to state there."""
+    pattern = FAMILIES["gpt_oss"].attention_type
+    t.map("decoder_block", decoder_block="gpt_oss", attention_type=pattern, norm_topk_prob="true")
+    t.ignore("attention_type", "gpt_oss's block has a pattern of its own")
+    t.ignore("norm_topk_prob", "gpt_oss's block always normalises")
+    for word in ("attention_sink", "attention_bias", "mlp_bias", "routed_bias"):
+        if t.is_true(word):
+            t.ignore(word, "gpt_oss's block has it")
+        else:
+            t.refuse(word, "true, as gpt_oss's block has it", is_essential=True)
+    t.settings |= {"attention_bias": "true", "attention_out_bias": "true"}
+    if _activation(t) == "sigmoid,linear":
+        t.ignore("mlp_activations", "gpt_oss's block has them")
+    for word, has in (
+        ("mlp_activations_limit", FAMILIES["gpt_oss"].expert_limit),
+        ("inhomogeneous_layer_cycle_interval", 2),
+    ):
+        if t.number(word) == has:
+            t.ignore(word, "gpt_oss's block has it")
+        else:
+            t.refuse(word, f"{has:g}, as gpt_oss's block has it", is_essential=True)
+
+
+def _deepseek(t: Translation) -> None:
+    """Takes the form of DeepSeek's block: its other words are keys here too."""
+    t.map("decoder_block", decoder_block="deepseek")
+    if t.text("attention_type") == "mla":
+        t.ignore("attention_type", "deepseek's block has latent attention")
+    else:
+        t.refuse("attention_type", "mla, as deepseek's block has it", is_essential=True)
+    if t.text("rope_interleave", "true").lower() == "true":
+        t.ignore("rope_interleave", "deepseek's block rotates pairs of neighbours")
+    else:
+        t.refuse("rope_interleave", "true, as deepseek's block has it", is_essential=True)
+    if t.text("routed_score_func") == "sigmoid":
+        why = "its weights are divided by their sum there"
+        t.map("routed_score_func", why, routed_score_func="sigmoid", norm_topk_prob="true")
+        t.ignore("norm_topk_prob", "sigmoid scores are always divided by their sum")
+    stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
+    if stated is not None and stated <= (original or 4096):
+        t.map("mscale", "scores do not grow where max_position_embeddings is the original length", mscale="0")
 
 
 def _gemma(t: Translation, block: str, is_preset: bool) -> None:
@@ -132,15 +187,19 @@ def _tied_logits(t: Translation, block: str) -> None:
 
 
 def _activations(t: Translation) -> None:
-    if "mlp_activations" not in t:
+    if "mlp_activations" not in t or not t.is_left("mlp_activations"):
         return
-    stated = ",".join(re.findall(r"\w+", t.text("mlp_activations")))
+    stated = _activation(t)
     if stated == "silu,linear":
         t.ignore("mlp_activations", "the gated MLP of llama is the default")
     elif stated in _ACTIVATIONS:
         t.map("mlp_activations", mlp_activations=stated)
     else:
         t.refuse("mlp_activations", f"one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
+
+
+def _activation(t: Translation) -> str:
+    return ",".join(re.findall(r"\w+", t.text("mlp_activations")))
 
 
 def _rope(t: Translation) -> None:
@@ -150,15 +209,29 @@ def _rope(t: Translation) -> None:
         t.map("rope_type", **_LLAMA3_ROPE)
     elif "rope_type" in t and kind in ("default", "llama3.1"):
         t.ignore("rope_type", "RoPE that is not scaled is the default")
+    elif kind == "yarn":
+        _yarn(t)
     elif "rope_type" in t:
-        t.refuse("rope_type", "default or llama3.1", is_essential=True)
+        t.refuse("rope_type", "default, llama3.1 or yarn", is_essential=True)
     if "rope_use_scale" in t:
         t.ignore("rope_use_scale", "it is of rope_type llama3.1, which is mapped")
-    for word in _YARN_ONLY:
-        if word in t:
+    for word in _YARN_DEFAULTS:
+        if word in t and t.is_left(word):
             t.ignore(word, "it is of rope_type yarn")
     factor = t.number("rope_linear_scaling_factor")
     if factor is not None and factor > 1:
         t.map("rope_linear_scaling_factor", rope_type="linear", rope_factor=t.text("rope_linear_scaling_factor"))
     if t.number("rope_min_timescale") == 1:
         t.ignore("rope_min_timescale", "1 is the default")
+
+
+def _yarn(t: Translation) -> None:
+    t.map("rope_type", rope_type="yarn")
+    for word, default in _YARN_DEFAULTS.items():
+        if word != "rope_attention_scaling":
+            t.settings[word] = default
+            t.map(word, **{word: t.text(word, default)})
+        elif t.is_true(word):
+            t.ignore(word, "0.1 ln(rope_factor) + 1 is the default")
+        else:
+            t.map(word, "its default scales nothing", rope_attention_factor="1")

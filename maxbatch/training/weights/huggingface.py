@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
     joined_axis: int = 0  # the tensor's axis along which they follow each other
     has_experts: bool = False  # whether the tensor holds all experts; parameters of one name then take turns
+    is_float32: bool = False  # whether it is float32 whatever the type of the others
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
@@ -62,7 +63,7 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
         together = tuple(other.path for other in names if names[other] == name and other.path[0] == row.path[0])
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
-        found[row.path] = Layout(name, axes, joined, along, holds_experts)
+        found[row.path] = Layout(name, axes, joined, along, holds_experts, row.is_float32)
     return found
 
 

@@ -215,6 +215,44 @@ def test_experts_are_those_of_maxtext_and_its_balance_loss_is_theirs_per_choice(
     assert (preset.load_balance_loss_weight, preset.vocab_size) == (0, 32768)
 
 
+DEEPSEEK = """decoder_block: deepseek
+attention_type: mla
+base_num_decoder_layers: 6
+first_num_dense_layers: 1
+num_experts: 16
+num_experts_per_tok: 2
+shared_experts: 1
+routed_scaling_factor: 2.5
+routed_score_func: sigmoid
+routed_bias: true
+q_lora_rank: 384
+kv_lora_rank: 128
+qk_nope_head_dim: 32
+qk_rope_head_dim: 16
+v_head_dim: 128
+mscale: 0.7
+rope_type: yarn
+rope_interleave: true
+rope_attention_scaling: false
+max_position_embeddings: 163840
+"""
+
+
+def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{DEEPSEEK}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.routed_score_func, config.norm_topk_prob) == ("deepseek", "sigmoid", True)
+    assert (config.first_num_dense_layers, config.shared_experts, config.q_lora_rank) == (1, 1, 384)
+    assert (config.rope_type, config.rope_factor, config.rope_attention_factor, config.mscale) == ("yarn", 40, 1, 0.7)
+    short, _ = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{DEEPSEEK}".replace("163840", "4096"))
+    assert short.mscale == 0  # scores do not grow
+    preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: deepseek3-671b\n")
+    assert (preset.n_routing_groups, preset.load_balance_loss_weight, preset.num_experts) == (-1, 0, 256)
+    plain = f"{SYNTHETIC}{DEEPSEEK}".replace("attention_type: mla\n", "")
+    _, fates = imported("maxtext", tmp_path / "g.yml", plain)
+    assert fates["attention_type"].is_essential and "mla" in fates["attention_type"].says
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
