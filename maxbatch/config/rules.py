@@ -333,7 +333,9 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
     if normalises:
         raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
     if int(str(values["num_experts_per_tok"])) > num_experts:
-        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", num_experts)
+        groups, best = (int(str(values[name])) for name in ("n_routing_groups", "topk_routing_group"))
+        most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
+        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
     if values["routed_bias_update_rate"] and not values["routed_bias"]:
         raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
     if values["routed_bias_update_rate"] and values["lora_rank"]:

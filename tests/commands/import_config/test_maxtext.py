@@ -98,7 +98,7 @@ def test_a_block_of_gemma_becomes_ours_with_its_windows(tmp_path: Path) -> None:
 
 
 def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
-    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: yarn\n"
+    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: ntk\n"
     _, fates = imported("maxtext", tmp_path / "m.yml", text)
     assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
 
@@ -190,9 +190,9 @@ def test_a_word_of_the_batch_or_the_data_is_never_dropped(tmp_path: Path, text: 
 
 
 def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) -> None:
-    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nshared_experts: 0\n")
+    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nmtp_num_layers: 0\n")
     assert fates["a_new_word"].fate == fates["num_experts"].fate == "not supported"
-    assert fates["shared_experts"].fate == "ignored"  # at 0 it says nothing
+    assert fates["mtp_num_layers"].fate == "ignored"  # at 0 it says nothing
 
 
 MIXTRAL = """decoder_block: mixtral
