@@ -108,6 +108,7 @@ class LatentAttention(nnx.Module):
         name = "query"
         if hasattr(self, "query_down"):
             down_MxLxc = jnp.einsum("mld,dc->mlc", x_MxLxD, self.query_down[...].astype(x_MxLxD.dtype))
+            down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
             x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
         w_DxHxh = _neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
         q_MxLxHxh = jnp.einsum("mld,dnh->mlnh", x_MxLxD, w_DxHxh)
@@ -118,8 +119,10 @@ class LatentAttention(nnx.Module):
     def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
         w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
-        both_MxLxcr = kept(jnp.einsum("mld,dc->mlc", x_MxLxD, w_Dxcr), MATRICES["latent"].kept)
-        latent_MxLxc, k_MxLxr = jnp.split(both_MxLxcr, [w_Dxcr.shape[-1] - self.rotated], axis=-1)
+        both_MxLxcr = jnp.einsum("mld,dc->mlc", x_MxLxD, w_Dxcr)
+        both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
+        split = [w_Dxcr.shape[-1] - self.rotated]
+        latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
         return self.latent_norm(latent_MxLxc), self._turned(k_MxLxr[:, :, None], rope)
 
     def _turned(self, x_MxLxHxr: jax.Array, rope: Rope | None) -> jax.Array:

@@ -52,24 +52,21 @@ def test_the_cache_of_latents_gives_what_the_whole_row_gives(scan: str) -> None:
     np.testing.assert_allclose(cached, whole, atol=2e-5)
 
 
-def test_a_loop_and_its_layers_one_by_one_have_the_same_gradients_under_every_policy() -> None:
+def test_a_loop_has_the_gradients_of_its_layers_one_by_one() -> None:
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
 
     def gradient(*overrides: str) -> nnx.State:
         graphdef, params = nnx.split(decoder_of(*overrides))
 
         def loss(params: nnx.State) -> jax.Array:
-            return jnp.sum(jnp.square(nnx.merge(graphdef, params).logits(nnx.merge(graphdef, params).hidden(
-                tokens, jnp.ones_like(tokens)
-            ))))  # fmt: skip
+            return jnp.sum(jnp.square(nnx.merge(graphdef, params)(tokens, jnp.ones_like(tokens))))
 
-        return jax.jit(jax.grad(loss, allow_int=True))(params)
+        return jax.jit(jax.grad(loss))(params)
 
     expected = gradient("scan_layers=true", "remat_policy=none")
-    for policy in ("minimal", "full"):
-        found = gradient("scan_layers=false", f"remat_policy={policy}")
-        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()) + 1e-6)
+    found = gradient("scan_layers=false", "remat_policy=minimal")
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(jnp.abs(theirs).max()) + 1e-6)
 
 
 def test_parameters_that_a_token_meets_and_flops_are_those_of_deepseek_v3() -> None:
