@@ -211,6 +211,6 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={rows[key].write(config[key])}: Hugging Face's {name} cannot express it; works: a decoder_block "
-                "whose family can"
+                f"{key}={rows[key].write(config[key])}: Hugging Face's {name} cannot express it; works: a "
+                "decoder_block whose family can"
             )

@@ -18,6 +18,7 @@ ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # the parameter that steps of `routed_bias_update_rate` move, and no optimizer
 # The stacks of layers: the first ones, which have an MLP where the others have experts, and all others.
 DENSE_LAYERS, LAYERS = "dense_layers", "layers"
+NORMS = ("norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
 
 
 @dataclasses.dataclass(frozen=True)
