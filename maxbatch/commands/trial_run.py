@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -36,6 +37,13 @@ _REPLACED: dict[str, object] = {
     "expansion_factor_real_data": -1, "checkpoint_period": _STEPS // 2, "max_num_checkpoints_to_keep": 1,
     "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "log_to": "", "profile_steps": "",
     "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
+}  # fmt: skip
+# At most so many experts, of a width, in groups; and, of a model that has them, of widths of latents.
+_MOST_OF_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "n_routing_groups": 4, "topk_routing_group": 2,
+}  # fmt: skip
+_MOST_OF_LATENTS = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": _HEAD, "qk_rope_head_dim": _HEAD, "v_head_dim": _HEAD,
 }  # fmt: skip
 
 
@@ -81,12 +89,16 @@ def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
     kv_heads = {1: _HEADS, int(config.base_num_query_heads): 1}.get(shared, _HEADS // 2)
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
+    dense = min(int(config.first_num_dense_layers), 1)
+    most = _MOST_OF_EXPERTS | (_MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {})
     return {
-        "base_num_decoder_layers": max(2, layers),
+        "base_num_decoder_layers": max(2, layers) + dense,
+        "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
         "sliding_window_size": min(int(config.sliding_window_size), _LENGTH // 2),
         "trainable_position_size": min(int(config.trainable_position_size), _LENGTH),
         **factors,
+        **{name: min(int(config[name]), largest) for name, largest in most.items()},
     }
 
 

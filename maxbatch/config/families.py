@@ -51,6 +51,8 @@ class Family:
     expert_limit: float | None = None  # of the values that an expert multiplies, which are activated in another way
     has_sinks: bool = False  # attention may go to a score that each head learns, and to no token
     always_normalises: bool = False  # the weights of a token's experts, whatever it has them from
+    # Its keys and values are made of latents; first layers without experts, shared experts and groups are its own too.
+    has_latents: bool = False
     # Its config.json. Defaults are those of the transformers library, where a file lacks a field.
     defaults: Json = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
@@ -202,6 +204,26 @@ _GPT_OSS = Family(
     },
 )  # fmt: skip
 
+_DEEPSEEK = Family(
+    decoder_block="deepseek", model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
+    has_experts=True, has_latents=True,
+    defaults={
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
+    fields={"num_experts": "n_routed_experts"},
+    modules={
+        **_MODULES, **_EXPERTS, "attention.query_down": "self_attn.q_a_proj",
+        "attention.query_down_norm": "self_attn.q_a_layernorm", "attention.query_up": "self_attn.q_b_proj",
+        "attention.latent": "self_attn.kv_a_proj_with_mqa", "attention.latent_norm": "self_attn.kv_a_layernorm",
+        "attention.latent_up": "self_attn.kv_b_proj", "shared_experts.gate": "mlp.shared_experts.gate_proj",
+        "shared_experts.up": "mlp.shared_experts.up_proj", "shared_experts.down": "mlp.shared_experts.down_proj",
+    },
+    tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
+)  # fmt: skip
+
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
     family.decoder_block: family
@@ -219,5 +241,6 @@ FAMILIES: dict[str, Family] = {
         _QWEN3_MOE,
         _OLMOE,
         _GPT_OSS,
+        _DEEPSEEK,
     )
 }

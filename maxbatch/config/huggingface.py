@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -45,7 +46,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
     "swiglu_limit": (7.0, None),
     "swiglu_alpha": (1.702, None),
+    "scoring_func": ("sigmoid", None),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1, None),
+    "rope_interleave": (True, None),
 }
+_QUANTIZED = {"mxfp4": "packed 4-bit weights", "fp8": "8-bit weights with scales of blocks"}
 
 
 def is_huggingface_folder(path: str | os.PathLike[str]) -> bool:
@@ -155,10 +161,11 @@ def _family(stated: Json, where: str) -> Family:
         value = shown(str(stated[experts[0]]))
         raise ConfigError(f"{where}: {shown(experts[0])}={value} is not supported for {name}, which has no experts")
     packed = stated.get("quantization_config")
-    if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+    method = str(packed.get("quant_method")) if isinstance(packed, dict) else ""
+    if method in _QUANTIZED:
         raise ConfigError(
-            f"{where}: quantization_config.quant_method=mxfp4: packed 4-bit weights are not read; works: a folder with "
-            "the weights in bfloat16"
+            f"{where}: quantization_config.quant_method={method}: {_QUANTIZED[method]} are not read; works: a folder "
+            "with the weights in bfloat16"
         )
     for field, allowed in _ONLY.items():
         if field in stated and stated[field] not in allowed:
@@ -203,6 +210,7 @@ class _Fields:
             "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "query_pre_attn_scalar": stated.get("query_pre_attn_scalar"),
             **(self._experts() if family.has_experts else {}),
+            **(self._latents() if family.has_latents else {}),
             **self._windows(layers),
             **(self._rope() if family.has_rope else {"trainable_position_size": self._positions()}),
         }
@@ -222,6 +230,27 @@ class _Fields:
             "num_experts_per_tok": stated["num_experts_per_tok"],
             "base_moe_mlp_dim": -1 if width is None else width,
             "norm_topk_prob": self._family.always_normalises or bool(stated.get("norm_topk_prob")),
+        }
+
+    def _latents(self) -> dict[str, Any]:
+        """Returns the keys of DeepSeek's form."""
+        stated = self._stated
+        heads, kv_heads = stated["num_attention_heads"], stated.get("num_key_value_heads")
+        if kv_heads not in (None, heads):
+            raise ConfigError(f"{self._where}: num_key_value_heads={kv_heads} is not supported: latents make a key of "
+                              f"each of the {heads} heads")  # fmt: skip
+        groups = stated["n_group"] or 1
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "routed_scaling_factor")
+        return {
+            **{name: stated[name] for name in names},
+            "head_dim": stated["qk_rope_head_dim"],
+            "q_lora_rank": stated["q_lora_rank"] or 0,
+            "shared_experts": stated["n_shared_experts"] or 0,
+            "first_num_dense_layers": stated["first_k_dense_replace"] or 0,
+            "n_routing_groups": groups if groups > 1 else -1,
+            "topk_routing_group": stated["topk_group"] or groups if groups > 1 else -1,
+            "routed_score_func": "sigmoid",
+            "routed_bias": True,
         }
 
     def _positions(self) -> int:
@@ -278,7 +307,8 @@ class _Fields:
         if kind not in ROPE_TYPES:
             works = ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
-        for field, only in (("partial_rotary_factor", 1), ("mscale", None)):
+        fixed = {"partial_rotary_factor": 1} | ({} if self._family.has_latents else {"mscale": None})
+        for field, only in fixed.items():
             if rope.get(field, only) not in (only, None):
                 raise ConfigError(f"{self._where}: {field}={shown(str(rope[field]))} is not supported")
         keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
@@ -299,6 +329,8 @@ class _Fields:
             keys |= {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1}
             keys["rope_attention_factor"] = rope.get("attention_factor")
             keys["rope_truncate"] = rope.get("truncate") is not False
+        if self._family.has_latents:
+            keys |= _scales_of_latents(rope, kind == "yarn")
         return keys
 
     def _long_factors(self, rope: Json, original: int) -> dict[str, Any]:
@@ -308,6 +340,21 @@ class _Fields:
             "rope_factor": factor, "rope_short_factors": short, "rope_long_factors": long,
             "rope_attention_factor": rope.get("attention_factor"),
         }  # fmt: skip
+
+
+def _scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, Any]:
+    """Returns the keys of the two factors by which DeepSeek's YaRN scales rotated parts, and scores."""
+    own, of_scores = (rope.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    if not is_yarn:
+        return {"mscale": 1.0}  # the default, which YaRN alone reads
+
+    def grown(by: float) -> float:
+        return 0.1 * by * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+    keys: dict[str, Any] = {"mscale": of_scores}
+    if rope.get("attention_factor") is None and own and of_scores:
+        keys["rope_attention_factor"] = grown(own) / grown(of_scores)
+    return keys
 
 
 def _shortest_cycle(types: list[str]) -> list[str]:

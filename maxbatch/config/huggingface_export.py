@@ -24,6 +24,10 @@ _ABSENT = (
 )  # defaults where a family lacks them
 
 
+# Latents make keys and values of all heads, in widths of their own.
+_UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
+
+
 def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     """Returns the `config.json` of a model.
 
@@ -42,8 +46,10 @@ def config_json(config: ConfigDict, dtype: str, source: Json) -> Json:
     stated |= {field: biases[field] for field in family.bias_fields}
     if family.has_experts:
         stated |= _experts(config, family)
+    if family.has_latents:
+        stated |= _latents(config)
     if family.has_head_dim:
-        stated["head_dim"] = config.head_dim
+        stated["head_dim"] = config.qk_rope_head_dim if family.has_latents else config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
         stated["query_pre_attn_scalar"] = _plain(config.query_pre_attn_scalar or config.head_dim)
     if family.has_soft_caps:
@@ -80,13 +86,34 @@ def _experts(config: ConfigDict, family: Family) -> Json:
     stated: Json = {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     width = moe_mlp_dim(ModelConfig.of(config))
     stated["intermediate_size"] = config.base_mlp_dim
-    if "moe_intermediate_size" in family.defaults:
+    if family.has_latents:
+        stated |= {"moe_intermediate_size": width, "moe_layer_freq": 1}
+    elif "moe_intermediate_size" in family.defaults:
         stated |= {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
     else:
         stated["intermediate_size"] = width
     if not family.always_normalises:
         stated["norm_topk_prob"] = config.norm_topk_prob
     return stated
+
+
+def _latents(config: ConfigDict) -> Json:
+    """Returns the fields of DeepSeek's form."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "routed_scaling_factor")
+    return {
+        **{name: config[name] for name in names},
+        "num_key_value_heads": config.base_num_query_heads,
+        "q_lora_rank": config.q_lora_rank or None,
+        "n_shared_experts": config.shared_experts,
+        "first_k_dense_replace": config.first_num_dense_layers,
+        "n_group": max(1, config.n_routing_groups),
+        "topk_group": max(1, config.topk_routing_group),
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+        "attention_bias": False,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _activation(config: ConfigDict, family: Family) -> str:
@@ -138,8 +165,13 @@ def _rope(config: ConfigDict, family: Family) -> Json:
         scaling |= {"low_freq_factor": config.rope_low_freq_factor, "high_freq_factor": config.rope_high_freq_factor}
     if kind == "yarn":
         scaling |= {"beta_fast": config.beta_fast, "beta_slow": config.beta_slow}
-        scaling |= {"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {}
         scaling |= {} if config.rope_truncate else {"truncate": False}
+        if family.has_latents and config.mscale:
+            scaling["mscale_all_dim"] = config.mscale
+        if family.has_latents and config.mscale and config.rope_attention_factor == 1:
+            scaling["mscale"] = config.mscale  # the ratio of both is that factor
+        elif config.rope_attention_factor:
+            scaling["attention_factor"] = config.rope_attention_factor
     return stated | {"rope_scaling": scaling}
 
 
@@ -166,6 +198,11 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
         if key == "attention_type":
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)
+        if FAMILIES[config.decoder_block].has_latents:
+            if key in _UNREAD_BY_LATENTS or (key == "mscale" and config.rope_type != "yarn"):
+                continue
+            if key in ("n_routing_groups", "topk_routing_group") and config.n_routing_groups <= 1:
+                continue
         if key in ("base_moe_mlp_dim", "base_mlp_dim") and FAMILIES[config.decoder_block].has_experts:
             continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not any(
@@ -174,5 +211,6 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={config[key]}: Hugging Face's {name} cannot express it; works: a decoder_block whose family can"
+                f"{key}={rows[key].write(config[key])}: Hugging Face's {name} cannot express it; works: a "
+                "decoder_block whose family can"
             )

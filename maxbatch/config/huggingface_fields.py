@@ -16,17 +16,22 @@ _WHOLE = {
         (
             "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
             "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
-            "num_experts_per_tok", "moe_intermediate_size",
+            "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
+            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
         ),
         _MOST,
     ),
     **dict.fromkeys(
-        ("num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"), _MOST_LAYERS
+        (
+            "num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
+            "first_k_dense_replace", "num_nextn_predict_layers",
+        ),
+        _MOST_LAYERS,
     ),
 }  # fmt: skip
 _REAL = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-    "rope_local_base_freq",
+    "rope_local_base_freq", "routed_scaling_factor",
 )  # fmt: skip
 _TEXT = ("model_type", "hidden_act")
 _OBJECTS = ("rope_parameters", "rope_scaling")

@@ -16,6 +16,9 @@ from maxbatch.config.sections import ModelConfig
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # the parameter that steps of `routed_bias_update_rate` move, and no optimizer
+# The stacks of layers: the first ones, which have an MLP where the others have experts, and all others.
+DENSE_LAYERS, LAYERS = "dense_layers", "layers"
+NORMS = ("norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Parameter:
     Those of experts have an axis of experts before them.
     """
 
-    name: str  # its path, joined by dots; in `layers` it has a leading axis of that name beside its own axes
+    name: str  # its path, joined by dots; in a stack of layers it has a leading axis of that name beside its own axes
     outputs: Axes  # of a norm's scale or a bias, all of its axes
     inputs: Axes = ()  # that a product sums over, or a lookup chooses from
     is_lookup: bool = False  # its rows are chosen, not multiplied; tied to the output it also multiplies, transposed
@@ -53,7 +56,7 @@ class Parameter:
     @property
     def is_stacked(self) -> bool:
         """Whether each layer has one."""
-        return self.path[0] == "layers"
+        return self.path[0] in (DENSE_LAYERS, LAYERS)
 
     @property
     def is_map(self) -> bool:
@@ -72,7 +75,7 @@ class Parameter:
 
     def size(self, model: ModelConfig) -> int:
         """Returns the number of its values, in all layers."""
-        return math.prod(self.shape(model)) * (model.base_num_decoder_layers if self.is_stacked else 1)
+        return math.prod(self.shape(model)) * (num_layers(model, self.path[0]) if self.is_stacked else 1)
 
     def active_size(self, model: ModelConfig) -> int:
         """Returns the number of its values that a token meets, in all layers."""
@@ -87,7 +90,26 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
         "norm": model.base_emb_dim, "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
         "head_dim": model.head_dim, "mlp": model.base_mlp_dim, "experts": model.num_experts,
         "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
+        "shared_mlp": model.shared_experts * moe_mlp_dim(model),
+        "q_lora": model.q_lora_rank, "q_latent": model.q_lora_rank, "q_norm": model.q_lora_rank,
+        "kv_lora": model.kv_lora_rank, "kv_norm": model.kv_lora_rank,
+        "latent_and_key": model.kv_lora_rank + model.qk_rope_head_dim,
+        "qk_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
+        "key_and_value": model.qk_nope_head_dim + model.v_head_dim, "v_dim": model.v_head_dim,
     }  # fmt: skip
+
+
+def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
+    """Returns the layers of a stack."""
+    dense = model.first_num_dense_layers
+    return dense if stack == DENSE_LAYERS else model.base_num_decoder_layers - dense
+
+
+def attention_widths(model: ModelConfig) -> tuple[int, int]:
+    """Returns the widths of a head's query and key, and of its value."""
+    if FAMILIES[model.decoder_block].has_latents:
+        return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
+    return model.head_dim, model.head_dim
 
 
 def moe_mlp_dim(model: ModelConfig) -> int:
@@ -116,51 +138,97 @@ def _table(family: Family) -> tuple[Parameter, ...]:
     def has_mlp_bias(model: ModelConfig) -> bool:
         return model.mlp_projection_bias or family.has_biases
 
-    attention, mlp, heads = "layers.attention", "layers.mlp", ("heads", "head_dim")
-    kv_heads, experts = ("kv_heads", "head_dim"), "layers.experts"
-    mlp_rows = (
-        Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
-        Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
-        Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
-        Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
-        Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
-        Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
-    )
-    expert_biases = (
-        Parameter(f"{experts}.router_bias", ("router",)),
-        Parameter(f"{experts}.expert_gate_bias", ("moe_mlp",), per_expert=True),
-        Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
-        Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
-    )
-    experts_rows = (
-        Parameter(f"{experts}.router", ("router",), ("embed",)),
-        Parameter(f"{experts}.expert_gate", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_0"),
-        Parameter(f"{experts}.expert_up", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_1"),
-        Parameter(f"{experts}.expert_down", ("embed",), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
-        *(expert_biases if family.has_expert_biases else ()),
-        Parameter(
-            f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
-        ),
-    )
+    def has_query_latent(model: ModelConfig) -> bool:
+        return model.q_lora_rank > 0
+
+    def attention_rows(attention: str) -> tuple[Parameter, ...]:
+        heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        return (
+            Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
+            Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
+            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
+            Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
+            Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
+            Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
+            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
+            Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
+            *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
+            Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
+            Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
+        )
+
+    def latent_rows(attention: str) -> tuple[Parameter, ...]:
+        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key are."""
+        query, up = ("heads", "qk_dim"), ("heads", "key_and_value")
+        return (
+            Parameter(f"{attention}.query", query, ("embed",), kept="query_proj", has=lambda m: not m.q_lora_rank),
+            Parameter(f"{attention}.query_down", ("q_latent",), ("embed",), kept="query_proj", has=has_query_latent),
+            Parameter(f"{attention}.query_down_norm.scale", ("q_norm",), has=has_query_latent),
+            Parameter(f"{attention}.query_up", query, ("q_lora",), kept="query_proj", has=has_query_latent),
+            Parameter(f"{attention}.latent", ("latent_and_key",), ("embed",), kept="key_proj"),
+            Parameter(f"{attention}.latent_norm.scale", ("kv_norm",)),
+            Parameter(f"{attention}.latent_up", up, ("kv_lora",), kept="value_proj"),
+            Parameter(f"{attention}.out", ("embed",), ("heads", "v_dim"), kept="out_proj"),
+        )
+
+    def mlp_rows(mlp: str) -> tuple[Parameter, ...]:
+        return (
+            Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
+            Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
+            Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
+            Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
+            Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
+            Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
+        )
+
+    def shared_rows(shared: str) -> tuple[Parameter, ...]:
+        def has(model: ModelConfig) -> bool:
+            return model.shared_experts > 0
+
+        return (
+            Parameter(f"{shared}.gate", ("shared_mlp",), ("embed",), kept="mlpwi_0", has=has),
+            Parameter(f"{shared}.up", ("shared_mlp",), ("embed",), kept="mlpwi_1", has=has),
+            Parameter(f"{shared}.down", ("embed",), ("shared_mlp",), kept="mlpwo", has=has),
+        )
+
+    def experts_rows(experts: str) -> tuple[Parameter, ...]:
+        biases = (
+            Parameter(f"{experts}.router_bias", ("router",)),
+            Parameter(f"{experts}.expert_gate_bias", ("moe_mlp",), per_expert=True),
+            Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
+            Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
+        )
+        return (
+            Parameter(f"{experts}.router", ("router",), ("embed",)),
+            Parameter(f"{experts}.expert_gate", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_0"),
+            Parameter(f"{experts}.expert_up", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_1"),
+            Parameter(f"{experts}.expert_down", ("embed",), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
+            *(biases if family.has_expert_biases else ()),
+            Parameter(
+                f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
+            ),
+        )
+
+    def layers(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
+        return (
+            *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
+            *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention"),
+            *(norm(f"{stack}.attention_post_norm") if family.norms_after else ()),
+            *(norm(f"{stack}.mlp_norm") if family.norms_before else ()),
+            *(experts_rows(f"{stack}.experts") if has_experts else mlp_rows(f"{stack}.mlp")),
+            *(shared_rows(f"{stack}.shared_experts") if family.has_latents and has_experts else ()),
+            *(norm(f"{stack}.mlp_post_norm") if family.norms_after else ()),
+        )
+
+    def of_dense_layers(row: Parameter) -> Parameter:
+        return dataclasses.replace(row, has=lambda m: m.first_num_dense_layers > 0 and row.has(m))
+
+    dense = map(of_dense_layers, layers(DENSE_LAYERS, has_experts=False)) if family.has_latents else ()
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
-        *(norm("layers.attention_norm") if family.norms_before else ()),
-        Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
-        Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
-        Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
-        Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
-        Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
-        Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
-        Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
-        Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
-        *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
-        Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
-        Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
-        *(norm("layers.attention_post_norm") if family.norms_after else ()),
-        *(norm("layers.mlp_norm") if family.norms_before else ()),
-        *(experts_rows if family.has_experts else mlp_rows),
-        *(norm("layers.mlp_post_norm") if family.norms_after else ()),
+        *dense,
+        *layers(LAYERS, family.has_experts),
         *norm("final_norm"),
         Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
     )
@@ -170,9 +238,10 @@ def _table(family: Family) -> tuple[Parameter, ...]:
 TABLES: dict[str, tuple[Parameter, ...]] = {name: _table(family) for name, family in FAMILIES.items()}
 # The matrices of a layer, by the last part of their names, which Muon orthogonalises and LoRA adapts. Embedding and
 # output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
-MATRICES: dict[str, Parameter] = {
-    row.path[-1]: row for table in TABLES.values() for row in table if row.is_stacked and row.is_map
-}
+# What several families have under one name is the first one's.
+MATRICES: dict[str, Parameter] = {}
+for _row in (row for table in TABLES.values() for row in table if row.is_stacked and row.is_map):
+    MATRICES.setdefault(_row.path[-1], _row)
 
 
 def parameters(model: ModelConfig) -> list[Parameter]:
@@ -192,4 +261,4 @@ def active_model_size(model: ModelConfig) -> int:
 
 def of_experts(name: str) -> bool:
     """Returns whether a matrix of a layer, by the last part of its name, belongs to experts or to their router."""
-    return MATRICES[name].module == "layers.experts"
+    return MATRICES[name].module == f"{LAYERS}.experts"

@@ -230,7 +230,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         raise fault("run_dir", "the path of a folder", "runs/default")
     number = {name: value for name, value in values.items() if isinstance(value, int | float)}
     heads, kv_heads = int(number["base_num_query_heads"]), int(number["base_num_kv_heads"])
-    if heads % kv_heads:
+    if heads % kv_heads and not FAMILIES[str(values["decoder_block"])].has_latents:
         multiple = max(1, round(heads / kv_heads)) * kv_heads
         raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
     if number["head_dim"] % 2:
@@ -323,6 +323,15 @@ _OF_EXPERTS = (
     "capacity_factor",
 )  # fmt: skip
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
+# Keys of DeepSeek's form alone, and keys of forms that it does not have.
+_OF_LATENTS = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
+    "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
+)  # fmt: skip
+_NOT_OF_LATENTS = (
+    "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
+    "query_pre_attn_scalar", "trainable_position_size",
+)  # fmt: skip
 
 
 def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
@@ -334,14 +343,20 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         first, *others = (f"{key}={value}" for key, value in works.items())
         return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
 
+    def stated(names: tuple[str, ...]) -> dict[str, object]:
+        """Returns the defaults of those keys that have other values."""
+        return {name: keys[name].default for name in names if values[name] != keys[name].read(keys[name].default)}
+
+    if not family.has_experts and (works := stated(_OF_EXPERTS)):
+        name = next(iter(works))
+        others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
+        rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
+        raise refuse(name, rule, works)
+    if works := stated(_NOT_OF_LATENTS if family.has_latents else _OF_LATENTS):
+        name = next(iter(works))
+        others = "" if family.has_latents else " (that of deepseek has it)"
+        raise refuse(name, f"{works[name]} beside {block}, whose form does not have it{others}", works)
     if not family.has_experts:
-        defaults = {name: keys[name].read(keys[name].default) for name in _OF_EXPERTS}
-        works = {name: keys[name].default for name, value in defaults.items() if values[name] != value}
-        if works:
-            name = next(iter(works))
-            others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
-            rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
-            raise refuse(name, rule, works)
         return
     normalises = {"norm_topk_prob": "true"} if family.always_normalises and not values["norm_topk_prob"] else {}
     if num_experts < 2:
@@ -350,7 +365,9 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
     if normalises:
         raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
     if int(str(values["num_experts_per_tok"])) > num_experts:
-        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", num_experts)
+        groups, best = (int(str(values[name])) for name in ("n_routing_groups", "topk_routing_group"))
+        most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
+        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
     if values["routed_bias_update_rate"] and not values["routed_bias"]:
         raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
     if values["routed_bias_update_rate"] and values["lora_rank"]:
@@ -364,6 +381,41 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         )
     if not str(values["mlp_activations"]).endswith(",linear"):
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
+    if family.has_latents:
+        _check_latents({name: int(str(values[name])) for name in _COUNTS_OF_LATENTS}, fault, refuse)
+
+
+_COUNTS_OF_LATENTS = (
+    "num_experts", "num_experts_per_tok", "n_routing_groups", "topk_routing_group", "base_num_decoder_layers",
+    "first_num_dense_layers", "qk_rope_head_dim",
+)  # fmt: skip
+
+
+def _check_latents(
+    counts: Mapping[str, int], fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]
+) -> None:
+    """Raises ConfigError for numbers of DeepSeek's form that do not go together."""
+    experts, choices, groups, best, layers, dense, rotated = (counts[name] for name in _COUNTS_OF_LATENTS)
+    if rotated % 2:
+        raise fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", rotated + 1)
+    if dense >= layers:
+        raise fault("first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1)
+    if groups == -1:
+        if best != -1:
+            raise fault("topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1)
+        return
+    if experts % groups or (groups > 1 and experts < 2 * groups):
+        sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
+        nearest = min(sizes, key=lambda number: (abs(number - groups), number))
+        rule = f"a divisor of num_experts={experts} that leaves at least 2 experts in a group, whose two best it ranks"
+        works = {"n_routing_groups": nearest} | ({"topk_routing_group": nearest} if best > nearest else {})
+        raise refuse("n_routing_groups", rule, works)
+    if best > groups:
+        raise fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)
+    if best != -1 and choices > best * (experts // groups):
+        least = -(-choices // (experts // groups))
+        rule = f"at least {least}, since num_experts_per_tok={choices} experts are in no fewer groups of "
+        raise fault("topk_routing_group", f"{rule}{experts // groups}", least)
 
 
 def _check_factors(values: Values, fault: Callable[..., ConfigError]) -> None:

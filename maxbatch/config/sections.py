@@ -528,6 +528,28 @@ class ModelConfig(Section):
     )
     rope_long_factors: str = key("longrope: the same in longer rows", fixes=_MODEL, maxtext=OURS)
     normalization_layer_epsilon: float = key("epsilon of the norms", fixes=_MODEL, bounds=_POSITIVE)
+    q_lora_rank: int = key(
+        "deepseek: width of the latent that queries are made of; 0: they are made of the stream",
+        fixes=_MODEL,
+        bounds=_FROM_ZERO,
+    )
+    kv_lora_rank: int = key(
+        "deepseek: width of the latent that the keys and values of all heads are made of", fixes=_MODEL, bounds=_COUNT
+    )
+    qk_nope_head_dim: int = key(
+        "deepseek: width of the part of a head's query and key that is not rotated; in place of head_dim",
+        fixes=_MODEL,
+        bounds=_COUNT,
+    )
+    qk_rope_head_dim: int = key(
+        "deepseek: width of the rotated part, whose key all heads share; even", fixes=_MODEL, bounds=_FROM_TWO
+    )
+    v_head_dim: int = key("deepseek: width of a head's value", fixes=_MODEL, bounds=_COUNT)
+    mscale: float = key(
+        "deepseek with rope_type=yarn: scores are multiplied by (0.1 mscale ln(rope_factor) + 1)^2",
+        fixes=_MODEL,
+        bounds=_FROM_ZERO,
+    )
     num_experts: int = key(
         "E: experts of a layer, of a decoder_block that has experts; 1: none",
         fixes=_MODEL,
@@ -539,6 +561,36 @@ class ModelConfig(Section):
     )
     base_moe_mlp_dim: int = key("hidden width of an expert; -1: base_mlp_dim", fixes=_MODEL, bounds=_COUNT_OR_OFF)
     norm_topk_prob: bool = key("true: the weights of a token's experts are divided by their sum", fixes=_MODEL)
+    shared_experts: int = key(
+        "deepseek: experts, as one MLP, that every token goes to beside its own",
+        fixes=_MODEL,
+        bounds=_FROM_ZERO,
+        unit="experts",
+    )
+    first_num_dense_layers: int = key(
+        "deepseek: first layers, which have an MLP of base_mlp_dim in place of experts",
+        fixes=_MODEL,
+        bounds=_FROM_ZERO,
+        unit="layers",
+    )
+    routed_score_func: Literal["softmax", "sigmoid"] = key(
+        "softmax | sigmoid (deepseek): a router's scores of experts", fixes=_MODEL
+    )
+    routed_scaling_factor: float = key(
+        "deepseek: multiplies the weights of a token's experts", fixes=_MODEL, bounds=_POSITIVE
+    )
+    n_routing_groups: int = key(
+        "deepseek: groups of experts that are neighbours; a group's score is the sum of its two largest; -1: none",
+        fixes=_MODEL,
+        bounds=_COUNT_OR_OFF,
+        unit="groups",
+    )
+    topk_routing_group: int = key(
+        "deepseek: groups, those of the largest scores, that a token's experts are of; -1: all",
+        fixes=_MODEL,
+        bounds=_COUNT_OR_OFF,
+        unit="groups",
+    )
     routed_bias: bool = key(
         "true: a bias of each expert, added to its score for the choice alone (Wang et al. 2024)", fixes=_MODEL
     )

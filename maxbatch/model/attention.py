@@ -24,8 +24,6 @@ from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
-_NAME = "layers.attention"
-
 
 def choose_implementation(config: DecoderConfig, platform: str, context: int) -> Kernel:
     """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
@@ -63,7 +61,7 @@ def attend(
     A token sees itself and the tokens before it of its own segment, and only those; in a local layer only the nearest
     `scores.window`. Query head i reads key head i // (H / K) (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245).
     Queries and keys come rotated. With sinks a head may attend to a score of its own in place of tokens (Xiao et al.
-    2023, https://arxiv.org/abs/2309.17453; as gpt-oss has it).
+    2023, https://arxiv.org/abs/2309.17453; as gpt-oss has it). Values may be narrower than keys, and so is the result.
     """
     if scores.implementation == "splash":
         return splash_attend(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, segments_MxL, constrain, scores)
@@ -71,15 +69,18 @@ def attend(
     if scores.is_local is not False:
         places_L = jnp.arange(q_MxLxHxh.shape[1])
         mask &= scores.in_window((places_L[:, None] - places_L[None, :])[None, None])
+    num_values = v_MxLxKxh.shape[-1]
     if scores.soft_cap or sinks_H is not None:
         return _attend_plainly(q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask, scores, sinks_H)
     if scores.implementation == "cudnn":
         # Repeated over the heads, because the batching rule of JAX 0.10 accepts no other mask under `jax.vmap`.
         mask = jnp.repeat(mask, q_MxLxHxh.shape[2], axis=1)
+    if num_values < q_MxLxHxh.shape[-1]:  # JAX's function takes one width
+        v_MxLxKxh = jnp.pad(v_MxLxKxh, [*[(0, 0)] * 3, (0, q_MxLxHxh.shape[-1] - num_values)])
     return jax.nn.dot_product_attention(
         q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, mask=mask, is_causal=True, scale=scores.scale,
         implementation="cudnn" if scores.implementation == "cudnn" else "xla",
-    )  # fmt: skip
+    )[..., :num_values]  # fmt: skip
 
 
 def _attend_plainly(
@@ -98,7 +99,7 @@ def _attend_plainly(
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     visible = mask_Mx1xLxL & jnp.tril(jnp.ones((length, length), bool))[None, None]
     weights_MxKxGxLxL = _softmax(jnp.where(visible[:, :, None], logits, -jnp.inf), sinks_H).astype(v_MxLxKxh.dtype)
-    return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(q_MxLxHxh.shape)
+    return jnp.einsum("mkgql,mlkh->mqkgh", weights_MxKxGxLxL, v_MxLxKxh).reshape(rows, length, heads, -1)
 
 
 def _softmax(logits_MxKxGxLxL: jax.Array, sinks_H: jax.Array | None) -> jax.Array:
@@ -129,7 +130,8 @@ def attend_to_cache(
     logits = soft_capped(logits * (scores.scale or head_dim**-0.5), scores.soft_cap)
     logits = jnp.where(visible_BxTxL[:, None, None], logits, -jnp.inf)
     weights_BxKxGxTxL = _softmax(logits, sinks_H).astype(cache.values_NxBxKxLxh.dtype)
-    return _cache_values(weights_BxKxGxTxL, cache).reshape(q_BxTxHxh.shape)
+    attended = _cache_values(weights_BxKxGxTxL, cache)
+    return attended.reshape(*q_BxTxHxh.shape[:-1], attended.shape[-1])
 
 
 def _cache_logits(
@@ -186,9 +188,9 @@ class Attention(nnx.Module):
     out: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]  # if the family has them
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        add_parameters(self, config, _NAME, rngs=rngs)
-        self.query_norm, self.key_norm = (norm_of(config, f"{_NAME}.{part}_norm") for part in ("query", "key"))
+    def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, name, rngs=rngs)
+        self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         self.scores = Scores(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain = constrain
@@ -228,6 +230,12 @@ class Attention(nnx.Module):
         cache = cache.write(layer, positions_BxT, k, v)
         scores = self.scores._replace(is_local=is_local)
         return self._joined(attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)), cache
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """The heads of keys and values in a cache, and their widths."""
+        kv_heads, head_dim = self.key.shape[-2:]
+        return kv_heads, head_dim, head_dim
 
     @property
     def _sinks(self) -> jax.Array | None:

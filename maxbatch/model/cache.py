@@ -26,6 +26,8 @@ _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
 class Cache(NamedTuple):
     """The rotated keys and the values of every layer. A token at position i of its row has slot i.
 
+    Of DeepSeek's attention there is one head: its values are the latents, its keys these and the rotated part.
+
     Heads come before slots, in the order in which the products read them. The other order would transpose the cache for
     every token (half the time of attention with 32 rows of 512 slots on a CPU).
 

@@ -20,11 +20,13 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.families import FAMILIES, is_local_layer
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, num_layers
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
+from maxbatch.model.latent_attention import LatentAttention
 from maxbatch.model.mlp import MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
@@ -62,20 +64,25 @@ class DecoderLayer(nnx.Module):
     `decoder_block` says which.
     """
 
-    mlp: MLP  # if the layers have no experts
-    experts: Experts  # if they have
+    mlp: MLP  # if the layer has no experts
+    experts: Experts  # if it has
+    shared_experts: MLP  # of every token
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        self.attention_norm = norm_of(config, "layers.attention_norm")
-        self.attention = Attention(config, rngs=rngs, constrain=constrain)
-        self.attention_post_norm = norm_of(config, "layers.attention_post_norm")
-        self.mlp_norm = norm_of(config, "layers.mlp_norm")
-        self.has_experts = FAMILIES[config.decoder_block].has_experts
+    def __init__(self, config: DecoderConfig, stack: str = LAYERS, *, rngs: nnx.Rngs, constrain: Constrain):
+        family = FAMILIES[config.decoder_block]
+        attention = LatentAttention if family.has_latents else Attention
+        self.attention_norm = norm_of(config, f"{stack}.attention_norm")
+        self.attention = attention(config, f"{stack}.attention", rngs=rngs, constrain=constrain)
+        self.attention_post_norm = norm_of(config, f"{stack}.attention_post_norm")
+        self.mlp_norm = norm_of(config, f"{stack}.mlp_norm")
+        self.has_experts = family.has_experts and stack == LAYERS
         if self.has_experts:
             self.experts = Experts(config, rngs=rngs, constrain=constrain)
         else:
-            self.mlp = MLP(config, rngs=rngs, constrain=constrain)
-        self.mlp_post_norm = norm_of(config, "layers.mlp_post_norm")
+            self.mlp = MLP(config, f"{stack}.mlp", rngs=rngs, constrain=constrain)
+        if self.has_experts and config.shared_experts:
+            self.shared_experts = MLP(config, f"{stack}.shared_experts", rngs=rngs, constrain=constrain)
+        self.mlp_post_norm = norm_of(config, f"{stack}.mlp_post_norm")
         self.constrain = constrain
 
     def __call__(
@@ -89,12 +96,13 @@ class DecoderLayer(nnx.Module):
         """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts."""
         attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), slots.segments_MxL, rope, is_local)
         x_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
-        sums = None
+        sums, inner_MxLxD = None, self.mlp_norm(x_MxLxD)
         if self.has_experts:
             assert number is not None, "layers with experts are numbered"
-            out_MxLxD, sums = self.experts(self.mlp_norm(x_MxLxD), slots, number)
+            out_MxLxD, sums = self.experts(inner_MxLxD, slots, number)
+            out_MxLxD = self._with_shared(inner_MxLxD, out_MxLxD)
         else:
-            out_MxLxD = self.mlp(self.mlp_norm(x_MxLxD))
+            out_MxLxD = self.mlp(inner_MxLxD)
         return features_last(self._add(x_MxLxD, out_MxLxD), self.constrain), sums
 
     def with_cache(
@@ -111,8 +119,15 @@ class DecoderLayer(nnx.Module):
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
         )
         x_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
-        run = self.experts.of_each if self.has_experts else self.mlp
-        return self._add(x_BxTxD, run(self.mlp_norm(x_BxTxD))), cache
+        inner_BxTxD = self.mlp_norm(x_BxTxD)
+        if self.has_experts:
+            out_BxTxD = self._with_shared(inner_BxTxD, self.experts.of_each(inner_BxTxD))
+        else:
+            out_BxTxD = self.mlp(inner_BxTxD)
+        return self._add(x_BxTxD, out_BxTxD), cache
+
+    def _with_shared(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+        return out_MxLxD + self.shared_experts(inner_MxLxD) if hasattr(self, "shared_experts") else out_MxLxD
 
     def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
         return self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
@@ -126,7 +141,8 @@ class Decoder(nnx.Module):
 
     Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, from the table
     in `maxbatch.config.matrices`. Those of the layers are stacked on a leading axis "layers", whether the layers then
-    run in a loop or unrolled (`scan_layers`).
+    run in a loop or unrolled (`scan_layers`). First layers without experts are a stack of their own, which runs before
+    the others, outside of a layer runner.
 
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
@@ -139,6 +155,7 @@ class Decoder(nnx.Module):
     embedding: nnx.Param[jax.Array]
     positions: nnx.Param[jax.Array]  # if positions are learned
     output: nnx.Param[jax.Array]  # if it is not the embedding
+    dense_layers: DecoderLayer  # stacked: the first layers, if they have no experts and the others have
 
     def __init__(
         self,
@@ -152,16 +169,10 @@ class Decoder(nnx.Module):
         # Smaller tables start nearer to it and learn slower (0.1 to 0.35 nats after 100 updates of the default model).
         add_parameters(self, config, "embedding", "positions", rngs=rngs)
 
-        @nnx.split_rngs(splits=config.base_num_decoder_layers)
-        @nnx.vmap
-        def stacked(rngs: nnx.Rngs) -> DecoderLayer:
-            inside = layer_runner.constrain if layer_runner else constrain
-            return DecoderLayer(config, rngs=rngs, constrain=inside)
-
-        self.layers = stacked(rngs)
-        for _, parameter in nnx.iter_graph(self.layers):
-            if isinstance(parameter, nnx.Param):
-                parameter.set_metadata(logical_axes=("layers", *parameter.get_metadata("logical_axes")))
+        self.num_dense = config.first_num_dense_layers
+        if self.num_dense:
+            self.dense_layers = _stack_of(config, DENSE_LAYERS, rngs, constrain)
+        self.layers = _stack_of(config, LAYERS, rngs, layer_runner.constrain if layer_runner else constrain)
         self.final_norm = norm_of(config, "final_norm")
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
@@ -171,7 +182,7 @@ class Decoder(nnx.Module):
         )
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
-        self.local_layers = is_local_layer(config.attention_type, config.base_num_decoder_layers)
+        self.local_layers = is_local_layer(config.attention_type, num_layers(config))
         self.has_experts = FAMILIES[config.decoder_block].has_experts
         self.scan_layers = config.scan_layers
         self.remat = Remat.of(config.remat)
@@ -197,31 +208,45 @@ class Decoder(nnx.Module):
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
-        layerdef, parameters = nnx.split(self.layers)
 
-        def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
-            is_local = self._is_local(one)
-            rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, slots.segments_MxL))
-            return nnx.merge(layerdef, one.parameters)(x_MxLxD, slots, rope, is_local, one.number)
+        def layers_of(layerdef: nnx.GraphDef[DecoderLayer]) -> Layers:
+            def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
+                is_local = self._is_local(one)
+                rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, slots.segments_MxL))
+                return nnx.merge(layerdef, one.parameters)(x_MxLxD, slots, rope, is_local, one.number)
+
+            return layer
+
+        def plainly(layerdef: nnx.GraphDef[DecoderLayer], x_MxLxD: jax.Array, stacked: Stacked) -> Any:
+            in_loop = self.scan_layers and stacked.num_layers > 1
+            layer = checkpointed(layers_of(layerdef), self.remat, in_loop)
+            return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
 
         slots = Slots(segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None)
+        if self.num_dense:
+            layerdef, parameters = nnx.split(self.dense_layers)
+            x_MxLxD, _ = plainly(layerdef, x_MxLxD, Stacked(parameters))
+        layerdef, parameters = nnx.split(self.layers)
         if self.layer_runner is not None:
             order = self.layer_runner.order(len(self.local_layers))
-            run = partial(_run_layers, layer, self.scan_layers)
+            run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
             x_MxLxD, sums = self.layer_runner(run, self._stacked(parameters, order), x_MxLxD, slots)
             sums = jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
             return self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums
-        in_loop = self.scan_layers and len(self.local_layers) > 1
-        layer = checkpointed(layer, self.remat, in_loop)
-        x_MxLxD, sums = _run_layers(layer, self.scan_layers, x_MxLxD, slots, self._stacked(parameters))
+        x_MxLxD, sums = plainly(layerdef, x_MxLxD, self._stacked(parameters))
         return self.final_norm(x_MxLxD), sums
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:
         """Returns a cache in the compute dtype with room for `length` tokens in each of B rows."""
-        num_layers, _, kv_heads, head_dim = self.layers.attention.key.shape
-        zeros = jnp.zeros((num_layers, num_rows, kv_heads, length, head_dim), self.dtype)
-        zeros = self.constrain(zeros, (None, "batch", "kv_heads", None, "head_dim"))
-        return Cache(zeros, zeros)
+        kv_heads, *widths = self.layers.attention.cache_shape
+        count = self.num_dense + len(self.local_layers)
+
+        def zeros(width: int) -> jax.Array:
+            zeros = jnp.zeros((count, num_rows, kv_heads, length, width), self.dtype)
+            return self.constrain(zeros, (None, "batch", "kv_heads", None, "head_dim"))
+
+        keys, values = map(zeros, widths)
+        return Cache(keys, values)
 
     def hidden_with_cache(
         self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache, limits_B: jax.Array | None = None
@@ -241,29 +266,36 @@ class Decoder(nnx.Module):
         lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
         longest = length if limits_B is None else sys.maxsize
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
-        layerdef, parameters = nnx.split(self.layers)
 
-        def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
-            (x_BxTxD, cache), (index, one) = carried, numbered
-            is_local = self._is_local(one)
-            rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
-            module = nnx.merge(layerdef, one.parameters)
-            return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local), None
+        def run(
+            carried: tuple[jax.Array, Cache], layerdef: nnx.GraphDef[DecoderLayer], stacked: Stacked, first: int
+        ) -> tuple[jax.Array, Cache]:
+            def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
+                (x_BxTxD, cache), (index, one) = carried, numbered
+                is_local = self._is_local(one)
+                rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
+                module = nnx.merge(layerdef, one.parameters)
+                return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local), None
 
-        carried, stacked = (x_BxTxD, cache), self._stacked(parameters)
-        if self.scan_layers:
-            layers_N = jnp.arange(cache.keys_NxBxKxLxh.shape[0])
-            carried, _ = jax.lax.scan(layer, carried, (layers_N, stacked))
-        else:
-            for numbered in enumerate(stacked.one_by_one()):
+            if self.scan_layers:
+                found, _ = jax.lax.scan(layer, carried, (first + jnp.arange(stacked.num_layers), stacked))
+                return found
+            for numbered in enumerate(stacked.one_by_one(), first):
                 carried, _ = layer(carried, numbered)
-        x_BxTxD, cache = carried
+            return carried
+
+        carried = (x_BxTxD, cache)
+        if self.num_dense:
+            layerdef, parameters = nnx.split(self.dense_layers)
+            carried = run(carried, layerdef, Stacked(parameters), 0)
+        layerdef, parameters = nnx.split(self.layers)
+        x_BxTxD, cache = run(carried, layerdef, self._stacked(parameters), self.num_dense)
         return self.final_norm(x_BxTxD), cache
 
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
         """Returns the layers to run, in order or in that of a runner."""
         order = np.arange(len(self.local_layers)) if order is None else order
-        numbers = order.astype(np.int32) if self.has_experts else None
+        numbers = self.num_dense + order.astype(np.int32) if self.has_experts else None
         if len(set(self.local_layers)) == 1:
             return Stacked(parameters, number=numbers)
         return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
@@ -293,6 +325,21 @@ class Decoder(nnx.Module):
         return self.output[...] if hasattr(self, "output") else self.embedding[...].T
 
 
+def _stack_of(config: DecoderConfig, stack: str, rngs: nnx.Rngs, constrain: Constrain) -> DecoderLayer:
+    """Returns the layers of a stack as one, its parameters with a leading axis of the stack's name."""
+
+    @nnx.split_rngs(splits=num_layers(config, stack))
+    @nnx.vmap
+    def stacked(rngs: nnx.Rngs) -> DecoderLayer:
+        return DecoderLayer(config, stack, rngs=rngs, constrain=constrain)
+
+    layers = stacked(rngs)
+    for _, parameter in nnx.iter_graph(layers):
+        if isinstance(parameter, nnx.Param):
+            parameter.set_metadata(logical_axes=(stack, *parameter.get_metadata("logical_axes")))
+    return layers
+
+
 def places_in_segments(segments_MxL: jax.Array) -> jax.Array:
     """Returns the place of each token in its document, whose tokens are neighbours: int32[M, L], 0 for the first."""
     places_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
@@ -313,7 +360,7 @@ def _run_layers(
     layer: Layers, scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
 ) -> tuple[jax.Array, RoutingSums | None]:
     """Returns x after all stacked layers, which run in a loop or one by one, and their sums, stacked alike."""
-    if scanned and jax.tree.leaves(stacked.parameters)[0].shape[0] > 1:
+    if scanned and stacked.num_layers > 1:
         x_MxLxD, sums = jax.lax.scan(lambda x, one: layer(x, slots, one), x_MxLxD, stacked)
         return x_MxLxD, sums
     found = []

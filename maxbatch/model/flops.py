@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxbatch.config.families import is_local_layer
-from maxbatch.config.matrices import parameters
+from maxbatch.config.matrices import attention_widths, parameters
 from maxbatch.model.decoder_config import DecoderConfig
 
 
@@ -12,7 +12,8 @@ def model_flops_per_token(config: DecoderConfig) -> int:
 
     They are 6 per parameter that multiplies a token (2 forward, 4 backward; the embedding lookup multiplies nothing,
     and of a layer's experts only those that the token goes to), and
-    12 * H * h for attention per layer and token that is seen: L / 2 of them, because it is causal, and in a layer with
+    12 * H * h for attention per layer and token that is seen (h is the mean width of a key and a value, where they
+    differ): L / 2 of them, because it is causal, and in a layer with
     a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer.
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
@@ -25,4 +26,4 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     seen = (min(config.sliding_window_size, length) if local else length for local in windows)
     twice_seen = sum(2 * window - window * window // length for window in seen)
     matrices = sum(row.active_size(config) for row in multiplying)
-    return 6 * (matrices + twice_seen * config.base_num_query_heads * config.head_dim)
+    return 6 * matrices + 3 * twice_seen * config.base_num_query_heads * sum(attention_widths(config))

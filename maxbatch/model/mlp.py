@@ -37,8 +37,8 @@ class MLP(nnx.Module):
     up: nnx.Param[jax.Array]
     down: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        add_parameters(self, config, "layers.mlp", rngs=rngs)
+    def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, name, rngs=rngs)
         self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
         self.constrain = constrain
 

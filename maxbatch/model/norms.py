@@ -28,10 +28,10 @@ class RMSNorm(nnx.Module):
 
     scale: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, name: str):
+    def __init__(self, config: ModelConfig, name: str, epsilon: float):
         add_parameters(self, config, name)
         self.adds_one = FAMILIES[config.decoder_block].norm_adds_one
-        self.epsilon = config.normalization_layer_epsilon
+        self.epsilon = epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns x, normalised, in its dtype."""
@@ -47,9 +47,11 @@ class RMSNorm(nnx.Module):
         return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
-def norm_of(config: ModelConfig, name: str) -> Norm:
-    """Returns the norm of that name; `unchanged` if the model has no such norm."""
-    return RMSNorm(config, name) if any(row.module == name for row in parameters(config)) else unchanged
+def norm_of(config: ModelConfig, name: str, epsilon: float | None = None) -> Norm:
+    """Returns the norm of that name, by default with the config's epsilon; `unchanged` if the model has none."""
+    if not any(row.module == name for row in parameters(config)):
+        return unchanged
+    return RMSNorm(config, name, config.normalization_layer_epsilon if epsilon is None else epsilon)
 
 
 def unchanged(x: jax.Array) -> jax.Array:

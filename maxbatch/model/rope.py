@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.products import quarter_turn
 
@@ -52,8 +53,11 @@ class RopeKeys:
 
     @classmethod
     def of(cls, config: ModelConfig) -> RopeKeys:
-        """Returns the keys of a config."""
-        return cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+        """Returns the keys of a config; of a model of latents the head is its rotated part."""
+        keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+        if FAMILIES[config.decoder_block].has_latents:
+            return dataclasses.replace(keys, head_dim=config.qk_rope_head_dim)
+        return keys
 
 
 class Ropes:

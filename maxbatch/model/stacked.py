@@ -28,6 +28,12 @@ class Stacked(NamedTuple):
     # The number of each layer: int32[N], of a single layer a scalar; None in a model without experts.
     number: Any = None
 
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        number: int = jax.tree.leaves(self.parameters)[0].shape[0]
+        return number
+
     def one_by_one(self) -> list[Stacked]:
         """Returns each layer, its parameters by one split per array, whose gradient is one concatenation."""
         arrays, treedef = jax.tree.flatten(self.parameters)

@@ -20,7 +20,7 @@ from maxbatch.config.sections import REMAT_TENSORS, RematConfig
 Output = TypeVar("Output")
 INPUT = "decoder_layer_input"  # of a layer; in a pipeline the input of a stage
 CONTEXT = "context"  # the output of attention, and its kernel's sums of the softmax
-_PRODUCTS = tuple(row.kept for row in MATRICES.values() if row.kept)
+_PRODUCTS = tuple(dict.fromkeys(row.kept for row in MATRICES.values() if row.kept))
 _KEPT = {
     "minimal_with_context": (*_PRODUCTS, CONTEXT),
     "minimal": _PRODUCTS,

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
@@ -26,7 +27,8 @@ LogicalAxes = tuple[str | None, ...]
 
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
-    "layers": ("pipeline",),
+    LAYERS: ("pipeline",),
+    DENSE_LAYERS: (),  # outside of the pipeline
     "vocab": ("tensor",),
     "embed": ("fsdp", "expert", "pipeline"),
     "experts": ("expert",),
@@ -39,6 +41,10 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "rank": (),
     "position": (),
+    # Latents: as what a product sums over, and as what it makes.
+    **dict.fromkeys(("q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
+    **dict.fromkeys(("q_latent", "latent_and_key", "qk_dim", "key_and_value", "v_dim", "q_norm", "kv_norm"), ()),
+    "shared_mlp": ("tensor",),
 }
 ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
@@ -53,6 +59,8 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "moe_mlp": "tensor",
     "vocab": "tensor",
     "position": None,
+    **dict.fromkeys(("q_lora", "q_latent", "kv_lora", "latent_and_key", "qk_dim", "key_and_value", "v_dim"), None),
+    "shared_mlp": "tensor",
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 
@@ -127,13 +135,15 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
     for name, size in zip(logical_axes, shape, strict=True):
         wanted = tuple(axis for axis in PARAMETER_RULES[name] if (axis,) not in taken)
         wanted = tuple(axis for axis in wanted if axis != "expert" or mesh.shape["expert"] > 1)
-        if mesh.shape["pipeline"] == 1 and name != "layers":
+        if mesh.shape["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
         while wanted and size % num_shards(mesh, wanted):
             wanted = wanted[:-1]
         taken.append(wanted)
     if "embed" in logical_axes and not any("fsdp" in axes for axes in taken):
-        whole = [(size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] != "layers"]
+        whole = [
+            (size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] not in (LAYERS, DENSE_LAYERS)
+        ]
         fits = [(size, i) for size, i in whole if size % mesh.shape["fsdp"] == 0]
         if fits:
             taken[max(fits)[1]] = ("fsdp",)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.matrices import num_layers
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
@@ -142,7 +143,7 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
     """Raises ConfigError if an axis does not divide the dimension of the model that it splits."""
     for axis, name in _SPLIT.items():
         works: dict[str, Value] = {}
-        room = config[name]
+        room = _room(config, axis)
         for net, size in (("dcn", shape.dcn[axis]), ("ici", shape.ici[axis])):
             fits = math.gcd(size, room)
             room //= fits
@@ -150,16 +151,29 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
             rest = {axis_key(net, _TAKES_REST[net]): -1} if takes_rest else {}
             works |= {axis_key(net, axis): fits, **rest} if fits != size else {}
         if works:
-            rule = f"the {axis} axis of {shape.sizes[axis]} must divide {stated(config, name)}"
+            rule = f"the {axis} axis of {shape.sizes[axis]} must divide {_dimension(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
     key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.mesh.num_pipeline_repeats
-    most = config.model.base_num_decoder_layers // stages if stages > 1 else 1
+    most = num_layers(config.model) // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
-            layers = stated(config, "base_num_decoder_layers")
+            layers = _dimension(config, "base_num_decoder_layers")
             rule = f"{stages} stages x {repeats} repeats must divide {layers}"
         raise Refusal(config, key, rule, {key: nearest_divisor(most, repeats)})
+
+
+def _room(config: PlanConfig, axis: str) -> int:
+    """Returns the size of the dimension of the model that an axis splits; of layers those that a pipeline runs."""
+    return num_layers(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
+
+
+def _dimension(config: PlanConfig, name: str) -> str:
+    """Returns the statement of such a dimension."""
+    dense = config.model.first_num_dense_layers
+    if name != _SPLIT["pipeline"] or not dense:
+        return stated(config, name)
+    return f"{stated(config, name)} - first_num_dense_layers={dense} = {num_layers(config.model)}"
 
 
 def axis_key(net: str, axis: str) -> str:
@@ -187,7 +201,7 @@ def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, t
     for axis in by_size if rest else (_TAKES_REST[net], *BATCH_AXES):
         limit, remainder = divmod(total, math.prod(sizes[a] for a in AXES if a not in (axis, rest)))
         if remainder == 0:
-            of_model = config[_SPLIT[axis]] if axis in _SPLIT else limit
+            of_model = _room(config, axis) if axis in _SPLIT else limit
             size = nearest_divisor(math.gcd(limit, of_model), sizes[axis]) if rest else -1
             return Refusal(config, axis_key(net, axis), rule, {axis_key(net, axis): size})
     takes_rest = rest or _TAKES_REST[net]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import attention_widths
 from maxbatch.config.sections import ModelConfig
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
@@ -18,7 +19,8 @@ Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # of each kernel: whether e
 
 def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
     """Returns the rules of the attention kernels for rows of a length, on a context axis of a size."""
-    head_dim, cap = model.head_dim, model.attn_logits_soft_cap
+    head_dim, cap = max(attention_widths(model)), model.attn_logits_soft_cap
+    of_head = "head_dim" if not FAMILIES[model.decoder_block].has_latents else "qk_nope_head_dim + qk_rope_head_dim"
     no_sinks = (not FAMILIES[model.decoder_block].has_sinks, f"have no sinks, and decoder_block={model.decoder_block}")
     block = f"{LANES} x {context} context shards" if context > 1 else LANES
     return {
@@ -29,7 +31,7 @@ def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
         # Every cuDNN from 9 on has a masked kernel, backward too, for these dtypes and shapes.
         "cudnn": [
             (model.dtype == "bfloat16", f"have dtype=bfloat16, and dtype={model.dtype}"),
-            (head_dim <= 128 and head_dim % 8 == 0, f"have head_dim={head_dim} at most 128 and divisible by 8"),
+            (head_dim <= 128 and head_dim % 8 == 0, f"have {of_head}={head_dim} at most 128 and divisible by 8"),
             (length % 2 == 0, f"have max_target_length={length} even"),
             (context == 1, f"have the whole length on a device, and the context axis has {context}"),
             (not cap, f"have attn_logits_soft_cap=0, not {cap:g}"),

@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, NORMS
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
@@ -431,11 +432,11 @@ def _gathered(decoder: Decoder) -> Decoder:
 
     def gathered(weight: nnx.Variable[jax.Array]) -> nnx.Variable[jax.Array]:
         axes = weight.get_metadata("logical_axes")
-        if "norm" in axes:  # computes in float32
+        if any(name in axes for name in NORMS):  # computes in float32
             return weight
         value = weight.get_value()
         value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
-        axes = tuple(None if name == "layers" else name for name in axes)
+        axes = tuple(None if name in (DENSE_LAYERS, LAYERS) else name for name in axes)
         return weight.replace(decoder.constrain(value, axes))
 
     graphdef, params = nnx.split(decoder, nnx.Param)

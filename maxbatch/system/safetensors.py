@@ -196,19 +196,20 @@ def _tensors(file: AnyPath, entries: dict[str, _Entry], start: int, size: int) -
 
 
 def write_tensors(
-    path: AnyPath, dtype: str, shapes: Mapping[str, tuple[int, ...]], arrays: Iterator[np.ndarray]
+    path: AnyPath, dtypes: str | Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], arrays: Iterator[np.ndarray]
 ) -> None:
     """Writes a safetensors file, one tensor at a time.
 
     Args:
       path: the file.
-      dtype: of every tensor, as the format names it.
+      dtypes: of every tensor, as the format names it, or by its name.
       shapes: of the tensors, by name, in their order.
       arrays: yields the tensors in this order, and perhaps more, which it keeps.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     first = 0
     for name, shape in shapes.items():
+        dtype = dtypes if isinstance(dtypes, str) else dtypes[name]
         end = first + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [first, end]}
         first = end

@@ -25,9 +25,28 @@ def test_the_wsd_decay_must_fit_behind_the_warmup() -> None:
 MIXTRAL = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
 
 
+DEEPSEEK = ("model_name=tiny-deepseek",)
+
+
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
+        ((*DEEPSEEK, "n_routing_groups=3"), "n_routing_groups=3: must be a divisor of num_experts=8 that leaves at le"),
+        ((*DEEPSEEK, "n_routing_groups=8"), "n_routing_groups=8: must be a divisor of num_experts=8 that leaves at le"),
+        ((*DEEPSEEK, "topk_routing_group=5"), "topk_routing_group=5: must be at most n_routing_groups=4"),
+        ((*DEEPSEEK, "n_routing_groups=-1"), "topk_routing_group=2: must be -1 beside n_routing_groups=-1"),
+        ((*DEEPSEEK, "num_experts_per_tok=5"), "topk_routing_group=2: must be at least 3, since num_experts_per_tok=5"),
+        ((*DEEPSEEK, "first_num_dense_layers=3"), "first_num_dense_layers=3: must be less than base_num_decoder_lay"),
+        ((*DEEPSEEK, "qk_rope_head_dim=7"), "qk_rope_head_dim=7: must be even"),
+        ((*DEEPSEEK, "num_experts_per_tok=9"), "num_experts_per_tok=9: must be at most num_experts=8"),
+        ((*DEEPSEEK, "use_qk_norm=true"), "use_qk_norm=true: must be false beside decoder_block=deepseek"),
+        ((*DEEPSEEK, "attention_bias=true"), "attention_bias=true: must be false beside decoder_block=deepseek"),
+        (("q_lora_rank=16",), "q_lora_rank=16: must be 0 beside decoder_block=llama2"),
+        ((*MIXTRAL, "v_head_dim=16", "kv_lora_rank=8"), "kv_lora_rank=8: must be 512 beside decoder_block=mixtral"),
+        ((*MIXTRAL, "shared_experts=1"), "shared_experts=1: must be 0 beside decoder_block=mixtral"),
+        ((*MIXTRAL, "first_num_dense_layers=1"), "first_num_dense_layers=1: must be 0 beside decoder_block=mixtral"),
+        ((*MIXTRAL, "routed_score_func=sigmoid"), "routed_score_func=sigmoid: must be softmax beside decoder_block"),
+        ((*MIXTRAL, "n_routing_groups=2"), "n_routing_groups=2: must be -1 beside decoder_block=mixtral"),
         (("num_experts=8", "num_experts_per_tok=2"), "num_experts=8: must be 1 beside decoder_block=llama2"),
         (("load_balance_loss_weight=0.1",), "load_balance_loss_weight=0.1: must be 0.0 beside decoder_block=llama2"),
         (("decoder_block=mixtral",), "num_experts=1: must be at least 2 beside decoder_block=mixtral"),

@@ -110,6 +110,32 @@ _PHI3 = _shape("phi3", 3072, 8192, 32, 32, 32, 32064) | {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+
+def _deepseek(width: int, mlp: int, moe_mlp: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "deepseek_v3", "hidden_size": width, "intermediate_size": mlp, "moe_intermediate_size": moe_mlp,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": vocab,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_act": "silu",
+        "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+        "attention_bias": False, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+_DEEPSEEK3 = _deepseek(7168, 18432, 2048, 61, 128, 129280) | {
+    "q_lora_rank": 1536, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000, "num_nextn_predict_layers": 1,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+_MOONLIGHT = _deepseek(2048, 11264, 1408, 27, 16, 163840) | {
+    "q_lora_rank": None, "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0, "rope_scaling": None,
+}  # fmt: skip
+
 # By the names of our presets.
 PUBLISHED: dict[str, Published] = {
     "llama3.1-8b": Published(_llama3(8.0, width=4096, mlp=14336, layers=32, heads=32), 8_030_261_248),
@@ -152,6 +178,8 @@ PUBLISHED: dict[str, Published] = {
     "gpt-oss-20b": Published(_gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": Published(_gpt_oss(36, 128), 116_829_156_672),
     "olmoe-1b-7b": Published(_OLMOE, 6_919_161_856),
+    "deepseek3-671b": Published(_DEEPSEEK3, 671_026_419_200),
+    "moonlight-16b-a3b": Published(_MOONLIGHT, 15_960_110_208),
     "olmo2-7b": Published(_OLMO2, 7_298_617_344),
     "phi3-mini": Published(_PHI3, 3_821_079_552),
     "smollm2-135m": Published(_smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008),

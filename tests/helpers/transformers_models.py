@@ -18,6 +18,12 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.5],
              "long_factor": [1.0, 2.5, 4.0, 6.0]}  # fmt: skip
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 
 # The name of a model: its type and the fields of its config.
@@ -50,6 +56,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE | {"truncate": False, "original_max_position_embeddings": 16},
         },
     ),
+    "deepseek": ("DeepseekV3", DEEPSEEK),
+    "deepseek_ungrouped": (
+        "DeepseekV3",
+        DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "rope_parameters": None,
+            "rms_norm_eps": 1e-5,
+            "n_shared_experts": 1,
+        },
+    ),
+    "deepseek_scaled": (
+        "DeepseekV3",
+        DEEPSEEK | {"rope_parameters": DEEPSEEK["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
@@ -72,6 +96,7 @@ FAMILY_MODELS = (
     "qwen3_moe",
     "olmoe",
     "gpt_oss",
+    "deepseek",
 )
 
 
@@ -86,7 +111,8 @@ def make_model(name: str, **overrides: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxbatch import load_config
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import parameters
+from maxbatch.config.matrices import num_layers, parameters
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
@@ -20,12 +20,26 @@ FORMS = {
     "positions": ("use_qk_norm=true", "mlp_activations=gelu", "trainable_position_size=512"),
     "untied": ("logits_via_embedding=false", "base_num_decoder_layers=1"),
 }
+EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=24")
+# What families with experts, and that of latents, have in place of a form that they lack.
+FORMS_OF_EXPERTS = FORMS | {"positions": ("use_qk_norm=true", "trainable_position_size=512")}
+FORMS_OF_LATENTS = FORMS | {
+    "biases": ("q_lora_rank=16", "shared_experts=2", "routed_bias=true"),
+    "positions": ("first_num_dense_layers=3", "rope_type=yarn", "rope_factor=4"),
+}
+
+
+def keys_of(family: str, form: str) -> tuple[str, ...]:
+    record = FAMILIES[family]
+    if not record.has_experts:
+        return FORMS[form]
+    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form])
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, form: str) -> None:
-    config = load_config(overrides=[f"decoder_block={family}", *FORMS[form]])
+    config = load_config(overrides=[f"decoder_block={family}", *keys_of(family, form)])
     _, params = abstract_model(DecoderConfig.of(config))
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     found = {
@@ -34,7 +48,7 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
     model = ModelConfig.of(config)
     expected = {}
     for row in parameters(model):
-        stack = [("layers", model.base_num_decoder_layers)] if row.is_stacked else []
+        stack = [(row.path[0], num_layers(model, row.path[0]))] if row.is_stacked else []
         axes = [*stack, *zip(row.axes, row.shape(model), strict=True)]
         expected[row.path] = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert found == expected

@@ -49,6 +49,24 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 FIRST = ("load_balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "routing_fingerprint")
 
 
+DEEPSEEK = (
+    "decoder_block=deepseek",
+    "base_num_decoder_layers=4",
+    "first_num_dense_layers=2",
+    "num_experts=8",
+    "n_routing_groups=4",
+    "topk_routing_group=2",
+    "shared_experts=1",
+    "routed_score_func=sigmoid",
+    "routed_scaling_factor=2.0",
+    "q_lora_rank=16",
+    "kv_lora_rank=16",
+    "qk_nope_head_dim=8",
+    "qk_rope_head_dim=8",
+    "v_head_dim=8",
+)
+
+
 def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
     devices, rows, keys = LAYOUTS[layout] if layout else (1, "8", ())
     config = tiny_config(*RUN, *keys, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
@@ -76,6 +94,14 @@ def test_all_layouts_route_and_balance_alike(tmp_path, reference, layout, scope)
     assert found[0]["dropped_tokens"] == 0
     assert found[0]["expert_choices"] == expected[0]["expert_choices"]
     assert sum(found[0]["expert_choices"].values()) == 2 * 2 * (found[0]["loss_weight"] + 8)  # choices, layers, rows
+
+
+def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
+    expected = run(tmp_path / "whole", "", *DEEPSEEK, "steps=2")
+    for layout in ("experts, tensor and fsdp", "experts and pipeline", "unrolled, a layer's input kept"):
+        found = run(tmp_path / layout, layout, *DEEPSEEK, "steps=2")
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
 def test_a_resume_elsewhere_carries_the_counts_and_the_bias(tmp_path, reference):

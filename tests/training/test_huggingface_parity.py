@@ -183,6 +183,9 @@ def folder_of_gradients(model: Any, folder: Path) -> Path:
     with torch.no_grad():
         for ours, parameter in zip(holding.parameters(), model.parameters(), strict=True):
             ours.copy_(parameter.grad)
+        for name, buffer in holding.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # which has no gradient
+                buffer.zero_()
     holding.save_pretrained(folder / "gradients")  # which takes the experts apart that it holds as one
     return folder / "gradients"
 

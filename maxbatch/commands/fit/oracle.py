@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
-from maxbatch.config.matrices import MATRICES, parameters
+from maxbatch.config.matrices import LAYERS, MATRICES, parameters
 from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing, slots_per_sample
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
@@ -140,10 +140,10 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     """
     model = ModelConfig.of(config)
     rows = [row for row in parameters(model) if row.kept]
-    outputs = {row.kept: math.prod(row.shape(model)[axis] for axis in row.groups[1]) for row in rows}
-    sizes = dict.fromkeys(REMAT_TENSORS, 0) | {
-        row.kept: outputs[row.kept] * (model.num_experts_per_tok if row.per_expert else 1) for row in rows
-    }
+    sizes = dict.fromkeys(REMAT_TENSORS, 0)
+    for row in (row for row in rows if row.path[0] == LAYERS):
+        outputs = math.prod(row.shape(model)[axis] for axis in row.groups[1])
+        sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
     products = sum(sizes.values()) + model.base_mlp_dim
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))

@@ -36,13 +36,19 @@ PRESET_DIFFERENCES = {
         "load_balance_scope": "sequence",
         "rope_max_timescale": "10000000",
     },
+    "deepseek3-671b": {
+        "load_balance_loss_weight": "0",
+        "routed_bias_update_rate": "0",
+        "n_routing_groups": "-1",
+        "topk_routing_group": "-1",
+    },
     "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
 # The experts of a token in its models of a name.
 MODEL_CHOICES = {
     "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
-    "qwen3-235b-a22b": 8,
+    "qwen3-235b-a22b": 8, "deepseek3-671b": 8,
 }  # fmt: skip
 
 
@@ -56,6 +62,8 @@ def translate_form(t: Translation, is_preset: bool) -> None:
         t.ignore("decoder_block", "llama's block is the default")
     elif block == "gpt_oss":
         _gpt_oss(t)
+    elif block == "deepseek":
+        _deepseek(t)
     elif block in _NORMALISING:
         t.map("decoder_block", f"{block}'s block normalises the weights of experts", decoder_block=block)
         t.settings["norm_topk_prob"] = "true"
@@ -113,6 +121,26 @@ def _gpt_oss(t: Translation) -> None:
             t.ignore(word, "gpt_oss's block has it")
         else:
             t.refuse(word, f"{has:g}, as gpt_oss's block has it", is_essential=True)
+
+
+def _deepseek(t: Translation) -> None:
+    """Takes the form of DeepSeek's block: its other words are keys here too."""
+    t.map("decoder_block", decoder_block="deepseek")
+    if t.text("attention_type") == "mla":
+        t.ignore("attention_type", "deepseek's block has latent attention")
+    else:
+        t.refuse("attention_type", "mla, as deepseek's block has it", is_essential=True)
+    if t.text("rope_interleave", "true").lower() == "true":
+        t.ignore("rope_interleave", "deepseek's block rotates pairs of neighbours")
+    else:
+        t.refuse("rope_interleave", "true, as deepseek's block has it", is_essential=True)
+    if t.text("routed_score_func") == "sigmoid":
+        why = "its weights are divided by their sum there"
+        t.map("routed_score_func", why, routed_score_func="sigmoid", norm_topk_prob="true")
+        t.ignore("norm_topk_prob", "sigmoid scores are always divided by their sum")
+    stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
+    if stated is not None and stated <= (original or 4096):
+        t.map("mscale", "scores do not grow where max_position_embeddings is the original length", mscale="0")
 
 
 def _gemma(t: Translation, block: str, is_preset: bool) -> None:

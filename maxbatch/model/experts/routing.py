@@ -21,6 +21,7 @@ from maxbatch.system.hashing import carry, limb_sums, mixed, row_hashes
 _LAYER, _EXPERT = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
 _LANES = np.uint32(0x2545F491), np.uint32(0x8F1BBCDC)
 _BYTE = np.uint32(0xFF)
+_LEAST = 1e-20
 
 
 class Slots(NamedTuple):
@@ -80,15 +81,37 @@ def slot_hashes(tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
 def choose(config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | None) -> tuple[Routes, jax.Array]:
     """Returns the experts of each token, the likeliest first, and its scores of all experts, float32[M, L, E].
 
-    Of equal scores the expert with the lower number comes first. The bias changes the choice, and no weight.
+    Of equal scores the expert with the lower number comes first. The bias changes the choice, and no weight. The
+    scores that are returned add up to 1, sigmoid ones divided by their sum.
     """
-    scores_MxLxE = jax.nn.softmax(logits_MxLxE)
+    is_sigmoid = config.routed_score_func == "sigmoid"
+    scores_MxLxE = jax.nn.sigmoid(logits_MxLxE) if is_sigmoid else jax.nn.softmax(logits_MxLxE)
     ranked_MxLxE = scores_MxLxE if bias_E is None else scores_MxLxE + bias_E[None, None]
-    _, experts_MxLxk = jax.lax.top_k(jax.lax.stop_gradient(ranked_MxLxE), config.num_experts_per_tok)
+    ranked_MxLxE = _in_best_groups(config, jax.lax.stop_gradient(ranked_MxLxE))
+    _, experts_MxLxk = jax.lax.top_k(ranked_MxLxE, config.num_experts_per_tok)
     weights_MxLxk = jnp.take_along_axis(scores_MxLxE, experts_MxLxk, axis=-1)
     if config.norm_topk_prob:
-        weights_MxLxk /= jnp.sum(weights_MxLxk, axis=-1, keepdims=True)
-    return Routes(experts_MxLxk, weights_MxLxk), scores_MxLxE
+        weights_MxLxk /= _total(weights_MxLxk)
+    if config.routed_scaling_factor != 1:
+        weights_MxLxk *= config.routed_scaling_factor
+    return Routes(experts_MxLxk, weights_MxLxk), scores_MxLxE / _total(scores_MxLxE) if is_sigmoid else scores_MxLxE
+
+
+def _total(scores: jax.Array) -> jax.Array:
+    """Returns the sum of positive scores over the last axis, which is kept; sigmoid ones may all be rounded to 0."""
+    return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), _LEAST)
+
+
+def _in_best_groups(config: ModelConfig, ranked_MxLxE: jax.Array) -> jax.Array:
+    """Returns what experts are ranked by, minus infinity outside of the token's best groups (DeepSeek-V3, 2.1.2)."""
+    groups, best = config.n_routing_groups, config.topk_routing_group
+    if groups <= 1 or best in (-1, groups):
+        return ranked_MxLxE
+    by_group = ranked_MxLxE.reshape(*ranked_MxLxE.shape[:-1], groups, -1)
+    scores_MxLxG = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, chosen = jax.lax.top_k(scores_MxLxG, best)
+    is_chosen_MxLxG = jnp.any(chosen[..., None] == jnp.arange(groups)[None, None, None], axis=2)
+    return jnp.where(is_chosen_MxLxG[..., None], by_group, -jnp.inf).reshape(ranked_MxLxE.shape)
 
 
 def within_rows(

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import ROUTED_BIAS
+from maxbatch.config.matrices import ROUTED_BIAS, num_layers
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.parallel.trees import State
@@ -62,7 +62,7 @@ class Balance:
         if config.num_experts == 1:
             return None
         return cls(
-            config.base_num_decoder_layers, config.num_experts, config.num_experts_per_tok,
+            num_layers(config), config.num_experts, config.num_experts_per_tok,
             config.load_balance_loss_weight, config.load_balance_scope == "global", config.router_z_loss_weight,
             config.routed_bias_update_rate,
         )  # fmt: skip

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.matrices import LAYERS
 from maxbatch.data.feed.placement import Batch
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums, carried
@@ -135,7 +136,7 @@ class Accumulation:
         def loss_fn(
             params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
         ) -> tuple[jax.Array, ObjectiveSums]:
-            summing = SummingLayers(layer_sums["layers"], remat, model.constrain) if layer_sums else None
+            summing = SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
             whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
             loss, weight, figures, routing = objective.sums(model.module(whole, summing), rows, model.row_shards)
             minimised = loss
@@ -184,10 +185,13 @@ class Accumulation:
         return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, routing)
 
     def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
-        """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest."""
+        """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest.
+
+        The rest has the first layers without experts, if there are any.
+        """
         if not sums_layers:
             return nnx.State({}), params
-        layers, rest = nnx.split_state(params, nnx.PathContains("layers"), ...)
+        layers, rest = nnx.split_state(params, nnx.PathContains(LAYERS), ...)
         return layers, rest
 
     def add(

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.matrices import LAYERS
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.model.decoder_config import DecoderConfig
@@ -114,10 +115,13 @@ def abstract_model(
 
 
 def with_layers(params: State, change: Callable[[jax.Array], jax.Array]) -> State:
-    """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers."""
+    """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers.
+
+    First layers without experts are a stack of their own, which stays as it is.
+    """
 
     def changed(path: KeyPath, x: jax.Array) -> jax.Array:
-        return change(x) if getattr(path[0], "key", None) == "layers" else x
+        return change(x) if getattr(path[0], "key", None) == LAYERS else x
 
     state: State = jax.tree.map_with_path(changed, params)
     return state

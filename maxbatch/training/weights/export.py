@@ -86,7 +86,8 @@ def new_folder(output: str) -> AnyPath:
 
 
 def _dtype_of_folder(model: str) -> str:
-    stored = next(iter(stored_tensors(folder_of(model, weights=True)).values())).dtype
+    tensors = stored_tensors(folder_of(model, weights=True)).values()
+    stored = next(tensor.dtype for tensor in tensors if len(tensor.shape) > 1)  # biases may be float32 in any
     return next((name for name, theirs in DTYPE_NAMES.items() if theirs == stored), "float32")
 
 
@@ -119,26 +120,38 @@ def _write_tensors(
     target: AnyPath, places: dict[tuple[str, ...], Place], tensors: Iterator[np.ndarray], dtype: str
 ) -> tuple[int, int]:
     """Writes the tensors in files of at most 5 GB; returns the files' number and bytes."""
-    shapes, width = tensor_shapes(places), DTYPES[DTYPE_NAMES[dtype]].itemsize
+    shapes, dtypes = tensor_shapes(places), _dtypes(places, dtype)
+
+    def num_bytes(name: str) -> int:
+        return math.prod(shapes[name]) * DTYPES[dtypes[name]].itemsize
+
     files: list[list[str]] = [[]]
     size = 0
     for name in _names_in_order(places):
-        num_bytes = math.prod(shapes[name]) * width
-        if files[-1] and size + num_bytes > _MOST_BYTES:
+        if files[-1] and size + num_bytes(name) > _MOST_BYTES:
             files.append([])
             size = 0
         files[-1].append(name)
-        size += num_bytes
+        size += num_bytes(name)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         one = len(files) == 1
         file = "model.safetensors" if one else f"model-{number:05}-of-{len(files):05}.safetensors"
-        write_tensors(target / file, DTYPE_NAMES[dtype], {name: shapes[name] for name in names}, tensors)
+        write_tensors(target / file, dtypes, {name: shapes[name] for name in names}, tensors)
         weight_map |= dict.fromkeys(names, file)
-    total = sum(math.prod(shape) for shape in shapes.values()) * width
+    total = sum(map(num_bytes, shapes))
     if len(files) > 1:
         write_json(target / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return len(files), total
+
+
+def _dtypes(places: dict[tuple[str, ...], Place], dtype: str) -> dict[str, str]:
+    """Returns the types of the tensors, by name: float32 for a routers' bias, which a shorter type would round."""
+    return {
+        name: DTYPE_NAMES["float32" if place.layout.is_float32 else dtype]
+        for place in places.values()
+        for name in place.names
+    }
 
 
 def _groups(places: dict[tuple[str, ...], Place]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -168,7 +181,8 @@ def _tensors(places: dict[tuple[str, ...], Place], abstract: State, read: Reader
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
             if place.layout.has_experts and place.layout.joined:
                 joined = np.stack(parts, axis=-1).reshape(joined.shape)
-            yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[dtype]]))
+            own = "float32" if place.layout.is_float32 else dtype
+            yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[own]]))
 
 
 def copy_tokenizer(config: DataConfig, target: AnyPath) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from maxbatch.config.families import FAMILIES, Family
-from maxbatch.config.matrices import TABLES, Parameter, ParameterPath
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, TABLES, Parameter, ParameterPath
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
     joined_axis: int = 0  # the tensor's axis along which they follow each other
     has_experts: bool = False  # whether the tensor holds all experts; parameters of one name then take turns
+    is_float32: bool = False  # whether it is float32 whatever the type of the others
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
@@ -60,17 +61,18 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
         if holds_experts:
             inputs, outputs = row.groups
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
-        together = tuple(other.path for other in names if names[other] == name)
+        together = tuple(other.path for other in names if names[other] == name and other.path[0] == row.path[0])
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
-        found[row.path] = Layout(name, axes, joined, along, holds_experts)
+        found[row.path] = Layout(name, axes, joined, along, holds_experts, row.is_float32)
     return found
 
 
 def _tensor(family: Family, row: Parameter) -> str | None:
     """Returns the name of the tensor that holds a parameter; None if the family has none."""
-    module = family.modules.get(re.sub(r"^layers\.|[._](scale|bias)$", "", row.name))
+    within = row.name.removeprefix(f"{row.path[0]}.") if row.is_stacked else row.name
+    module = family.modules.get(re.sub(r"[._](scale|bias)$", "", within))
     before, after = f"{family.layer}." if row.is_stacked else "", "bias" if row.name.endswith("bias") else "weight"
-    if whole := family.tensors.get(row.name.removeprefix("layers.")):
+    if whole := family.tensors.get(within):
         return before + whole
     return module and f"{before}{module}.{after}"
 
@@ -82,6 +84,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
     first: int  # where its part begins along the layout's joined axis
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
+    first_layer: int = 0  # the number of the first layer of its stack
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -91,7 +94,9 @@ class Place(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The tensors' names, in the order of `parts`."""
-        return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in self.parts]
+        first = np.asarray([self.first_layer, 0])[: len(self.stacked)]
+        numbers = (tuple(first + part) for part in self.parts)
+        return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in numbers]
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -125,13 +130,14 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
     layouts = layouts_of(decoder_block)
     per_expert = {row.path for row in TABLES[decoder_block] if row.per_expert}
+    num_dense = next((shape[0] for path, shape in shapes.items() if path[0] == DENSE_LAYERS), 0)
 
     def place(path: ParameterPath) -> Place:
         if path not in layouts:
             name = ".".join(path)
             raise ConfigError(f"decoder_block={decoder_block}: Hugging Face's family has no parameter like {name}")
         layout = layouts[path]
-        stacked = shapes[path][: path[0] == "layers"]
+        stacked = shapes[path][: path[0] in (DENSE_LAYERS, LAYERS)]
         if path in per_expert:
             stacked = shapes[path][: 1 if layout.has_experts else 2]
         shape = shapes[path][len(stacked) :]
@@ -139,7 +145,7 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
         first = len(before)
         if not layout.has_experts:
             first = sum(place(other).part_shape[layout.joined_axis] for other in before)
-        return Place(layout, shape, first, stacked)
+        return Place(layout, shape, first, stacked, num_dense if path[0] == LAYERS else 0)
 
     return {path: place(path) for path in shapes}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, layouts
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
+_PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
 _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a folder
 
 
@@ -83,6 +85,7 @@ class HuggingFaceFolder:
             stored = {family.prefix + name: tensor for name, tensor in stored.items()}
         places = parameter_places(config.decoder_block, _without_bias(config.decoder_block, abstract_params))
         tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
+        stored = _without_predicting(stored, config.base_num_decoder_layers)
         _check_tensors(self._folder, stored, tensor_shapes(places), tied_output)
 
         def read(part: State) -> State:
@@ -104,6 +107,13 @@ def _without_bias(decoder_block: str, abstract_params: State) -> State:
     layouts = layouts_of(decoder_block)
     state: State = nnx.from_flat_state(item for item in flat if item[0][-1] != ROUTED_BIAS or item[0] in layouts)
     return state
+
+
+def _without_predicting(stored: dict[str, StoredTensor], num_layers: int) -> dict[str, StoredTensor]:
+    """Returns the tensors without the layers behind the last one, by which DeepSeek's models predict further tokens."""
+    layers = {name: _PREDICTING.match(name) for name in stored}
+    extra = {found[1] for found in layers.values() if found and int(found[2]) >= num_layers}
+    return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
 
 
 def _zeros(abstract: jax.ShapeDtypeStruct) -> jax.Array:

@@ -42,6 +42,7 @@ class Module(NamedTuple):
     """A linear module of the family, which may join several matrices, and its adapted parts."""
 
     name: str  # with {layer}
+    layers: range  # the numbers of the layers that have it
     parts: tuple[Part, ...]
     num_outputs: int
 
@@ -76,10 +77,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     modules = _modules(config.decoder_block, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]
-    tensors = {
-        name: tensor.astype(DTYPES[stored_as])
-        for name, tensor in _tensors(modules, config.base_num_decoder_layers, arrays)
-    }
+    tensors = {name: tensor.astype(DTYPES[stored_as]) for name, tensor in _tensors(modules, arrays)}
     with writing(output):
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, last=CONFIG_FILE) as folder:
@@ -102,17 +100,17 @@ def _modules(decoder_block: str, adapters: Adapters, base: State) -> list[Module
         parts = tuple(Part(targets[path], places[path]) for path in group if path in targets)
         num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
         num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
-        found[layout.name] = Module(layout.name.removesuffix(".weight"), parts, num_outputs)
+        first, [num_layers] = places[path].first_layer, places[path].stacked
+        layers = range(first, first + num_layers)
+        found[path[0], layout.name] = Module(layout.name.removesuffix(".weight"), layers, parts, num_outputs)
     return list(found.values())
 
 
-def _tensors(
-    modules: list[Module], num_layers: int, arrays: dict[ParameterPath, np.ndarray]
-) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(modules: list[Module], arrays: dict[ParameterPath, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
     for module in modules:
-        for layer in range(num_layers):
+        for index, layer in enumerate(module.layers):
             name = _PREFIX + module.name.format(layer=layer)
-            a, b = module.adapter(layer, arrays)
+            a, b = module.adapter(index, arrays)
             yield f"{name}.lora_A.weight", a
             yield f"{name}.lora_B.weight", b
 
@@ -132,7 +130,7 @@ def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: lis
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": FAMILIES[decoder_block].inputs_first,
-        "target_modules": sorted(names.values()),
+        "target_modules": sorted(set(names.values())),
         "rank_pattern": {name: number * adapters.rank for name, number in joined.items()},
         "alpha_pattern": {name: number * alpha for name, number in joined.items()},
     }

@@ -189,9 +189,9 @@ def test_a_word_of_the_batch_or_the_data_is_never_dropped(tmp_path: Path, text: 
 
 
 def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) -> None:
-    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nshared_experts: 0\n")
+    _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nmtp_num_layers: 0\n")
     assert fates["a_new_word"].fate == fates["num_experts"].fate == "not supported"
-    assert fates["shared_experts"].fate == "ignored"  # at 0 it says nothing
+    assert fates["mtp_num_layers"].fate == "ignored"  # at 0 it says nothing
 
 
 MIXTRAL = """decoder_block: mixtral
@@ -212,6 +212,44 @@ def test_experts_are_those_of_maxtext_and_its_balance_loss_is_theirs_per_choice(
     assert fates["megablox"].fate == fates["sparse_matmul"].fate == "ignored"
     preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: mixtral-8x22b\n")
     assert (preset.load_balance_loss_weight, preset.vocab_size) == (0, 32768)
+
+
+DEEPSEEK = """decoder_block: deepseek
+attention_type: mla
+base_num_decoder_layers: 6
+first_num_dense_layers: 1
+num_experts: 16
+num_experts_per_tok: 2
+shared_experts: 1
+routed_scaling_factor: 2.5
+routed_score_func: sigmoid
+routed_bias: true
+q_lora_rank: 384
+kv_lora_rank: 128
+qk_nope_head_dim: 32
+qk_rope_head_dim: 16
+v_head_dim: 128
+mscale: 0.7
+rope_type: yarn
+rope_interleave: true
+rope_attention_scaling: false
+max_position_embeddings: 163840
+"""
+
+
+def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{DEEPSEEK}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.routed_score_func, config.norm_topk_prob) == ("deepseek", "sigmoid", True)
+    assert (config.first_num_dense_layers, config.shared_experts, config.q_lora_rank) == (1, 1, 384)
+    assert (config.rope_type, config.rope_factor, config.rope_attention_factor, config.mscale) == ("yarn", 40, 1, 0.7)
+    short, _ = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{DEEPSEEK}".replace("163840", "4096"))
+    assert short.mscale == 0  # scores do not grow
+    preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: deepseek3-671b\n")
+    assert (preset.n_routing_groups, preset.load_balance_loss_weight, preset.num_experts) == (-1, 0, 256)
+    plain = f"{SYNTHETIC}{DEEPSEEK}".replace("attention_type: mla\n", "")
+    _, fates = imported("maxtext", tmp_path / "g.yml", plain)
+    assert fates["attention_type"].is_essential and "mla" in fates["attention_type"].says
 
 
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:

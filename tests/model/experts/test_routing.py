@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.experts.experts import Experts
-from maxbatch.model.experts.routing import Slots, slot_hashes
+from maxbatch.model.experts.routing import Slots, choose, slot_hashes
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.configs import config_of
 
@@ -61,6 +61,32 @@ def test_a_layer_of_experts_is_a_loop_over_them_and_padding_goes_to_none(x, slot
     np.testing.assert_allclose(found, looped(experts, x, slots.segments_MxL, normalises), atol=1e-5)
     assert int(sums.counts_E.sum()) == CHOICES * 19 and int(sums.dropped) == 0
     np.testing.assert_allclose(sums.scores_E.sum(), 19, rtol=1e-5)
+
+
+def deepseek_routes(logits_E: np.ndarray, bias_E: np.ndarray, groups: int, best: int, k: int) -> dict[int, float]:
+    """Returns a token's experts and their scores as DeepSeek-V3 has them (section 2.1.2), by sorting."""
+    scores_E = 1 / (1 + np.exp(-logits_E))
+    ranked_GxE = (scores_E + bias_E).reshape(groups, -1)
+    order_G = np.argsort(-np.sort(ranked_GxE)[:, -2:].sum(axis=1), kind="stable")
+    mine = np.isin(np.arange(groups), order_G[:best])[:, None].repeat(ranked_GxE.shape[1], axis=1).reshape(-1)
+    chosen = np.argsort(-np.where(mine, scores_E + bias_E, -np.inf), kind="stable")[:k]
+    return {int(e): float(scores_E[e]) for e in chosen}
+
+
+@pytest.mark.parametrize(("groups", "best"), [(4, 2), (2, 1), (-1, -1)])
+def test_sigmoid_scores_choose_within_groups_by_the_bias_and_weigh_without_it(groups, best):
+    config = ModelConfig.of(
+        config_of("model_name=tiny-deepseek", f"n_routing_groups={groups}", f"topk_routing_group={best}")
+    )
+    rng = np.random.default_rng(0)
+    logits_1xLxE, bias_E = rng.normal(size=(1, 40, 8)).astype(np.float32), rng.normal(size=8).astype(np.float32)
+    routes, shares_1xLxE = jax.jit(lambda logits, bias: choose(config, logits, bias))(logits_1xLxE, bias_E)
+    for place in range(40):
+        expected = deepseek_routes(logits_1xLxE[0, place], bias_E, *((groups, best) if groups > 0 else (1, 1)), k=2)
+        assert routes.experts_MxLxk[0, place].tolist() == list(expected)
+        weights = 2.5 * np.asarray(list(expected.values())) / sum(expected.values())
+        np.testing.assert_allclose(routes.weights_MxLxk[0, place], weights, rtol=1e-5)
+    np.testing.assert_allclose(shares_1xLxE.sum(axis=-1), 1, rtol=1e-6)  # of the balance loss
 
 
 def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(x, slots):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from maxbatch.config.huggingface import model_keys
 from maxbatch.config.huggingface_export import config_json
 from maxbatch.config.loading import load_config
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.safetensors import write_tensors
+from maxbatch.system.safetensors import stored_tensors, write_tensors
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.export import export_model
 from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
@@ -60,6 +62,61 @@ def test_every_expert_becomes_its_part_of_a_parameter_and_comes_out_again(family
     export_model(str(tmp_path / "model"), str(tmp_path / "out"), None)
     assert_same_tensors(tmp_path / "model", tmp_path / "out")
     assert (tmp_path / "model" / "config.json").read_text() == (tmp_path / "out" / "config.json").read_text()
+
+
+def test_a_folder_of_deepseek_comes_out_as_it_went_in_with_a_bias_in_float32(tmp_path: Path) -> None:
+    config = load_config(overrides=["model_name=tiny-deepseek", "logits_via_embedding=false"])
+    places = parameter_places("deepseek", abstract_model(DecoderConfig.of(config))[1])
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(places).items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert shapes[bias] == (8,) and shapes["model.layers.0.mlp.gate_proj.weight"] == (128, 64)
+    assert shapes["model.layers.2.mlp.shared_experts.down_proj.weight"] == (64, 48)
+    # The layer behind the last one, which predicts further tokens, is left out.
+    further = {"model.layers.3.eh_proj.weight": (64, 128), "model.layers.3.self_attn.o_proj.weight": (64, 64)}
+    tensors |= {name: np.zeros(shape, np.float32) for name, shape in further.items()}
+    model = tmp_path / "model"
+    model.mkdir()
+    write_json(model / "config.json", config_json(config, "float32", {}) | {"num_nextn_predict_layers": 1})
+    write_tensors(model / "model.safetensors", "F32", shapes | further, iter(tensors.values()))
+    _, _, params = load_parameters(model, ["max_target_length=16"])
+    found = {".".join(parameter_path(path)): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    down = tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
+    np.testing.assert_array_equal(found["layers.attention.latent"][0], down.T)
+    first = tensors["model.layers.0.self_attn.q_a_proj.weight"]
+    np.testing.assert_array_equal(found["dense_layers.attention.query_down"][0], first.T)
+    export_model(str(model), str(tmp_path / "out"), "bfloat16")
+    stored = stored_tensors(tmp_path / "out")
+    assert stored.keys() == shapes.keys()
+    np.testing.assert_array_equal(stored[bias].array(), tensors[bias])
+    assert {tensor.dtype for name, tensor in stored.items() if not name.endswith("_bias")} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method=fp8: 8-bit weights .* in bfloat16"),
+        ({"scoring_func": "softmax"}, "scoring_func=softmax is not supported for deepseek_v3"),
+        ({"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported: latents make a key of each of the 4"),
+        ({"attention_bias": True}, "attention_bias=True is not supported"),
+        ({"kv_lora_rank": "16"}, "kv_lora_rank='16': must be a whole number"),
+    ],
+)
+def test_forms_that_deepseek_does_not_have_here_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
+    stated = config_json(load_config(overrides=["model_name=tiny-deepseek"]), "float32", {})
+    assert model_keys(stated, "here")["first_num_dense_layers"] == "1"
+    with pytest.raises(ConfigError, match=said):
+        model_keys(stated | fields, "here")
+
+
+@pytest.mark.parametrize("key", ["routed_score_func=softmax", "routed_bias=false"])
+def test_an_export_of_what_deepseek_v3_lacks_is_refused_by_name(key: str) -> None:
+    config = load_config(overrides=["model_name=tiny-deepseek", "routed_bias_update_rate=0", key])
+    with pytest.raises(ConfigError, match=f"{key}.*deepseek_v3 cannot express it"):
+        config_json(config, "float32", {})
 
 
 def test_a_bias_that_the_family_lacks_is_refused_by_name() -> None:

@@ -1,0 +1,146 @@
+"""DeepSeek's attention: the keys and values of all heads are made of one latent per token, and so may queries be.
+
+A part of each query and key is rotated; the key's rotated part is one for all heads. The cache holds the
+latent and that part. References: DeepSeek-V2 (https://arxiv.org/abs/2405.04434), section 2.1; DeepSeek-V3
+(https://arxiv.org/abs/2412.19437), section 2.1.1.
+
+Shapes: M micro-batch, L length, D model, H heads, h width of a query and key, n and r widths of their parts that are
+and are not rotated, v width of a value, c width of the latent; while sampling, B rows, T new tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.matrices import MATRICES, attention_widths
+from maxbatch.model.attention import attend, attend_to_cache, choose_implementation
+from maxbatch.model.cache import Cache
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.norms import norm_of
+from maxbatch.model.parameters import add_parameters
+from maxbatch.model.products import features_last
+from maxbatch.model.rope import Rope, apply_rope
+from maxbatch.model.scores import Scores
+from maxbatch.parallel.remat import kept
+from maxbatch.parallel.sharding import Constrain
+from maxbatch.plan.program import Kernel
+
+_EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+
+
+class LatentAttention(nnx.Module):
+    """Causal self-attention with keys and values that are made of latents."""
+
+    query: nnx.Param[jax.Array]  # if queries are made of the stream
+    query_down: nnx.Param[jax.Array]  # this and the next if they are made of a latent
+    query_up: nnx.Param[jax.Array]
+    latent: nnx.Param[jax.Array]  # the latent of keys and values, and the rotated part of the key
+    latent_up: nnx.Param[jax.Array]  # each head's key without the rotated part, and its value
+    out: nnx.Param[jax.Array]
+
+    def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, name, rngs=rngs)
+        self.query_down_norm = norm_of(config, f"{name}.query_down_norm", _EPSILON)
+        self.latent_norm = norm_of(config, f"{name}.latent_norm", _EPSILON)
+        self.rotated, self.unrotated = config.qk_rope_head_dim, config.qk_nope_head_dim
+        self.scores = Scores(_scale(config), config.attn_logits_soft_cap)
+        self.constrain = constrain
+        self.implementation: Kernel = "dot_product"  # without a mesh, as in `Attention`
+        if constrain.mesh is not None:
+            context = constrain.mesh.shape.get("context", 1)
+            self.implementation = choose_implementation(config, constrain.platform, context)
+
+    def __call__(
+        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
+    ) -> jax.Array:
+        """Returns the attention output, [M, L, D], in x's dtype."""
+        del is_local
+        q_MxLxHxn, q_MxLxHxr = self._queries(x_MxLxD, rope)
+        latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
+        up_MxLxHxe = jnp.einsum("mlc,cnh->mlnh", latent_MxLxc, self.latent_up[...].astype(x_MxLxD.dtype))
+        up_MxLxHxe = self.constrain(up_MxLxHxe, ("batch", "length", *MATRICES["latent_up"].outputs))
+        k_MxLxHxn, v_MxLxHxv = jnp.split(kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1)
+        k_MxLxHxr = jnp.broadcast_to(k_MxLx1xr, q_MxLxHxr.shape)
+        q_MxLxHxh = jnp.concatenate([q_MxLxHxn, q_MxLxHxr], axis=-1)
+        k_MxLxHxh = jnp.concatenate([k_MxLxHxn, k_MxLxHxr], axis=-1)
+        scores = self.scores._replace(implementation=self.implementation)
+        attended_MxLxHxv = attend(q_MxLxHxh, k_MxLxHxh, v_MxLxHxv, segments_MxL, scores, self.constrain)
+        joined_MxLxD = self._joined(attended_MxLxHxv)
+        return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
+
+    def with_cache(
+        self,
+        x_BxTxD: jax.Array,
+        positions_BxT: jax.Array,
+        rope: Rope | None,
+        cache: Cache,
+        layer: jax.Array | int,
+        is_local: jax.Array | bool = False,
+    ) -> tuple[jax.Array, Cache]:
+        """Returns the attention output of T more tokens of each row, and the cache with them; see `Attention`.
+
+        Queries are turned into the space of the latents, so all heads read the same slots: [latent, rotated] are the
+        keys, the latent alone the values. No head's own keys and values are made.
+        """
+        del is_local
+        q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
+        latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
+        v_BxTx1xc = latent_BxTxc[:, :, None]
+        cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
+        k_cxHxn, v_cxHxv = jnp.split(self.latent_up[...].astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
+        q_BxTxHxc = jnp.einsum("btnh,cnh->btnc", q_BxTxHxn, k_cxHxn)
+        q_BxTxHxcr = jnp.concatenate([q_BxTxHxc, q_BxTxHxr], axis=-1)
+        attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores)
+        return self._joined(jnp.einsum("btnc,cnh->btnh", attended_BxTxHxc, v_cxHxv)), cache
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """The heads of keys and values in a cache, and their widths: the latent with the rotated part, and without."""
+        return 1, self.latent.shape[-1], self.latent.shape[-1] - self.rotated
+
+    def _queries(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
+        """Returns the parts of queries that are not rotated and that are."""
+        name = "query"
+        if hasattr(self, "query_down"):
+            down_MxLxc = jnp.einsum("mld,dc->mlc", x_MxLxD, self.query_down[...].astype(x_MxLxD.dtype))
+            down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
+            x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
+        w_DxHxh = _neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
+        q_MxLxHxh = jnp.einsum("mld,dnh->mlnh", x_MxLxD, w_DxHxh)
+        q_MxLxHxh = self.constrain(q_MxLxHxh, ("batch", "length", *MATRICES["query_up"].outputs))
+        q_MxLxHxn, q_MxLxHxr = jnp.split(kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1)
+        return q_MxLxHxn, self._turned(q_MxLxHxr, rope)
+
+    def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
+        """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
+        w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
+        both_MxLxcr = jnp.einsum("mld,dc->mlc", x_MxLxD, w_Dxcr)
+        both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
+        split = [w_Dxcr.shape[-1] - self.rotated]
+        latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
+        return self.latent_norm(latent_MxLxc), self._turned(k_MxLxr[:, :, None], rope)
+
+    def _turned(self, x_MxLxHxr: jax.Array, rope: Rope | None) -> jax.Array:
+        return x_MxLxHxr if rope is None else apply_rope(x_MxLxHxr, rope, self.constrain.platform)
+
+    def _joined(self, attended_MxLxHxv: jax.Array) -> jax.Array:
+        return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxv, self.out[...].astype(attended_MxLxHxv.dtype))
+
+
+def _neighbours_apart(weight: jax.Array, rotated: int) -> jax.Array:
+    """Returns a matrix whose rotated outputs, the last ones, come evens first: its pairs are neighbours, not halves."""
+    others, pairs = jnp.split(weight, [weight.shape[-1] - rotated], axis=-1)
+    pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
+    return jnp.concatenate([others, pairs], axis=-1)
+
+
+def _scale(config: DecoderConfig) -> float:
+    """Returns the factor of scores, which grows with the length that YaRN stretches to."""
+    scale: float = attention_widths(config)[0] ** -0.5
+    if config.rope_type == "yarn" and config.rope_factor > 1:
+        scale *= (0.1 * config.mscale * math.log(config.rope_factor) + 1.0) ** 2
+    return scale
