@@ -360,7 +360,9 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         return
     normalises = {"norm_topk_prob": "true"} if family.always_normalises and not values["norm_topk_prob"] else {}
     if num_experts < 2:
-        several = {"num_experts": str(max(8, int(str(values["num_experts_per_tok"]))))} | normalises
+        groups = max(1, int(str(values["n_routing_groups"])))
+        least = max(8, int(str(values["num_experts_per_tok"])), 2 * groups)
+        several = {"num_experts": str(-(-least // groups) * groups)} | normalises
         raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
     if normalises:
         raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
