@@ -223,7 +223,29 @@ class PromptBatchConfig(Section):
         part=Part.PROMPT_BATCH,
     )
     num_iterations: int = key(
-        "mu >= 1: updates per batch", fixes=_BATCH, bounds=_COUNT, unit="updates per batch", part=Part.PROMPT_BATCH
+        "mu >= 1: times that a batch is trained on", fixes=_BATCH, bounds=_COUNT, unit="passes", part=Part.PROMPT_BATCH
+    )
+    num_minibatches: int = key(
+        "updates that a batch is cut into, in stream order; divides batch_size",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="updates per pass",
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    filter_groups: bool = key(
+        "true: prompts whose responses all have one reward are left out, and the next ones take their place",
+        fixes=_BATCH,
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    max_prompts_per_batch: int | None = key(
+        "most prompts that filter_groups reads for a batch; null: 4 x batch_size",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="prompts",
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
     )
     max_prefill_predict_length: int = key(
         "most tokens of a prompt; max_target_length includes prompt and response",

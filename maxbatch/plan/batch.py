@@ -169,6 +169,9 @@ class BatchPlan:
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
+        filters = rl is not None and rl.max_prompts_per_batch is not None
+        if filters:
+            total = samples_per_epoch = None  # the prompts that are read are known only afterwards
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
         length = config.length.max_target_length
         parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
@@ -198,7 +201,7 @@ class BatchPlan:
             eval_per_device_batch_size=plain_number(Fraction(eval_batch, unit.num_devices)),
             eval_batch_size=eval_batch,
             max_target_length=length,
-            tokens_per_step=batch * length,
+            tokens_per_step=batch // manager.num_minibatches * length,
             padded_slots_per_step=last.padded_slots_per_step,
             padded_share=last.padded_slots_per_step / (batch + last.padded_slots_per_step),
             total_steps=manager.total_steps,

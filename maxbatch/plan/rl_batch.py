@@ -1,8 +1,9 @@
 """The batch of reinforcement learning: prompts, responses, pairs, chunks. No JAX.
 
 A batch is `batch_size` prompts, each with G = `num_generations` responses: the effective batch of prompt-response
-pairs, on which an update trains. Generation and training may go through it in chunks of whole groups; the update does
-not depend on them. A batch serves `num_iterations` updates, and `samples_seen` counts its prompts after the last.
+pairs. It is cut in stream order into `num_minibatches` updates, `num_iterations` times over, and `samples_seen` counts
+its prompts after the last. Generation and training may go through it in chunks of whole groups; the updates do not
+depend on them. With `filter_groups` a batch is made of the next groups whose rewards differ.
 
 The names are MaxText's (`configs/post_train/rl.yml`).
 """
@@ -30,10 +31,14 @@ class RLBatch(NamedTuple):
     num_generations: int  # G, responses per prompt
     effective_batch_size: int  # pairs, batch_size x G
     micro_batch_size: int  # pairs per chunk of training
-    num_micro_batches: int  # chunks of training
+    num_micro_batches: int  # chunks of training in one pass over the batch
     train_micro_batch_size: int  # prompts per chunk of training
     rollout_micro_batch_size: int  # prompts per chunk of generation
-    num_iterations: int  # updates per batch
+    num_iterations: int  # passes over a batch
+    num_minibatches: int  # updates per pass
+    minibatch_size: int  # prompts per update
+    updates_per_batch: int  # num_minibatches x num_iterations
+    max_prompts_per_batch: int | None  # most prompts read for a batch; None: groups are not filtered
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
 
@@ -48,6 +53,7 @@ class RLBatch(NamedTuple):
             return None
         batch, group = config.prompts.batch_size, config.prompts.num_generations
         _check_other_keys(config, batch)
+        minibatch = batch // config.prompts.num_minibatches
         train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
         return cls(
             batch_size=batch,
@@ -58,6 +64,10 @@ class RLBatch(NamedTuple):
             train_micro_batch_size=train,
             rollout_micro_batch_size=rollout,
             num_iterations=config.prompts.num_iterations,
+            num_minibatches=config.prompts.num_minibatches,
+            minibatch_size=minibatch,
+            updates_per_batch=_updates_per_batch(config.prompts),
+            max_prompts_per_batch=_most_prompts(config.prompts, batch),
             num_trainer_devices=meshes.training.num_devices,
             num_sampler_devices=meshes.sampling.num_devices,
         )
@@ -73,11 +83,20 @@ class RLBatch(NamedTuple):
         alone = "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned"
         return (alone,) if self.num_generations == 1 else ()
 
+    @property
+    def chunks_per_update(self) -> int:
+        """Chunks of training of one update."""
+        return self.minibatch_size // self.train_micro_batch_size
+
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
     """Raises Refusal for values without a meaning beside a batch of prompts, and for more pairs than machines hold."""
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
-    group, updates = config.prompts.num_generations, config.prompts.num_iterations
+    group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
+    if batch % config.prompts.num_minibatches:
+        rule = f"must divide batch_size={batch}: every update trains on as many prompts"
+        raise Refusal(config, "num_minibatches", rule, {"num_minibatches": _divisor(batch, config)})
+    _check_filter(config, batch, updates)
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.length.train_tokens is not None:
         in_samples = {"train_tokens": None, "train_samples": -(-config.length.train_tokens // length)}
@@ -85,7 +104,10 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
     if config.rates.reference_batch_size is not None:
         raise Refusal(config, "reference_batch_size", a_sample, {"reference_batch_size": None})
     if config.length.steps is not None and config.length.steps % updates:
-        rule = f"must be a multiple of num_iterations={updates}, the updates per batch"
+        product = f"num_iterations={config.prompts.num_iterations}"
+        if config.prompts.num_minibatches > 1:
+            product = f"num_minibatches={config.prompts.num_minibatches} x {product} = {updates}"
+        rule = f"must be a multiple of {product}, the updates per batch"
         raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)})
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
@@ -104,14 +126,52 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         raise Refusal(config, "batch_size", rule, works)
 
 
+def _updates_per_batch(prompts: PromptBatchConfig) -> int:
+    return prompts.num_minibatches * prompts.num_iterations
+
+
+def _divisor(whole: int, config: PlanConfig) -> int:
+    return nearest_divisor(whole, config.prompts.num_minibatches, 1) or 1
+
+
+def _most_prompts(prompts: PromptBatchConfig, batch: int) -> int | None:
+    """Returns the most prompts that are read for a batch; None if groups are not filtered."""
+    if not prompts.filter_groups:
+        return None
+    return 4 * batch if prompts.max_prompts_per_batch is None else prompts.max_prompts_per_batch
+
+
+def _check_filter(config: PlanConfig, batch: int, updates: int) -> None:
+    """Raises Refusal for settings that do not go with `filter_groups`."""
+    prompts, length = config.prompts, config.length
+    most = prompts.max_prompts_per_batch
+    if not prompts.filter_groups:
+        return
+    if prompts.num_generations == 1:
+        rule = "leaves out groups whose responses all have one reward, as a single response (num_generations=1) has"
+        raise Refusal(config, "filter_groups", rule, {"num_generations": 8})
+    if most is not None and most < batch:
+        rule = f"must be at least batch_size={batch}, the prompts that a batch is made of"
+        raise Refusal(config, "max_prompts_per_batch", rule, {"max_prompts_per_batch": batch})
+    for name in ("train_samples", "num_epochs"):
+        if length[name] is not None:
+            batches = 100 if length.train_samples is None else -(-length.train_samples // batch)
+            rule = "must not be stated beside filter_groups=true, which reads as many prompts as it needs"
+            raise Refusal(config, name, rule, {name: None, "steps": batches * updates})
+
+
 def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
-    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts."""
+    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts.
+
+    A chunk of training divides the prompts of an update, one of generation those of a batch.
+    """
     shards_of = {"train_micro_batch_size": train_shards, "rollout_micro_batch_size": rollout_shards}
     group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
-    pairs, per_chunk = batch * group, batch
+    updates = prompts.num_minibatches
+    whole_of = {"train_micro_batch_size": batch // updates, "rollout_micro_batch_size": batch}
     units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts
     most = MOST_SAMPLES // group
-    other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()), most)}
+    other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()) * updates, most)}
 
     def check(name: str, rule: str, whole: int, unit: int) -> None:
         if prompts[name] % unit or whole % prompts[name]:
@@ -122,17 +182,25 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
     if pairs_per_chunk != -1:
         unit = math.lcm(*(units[name] for name in unstated))
         split = f" and divisible by {unit} x {group}" if unit > 1 else ""
+        whole = min((whole_of[name] for name in unstated), default=batch)
+        of = "the effective batch" if whole == batch else f"an update (batch_size={batch} / num_minibatches={updates})"
         rule = (
-            f"a multiple of num_generations={group} (groups stay whole){split} that divides the effective batch of "
-            f"{batch} prompts x {group} = {pairs} pairs"
+            f"a multiple of num_generations={group} (groups stay whole){split} that divides {of} of "
+            f"{whole} prompts x {group} = {whole * group} pairs"
         )
-        check("micro_batch_size", rule, pairs, unit * group)
-        per_chunk = pairs_per_chunk // group
+        check("micro_batch_size", rule, whole * group, unit * group)
+        whole_of |= dict.fromkeys(unstated, pairs_per_chunk // group)
     for name, shards in shards_of.items():
+        whole = whole_of[name]
         if name not in unstated:
             split = f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""
-            check(name, f"a number of prompts that divides batch_size={batch}{split}", batch, units[name])
-        elif batch % units[name]:
-            rule = f"x num_generations={group} = {pairs} pairs must be divisible by {shards} batch shards"
+            of = f"batch_size={batch}" if whole == batch else f"the {whole} prompts of an update"
+            check(name, f"a number of prompts that divides {of}{split}", whole, units[name])
+        elif whole % units[name] and updates > 1 and not batch % units[name]:
+            rule = f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} batch shards"
+            works = nearest_divisor(batch // units[name], updates) or 1
+            raise Refusal(prompts, "num_minibatches", rule, {"num_minibatches": works})
+        elif whole % units[name]:
+            rule = f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} batch shards"
             raise Refusal(prompts, "batch_size", rule, other_batch)
-    return tuple(per_chunk if name in unstated else prompts[name] for name in shards_of)
+    return tuple(whole_of[name] if name in unstated else prompts[name] for name in shards_of)

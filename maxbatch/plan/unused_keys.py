@@ -47,6 +47,8 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
             f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
             "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
         )
+    if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
+        yield f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, which it bounds"
     yield from _stages_without_updates(config, manager)
 
 

@@ -13,11 +13,12 @@ from rich.text import Text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
+from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
-_MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
+_MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
 _GAP = "..."
 
 _STAGE_NUMBERS = (
@@ -43,12 +44,16 @@ batch
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt
-  effective_batch_size           pairs per update: batch_size x G
+  effective_batch_size           pairs per batch: batch_size x G
   micro_batch_size               pairs per chunk of training
-  num_micro_batches              chunks of training per update
+  num_micro_batches              chunks of training in one pass over the batch
   train_micro_batch_size         prompts per chunk of training
   rollout_micro_batch_size       prompts per chunk of generation
-  num_iterations                 mu: updates per batch
+  num_iterations                 mu: passes over a batch
+  num_minibatches                updates per pass
+  minibatch_size                 prompts per update
+  updates_per_batch              num_minibatches x num_iterations
+  max_prompts_per_batch          most prompts read for a batch (filter_groups)
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
 loading
@@ -91,8 +96,12 @@ def equation(plan: BatchPlan) -> str:
     if plan.rl:
         product = f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
         chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
-        updates = f"{_counted(plan.rl.num_iterations, 'update')} per batch"
-        return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"
+        updates = f"{_counted(plan.rl.updates_per_batch, 'update')} per batch"
+        cut = "update"
+        if plan.rl.num_minibatches > 1:
+            pairs = plan.rl.minibatch_size * plan.rl.num_generations
+            cut, updates = "batch", f"{updates} of {_counted(pairs, 'pair')}"
+        return f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} samples per update = {_number(last.per_device_batch_size)} per device x "
@@ -114,6 +123,24 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
         rate = None  # the samples of an epoch are unknown here
     console.print()
     console.print(ramp_table(plan, rate))
+    if plan.rl and plan.rl.updates_per_batch > 1:
+        console.print()
+        console.print(updates_table(plan.rl))
+
+
+def updates_table(batch: RLBatch) -> Table:
+    """Returns the table of the updates that a batch of prompts from samples_seen = s on is trained on with."""
+    table = PlainTable("update of batch", "pass", "mini-batch", "trains on", "pairs", justify="right")
+    for update in _abridged(batch.updates_per_batch, _MOST_UPDATES):
+        if update is None:
+            table.add_row(*[_GAP] * 5)
+            continue
+        iteration, part = divmod(update, batch.num_minibatches)
+        first, end = (number * batch.minibatch_size for number in (part, part + 1))
+        holds = f"groups {first}:{end}" if batch.max_prompts_per_batch else f"stream[s+{first}:s+{end}]"
+        pairs = _number(batch.minibatch_size * batch.num_generations)
+        table.add_row(str(update + 1), str(iteration + 1), str(part + 1), Text(holds), pairs)
+    return table
 
 
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
@@ -159,12 +186,14 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
     console.print()
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
-    console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
+    cut = "one update" if plan.manager.num_minibatches == 1 else "one batch"
+    console.print(f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     for index in sorted({0, len(plan.stages) - 1}):
         stage = plan.stages[index]
         if len(plan.stages) > 1:
             console.print(f"stage {index}: {stage.global_batch_size:,} samples per update")
-        console.print(_passes(stage.gradient_accumulation_steps))
+        if plan.manager.num_minibatches == 1:
+            console.print(_passes(stage.gradient_accumulation_steps))
         console.print(_layout_table(plan, index))
 
 

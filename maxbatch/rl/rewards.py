@@ -34,9 +34,19 @@ class Scores(NamedTuple):
 
     rewards: np.ndarray  # float32[n], the weighted sum of the functions
     by_name: dict[str, np.ndarray]  # float32[n] of each function
-    num_failed: int  # responses on which a function raised, crashed or returned no finite number
-    num_timed_out: int  # responses that took more than `reward_timeout_s`; they are not among the failed
+    failed: np.ndarray  # bool[n]: a function raised, crashed or returned no finite number
+    timed_out: np.ndarray  # bool[n]: it took more than `reward_timeout_s`; such a response is not among the failed
     problem: str = ""  # the first failure or timeout, in words
+
+    @property
+    def num_failed(self) -> int:
+        """Responses without a score for another reason than the time limit."""
+        return int(self.failed.sum())
+
+    @property
+    def num_timed_out(self) -> int:
+        """Responses that took too long."""
+        return int(self.timed_out.sum())
 
 
 class RewardTerm(NamedTuple):
@@ -116,17 +126,18 @@ class Pending:
         with np.errstate(over="ignore", invalid="ignore"):
             total_N = values_NxF @ np.array([term.weight for term in self.terms])
             columns = np.concatenate([total_N[:, None], values_NxF], axis=1).astype(np.float32)
-        (bad,) = np.nonzero(~np.isfinite(columns).all(axis=1))
+        is_bad = ~np.isfinite(columns).all(axis=1)
+        (bad,) = np.nonzero(is_bad)
         columns[bad] = self.on_failure
         problem = ""
         if len(bad):
             problem = str(problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}")
-        num_timed_out = sum(isinstance(error, TimedOut) for error in problems.values())
+        timed_out = np.array([isinstance(problems.get(i), TimedOut) for i in range(len(columns))], bool)
         return Scores(
             rewards=columns[:, 0],
             by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self.terms)},
-            num_failed=len(bad) - num_timed_out,
-            num_timed_out=num_timed_out,
+            failed=is_bad & ~timed_out,
+            timed_out=timed_out,
             problem=problem,
         )
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.config.sections import EvaluationConfig, RLConfig
+from maxbatch.config.sections import EvaluationConfig, PromptBatchConfig, RLConfig
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
@@ -63,10 +64,10 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
 
 
 class PolicyBatch(NamedTuple):
-    """The pairs of one update, which it may share with the updates before it."""
+    """One of the updates of a batch of prompts."""
 
-    planned: PlannedStep
-    collected: CollectedBatch
+    planned: PlannedStep  # with `filter_groups` its positions count the prompts that are trained on
+    update: int  # its number within its batch, from 0
 
 
 class PolicyTraining:
@@ -91,7 +92,10 @@ class PolicyTraining:
         self._warned = False
 
     def plan(self, resume: Resume) -> BatchPlan:
-        devices = self._context.devices
+        devices, prompts = self._context.devices, PromptBatchConfig.of(self._config)
+        if prompts.filter_groups:  # batches count, since the prompts that one reads are known only afterwards
+            batches = resume.step // (prompts.num_minibatches * prompts.num_iterations)
+            resume = resume._replace(samples_seen=batches * (prompts.batch_size or 0))
         return BatchPlan.from_config(
             self._config,
             len(devices),
@@ -123,19 +127,28 @@ class PolicyTraining:
             timeline=self._timeline,
             takes_turns=shares_devices and must_take_turns(samplers),
             temperature=config.decode_sampling_temperature,
+            length=config.max_target_length,
         )
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
-        """Returns the batches ahead; the pairs of one are collected while its first update is taken."""
-        return nullcontext(self._batches(start))
+        """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""
+        self._next_prompt = start.position.samples_seen
+        self._settings = UpdatePlan.from_config(PlanConfig.of(self._config), start.plan.manager)
+        return nullcontext(self._updates(start))
 
-    def _batches(self, start: Start) -> Iterator[PolicyBatch]:
-        first_sample = -1
+    def _updates(self, start: Start) -> Iterator[PolicyBatch]:
+        update = 0
         for planned in start.plan.manager.steps_from(start.position.step):
-            if planned.first_sample != first_sample:
-                first_sample = planned.first_sample
-                collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
-            yield PolicyBatch(planned, collected)
+            yield PolicyBatch(planned, update)
+            update = 0 if planned.end_sample > planned.first_sample else update + 1
+
+    def _collected_for(self, batch: PolicyBatch) -> CollectedBatch:
+        """Returns the pairs of the batch of an update."""
+        if batch.update == 0:
+            manager = self._settings.rate.manager
+            num_prompts = manager.rows_at(batch.planned.first_sample) // manager.rows_per_sample
+            self._collected = CollectedBatch(self._workshop, self._next_prompt, num_prompts)
+        return self._collected
 
     def introduction(self, plan: BatchPlan) -> Iterable[str]:
         return ()
@@ -164,8 +177,10 @@ class PolicyTraining:
 
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, collected = time.perf_counter(), batch.collected
-        for pairs in collected.chunks(state.params):
+        started, collected = time.perf_counter(), self._collected_for(batch)
+        part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
+        for pairs in collected.chunks(part, state.params):
+            num_chunks += 1
             done = self._learner.add(state.params, pairs)
             self._timeline.watch("trainer", done)
             if self._workshop.takes_turns:
@@ -173,6 +188,9 @@ class PolicyTraining:
         if collected.problem and not self._warned:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
+        planned = self._as_collected(batch.planned, collected, part)
+        if planned.num_rows not in (0, batch.planned.num_rows):
+            settings = self._settings.at(batch.planned.first_sample, planned.num_rows)
         state, metrics = self._learner.step(state, settings)
         jax.block_until_ready(metrics)
         shares = self._timeline.shares(started, time.perf_counter())
@@ -180,14 +198,28 @@ class PolicyTraining:
         figures |= {Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()}
         self._before_training = {}
         return state, Dispatched(
-            planned=batch.planned,
+            planned=planned,
             micro_batch_size=self._workshop.batch.micro_batch_size,
-            num_micro_batches=collected.num_chunks,
+            num_micro_batches=num_chunks,
             learning_rate=settings.learning_rate,
             data_wait_s=0.0,
             metrics=metrics,
             figures=figures,
         )
+
+    def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
+        """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
+        ends_batch = planned.end_sample > planned.first_sample
+        if ends_batch:
+            self._next_prompt = collected.end
+            if collected.groups_missing:
+                warn(
+                    f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: among "
+                    f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch} prompts, no others have "
+                    "responses with different rewards"
+                )
+        end = collected.end if ends_batch else collected.first
+        return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
 
     def compile_rest(self) -> None:
         """Does nothing: each program is compiled when it first runs."""

@@ -292,7 +292,7 @@ class Session(Generic[B]):
             self.folder.check()
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-                self.state, update = task.step(self.state, batch, settings.at(first_sample))
+                self.state, update = task.step(self.state, batch, settings.at(first_sample, batch.planned.num_rows))
             recorder.add(update)
             self._context.background.check()
             if step == first_step:

@@ -39,6 +39,13 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
         ),
         (("num_iterations=2", "steps=10"), 1, {"total_steps": 10, "total_samples": 40}),
         (("train_samples=20",), 1, {"total_steps": 3, "total_samples": 20}),
+        (
+            ("num_minibatches=4", "num_iterations=2", "steps=16", "micro_batch_size=8"),
+            1,
+            {"total_steps": 16, "total_samples": 16, "minibatch_size": 2, "updates_per_batch": 8, "tokens_per_step": 160},
+        ),
+        (("num_minibatches=4", "train_samples=20"), 2, {"total_steps": 12, "train_micro_batch_size": 2}),
+        (("filter_groups=true", "steps=6"), 1, {"total_samples": None, "max_prompts_per_batch": 32}),
     ],
 )
 def test_every_number_of_the_batch_is_planned(
@@ -65,14 +72,21 @@ def test_every_number_of_the_batch_is_planned(
         ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
         ("train_tokens=100", "train_tokens=null"),
         ("max_prefill_predict_length=20", "max_target_length=40"),
+        ("num_minibatches=3", "num_minibatches=2"),
+        ("num_minibatches=4 steps=6", "steps=8"),
+        ("num_minibatches=4 micro_batch_size=16", "micro_batch_size=8"),
+        ("num_minibatches=8 --devices 8", "num_minibatches=4"),  # four pairs for eight devices
+        ("filter_groups=true num_generations=1", "num_generations=8"),
+        ("filter_groups=true train_samples=20", "train_samples=null steps=3"),
+        ("max_prompts_per_batch=4 filter_groups=true", "max_prompts_per_batch=8"),
     ],
 )
 def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
     override: str, works: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", RL, *BATCH, override]) == 2
+    assert main(["plan", RL, *BATCH, *override.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")]
-    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0]
+    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0], lines
 
 
 def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
@@ -114,13 +128,14 @@ def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFi
 def test_keys_of_pairs_that_would_do_nothing_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", f"{name}=6"]) == 2
+    value = "true" if name == "filter_groups" else "6"
+    assert main(["plan", f"{name}={value}"]) == 2
     error = capsys.readouterr().err
-    assert f"{name}=6: belongs to reinforcement learning" in error
-    (tmp_path / "pairs.yml").write_text(f"{name}: 6\n")
+    assert f"{name}={value}: belongs to reinforcement learning" in error
+    (tmp_path / "pairs.yml").write_text(f"{name}: {value}\n")
     assert main(["plan", str(tmp_path / "pairs.yml")]) == 2
     assert main(["plan", str(tmp_path / "pairs.yml"), *error.partition("works: ")[2].split()]) == 0
-    assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
+    assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, "what rl.yml says is left, and said to be"
 
 
 def test_plan_refuses_hosts_that_rl_refuses(capsys: pytest.CaptureFixture[str]) -> None:
