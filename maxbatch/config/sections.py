@@ -247,6 +247,13 @@ class PromptBatchConfig(Section):
         part=Part.PROMPT_BATCH,
         maxtext=OURS,
     )
+    off_policy_steps: int = key(
+        "s: batch k is sampled by the policy that k - s batches made; 0: by the one that it is about to change",
+        fixes=_BATCH,
+        bounds=_FROM_ZERO,
+        unit="batches",
+        part=Part.PROMPT_BATCH,
+    )
     max_prefill_predict_length: int = key(
         "most tokens of a prompt; max_target_length includes prompt and response",
         fixes=_PROGRAM,

@@ -79,7 +79,9 @@ class RampupBatchManager:
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
-    num_minibatches: int  # updates that a batch is cut into; it is gone through updates_per_batch / num_minibatches times
+    num_minibatches: (
+        int  # updates that a batch is cut into; it is gone through updates_per_batch / num_minibatches times
+    )
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
     learning_rate_scales: tuple[float, ...]  # of the stages

@@ -39,6 +39,7 @@ class RLBatch(NamedTuple):
     minibatch_size: int  # prompts per update
     updates_per_batch: int  # num_minibatches x num_iterations
     max_prompts_per_batch: int | None  # most prompts read for a batch; None: groups are not filtered
+    off_policy_steps: int  # batches between sampling and training
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
 
@@ -68,6 +69,7 @@ class RLBatch(NamedTuple):
             minibatch_size=minibatch,
             updates_per_batch=_updates_per_batch(config.prompts),
             max_prompts_per_batch=_most_prompts(config.prompts, batch),
+            off_policy_steps=config.prompts.off_policy_steps,
             num_trainer_devices=meshes.training.num_devices,
             num_sampler_devices=meshes.sampling.num_devices,
         )

@@ -54,6 +54,7 @@ pairs of prompt and response
   minibatch_size                 prompts per update
   updates_per_batch              num_minibatches x num_iterations
   max_prompts_per_batch          most prompts read for a batch (filter_groups)
+  off_policy_steps               s: batch k is sampled by the policy that k - s batches made
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
 loading
@@ -126,6 +127,9 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
     if plan.rl and plan.rl.updates_per_batch > 1:
         console.print()
         console.print(updates_table(plan.rl))
+    if plan.rl and plan.rl.off_policy_steps:
+        console.print()
+        console.print(versions_table(plan.rl, plan.num_devices))
 
 
 def updates_table(batch: RLBatch) -> Table:
@@ -140,6 +144,25 @@ def updates_table(batch: RLBatch) -> Table:
         holds = f"groups {first}:{end}" if batch.max_prompts_per_batch else f"stream[s+{first}:s+{end}]"
         pairs = _number(batch.minibatch_size * batch.num_generations)
         table.add_row(str(update + 1), str(iteration + 1), str(part + 1), Text(holds), pairs)
+    return table
+
+
+def versions_table(batch: RLBatch, num_devices: int) -> Table:
+    """Returns the table of the policies that sample the first batches, and when on so many devices."""
+    is_apart = batch.num_trainer_devices + batch.num_sampler_devices <= num_devices
+    steps = batch.off_policy_steps
+    table = PlainTable("batch", "reads", "is sampled by", "while it trains" if is_apart else "before it trains")
+    count = steps + 3
+    for number in _abridged(count, _MOST_UPDATES):
+        if number is None:
+            table.add_row(*[_GAP] * 4)
+            continue
+        first, end = number * batch.batch_size, (number + 1) * batch.batch_size
+        reads = "the next prompts" if batch.max_prompts_per_batch else f"stream[{first}:{end}]"
+        version = max(0, number - steps)
+        made = f"batches 0 to {version - 1}" if version > 1 else "batch 0"
+        policy = f"the policy that {made} made" if version else "the first policy"
+        table.add_row(str(number), Text(reads), policy, f"batch {version}" if number or not is_apart else "-")
     return table
 
 

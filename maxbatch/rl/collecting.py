@@ -68,13 +68,14 @@ class CollectedBatch:
       workshop: the parts that make them.
       first: the index of the first prompt that is read.
       num_prompts: the groups to collect.
+      read: the responses to all prompts that the batch reads, if they are sampled already.
     """
 
-    def __init__(self, workshop: Workshop, first: int, num_prompts: int) -> None:
-        self._workshop, self.first, self._num_prompts = workshop, first, num_prompts
+    def __init__(self, workshop: Workshop, first: int, num_prompts: int, read: Rollouts | None = None) -> None:
+        self._workshop, self.first, self.num_prompts = workshop, first, num_prompts
         self._group = workshop.batch.num_generations
-        self._read: list[Rollouts] = []
-        self._is_whole = False
+        self._read = [read] if read else []
+        self._is_whole = read is not None
         self._chunks: list[Pairs] | None = None  # on the devices that train
         self._reward_wait_s = 0.0
         self.problem = ""  # the reason why the first unscored response has no score
@@ -108,7 +109,7 @@ class CollectedBatch:
     def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
         size = self._workshop.batch.micro_batch_size
         rows: tuple[np.ndarray, ...] = ()
-        for rollouts in self._read if self._is_whole else self._rollouts(self._workshop.roller.take(params)):
+        for rollouts in self._read if self._is_whole else self.collecting(self._workshop.roller.take(params)):
             kept = rollouts.pairs(self._trains_on(rollouts))
             more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
@@ -129,13 +130,16 @@ class CollectedBatch:
             return np.ones(len(rollouts.rewards_R), bool)
         return np.repeat(_differs(rollouts.rewards_R, self._group), self._group)
 
-    def _rollouts(self, params: State) -> Iterator[Rollouts]:
-        """Yields the responses to the prompts that the batch reads, chunk by chunk.
+    def collecting(self, params: State) -> Iterator[Rollouts]:
+        """Yields the responses to the prompts that the batch reads, chunk by chunk, as they are sampled and scored.
 
         A chunk may hold prompts after the last one that the batch needs; these are left to the next batch.
+
+        Args:
+          params: the parameters on the devices that sample.
         """
         workshop, group = self._workshop, self._group
-        missing, begin = self._num_prompts, self.first
+        missing, begin = self.num_prompts, self.first
         limit = begin + (workshop.batch.max_prompts_per_batch or missing)
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
         while missing:
@@ -171,6 +175,12 @@ class CollectedBatch:
         return Rollouts(*sampled[1:5], scores.rewards, scores.failed, scores.timed_out, scores.by_name)
 
     @property
+    def read(self) -> Rollouts:
+        """The responses to all prompts that were read, once the batch is sampled."""
+        read: Rollouts = jax.tree.map(lambda *arrays: np.concatenate(arrays), *self._read)
+        return read
+
+    @property
     def end(self) -> int:
         """The index after the last prompt that was read, once the batch is sampled."""
         return self.first + sum(len(rollouts.rewards_R) for rollouts in self._read) // self._group
@@ -183,7 +193,7 @@ class CollectedBatch:
     @property
     def groups_missing(self) -> int:
         """Groups that the batch lacks, since `max_prompts_per_batch` were read."""
-        return self._num_prompts - self.num_groups
+        return self.num_prompts - self.num_groups
 
     def num_pairs(self, part: int) -> int:
         """Returns the pairs of an update, by its part of the batch."""
@@ -192,7 +202,7 @@ class CollectedBatch:
 
     def figures(self) -> dict[str, object]:
         """Returns the figures of all responses that the batch has read, by the names of the metrics."""
-        read: Rollouts = jax.tree.map(lambda *arrays: np.concatenate(arrays), *self._read)
+        read = self.read
         rewards = read.rewards_R
         means = {Metric.REWARD_BY_FUNCTION.of(name): float(one.mean()) for name, one in read.by_name.items()}
         filtered = self._workshop.batch.max_prompts_per_batch is not None

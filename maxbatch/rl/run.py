@@ -1,7 +1,7 @@
 """GRPO post-training: steps on sampled and scored responses.
 
-All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what runs
-side by side changes it.
+All pairs of a batch are drawn from one version of the parameters: those before its first update, or before the first
+update of the batch `off_policy_steps` earlier. So neither the chunks nor what runs side by side changes it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from ml_collections import ConfigDict
 from maxbatch.config.sections import EvaluationConfig, PromptBatchConfig, RLConfig
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
+from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
+from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
@@ -109,7 +111,7 @@ class PolicyTraining:
         config, devices = self._config, self._context.devices
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
-        shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
+        self._shares_devices = shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
         samplers = devices if shares_devices else devices[-batch.num_sampler_devices :]
         self.mesh = lay_out(meshes.training, devices[: batch.num_trainer_devices])
         self._sampling_mesh = lay_out(meshes.sampling, samplers)
@@ -132,8 +134,21 @@ class PolicyTraining:
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
         """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""
-        self._next_prompt = start.position.samples_seen
-        self._settings = UpdatePlan.from_config(PlanConfig.of(self._config), start.plan.manager)
+        manager, batch = start.plan.manager, self._workshop.batch
+        self._settings = UpdatePlan.from_config(PlanConfig.of(self._config), manager)
+
+        def num_prompts(first: int) -> int:
+            # Behind the end of the run, whose last checkpoint serves a longer one, batches are whole.
+            return manager.rows_at(first) // batch.num_generations or batch.batch_size
+
+        ahead = BatchesAhead(
+            self._workshop, start.position.samples_seen, num_prompts, not self._shares_devices, start.ahead
+        )
+        self._ahead = self._context.stack.enter_context(ahead)
+        if ahead.left_out:
+            warn(
+                "the responses of the checkpoint are those of other batches than the ones ahead, which are sampled anew"
+            )
         return nullcontext(self._updates(start))
 
     def _updates(self, start: Start) -> Iterator[PolicyBatch]:
@@ -142,12 +157,10 @@ class PolicyTraining:
             yield PolicyBatch(planned, update)
             update = 0 if planned.end_sample > planned.first_sample else update + 1
 
-    def _collected_for(self, batch: PolicyBatch) -> CollectedBatch:
+    def _collected_for(self, batch: PolicyBatch, params: State) -> CollectedBatch:
         """Returns the pairs of the batch of an update."""
         if batch.update == 0:
-            manager = self._settings.rate.manager
-            num_prompts = manager.rows_at(batch.planned.first_sample) // manager.rows_per_sample
-            self._collected = CollectedBatch(self._workshop, self._next_prompt, num_prompts)
+            self._collected = self._ahead.next(params)
         return self._collected
 
     def introduction(self, plan: BatchPlan) -> Iterable[str]:
@@ -177,7 +190,8 @@ class PolicyTraining:
 
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, collected = time.perf_counter(), self._collected_for(batch)
+        started, collected = time.perf_counter(), self._collected_for(batch, state.params)
+        waited = time.perf_counter() - started
         part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
         for pairs in collected.chunks(part, state.params):
             num_chunks += 1
@@ -202,7 +216,7 @@ class PolicyTraining:
             micro_batch_size=self._workshop.batch.micro_batch_size,
             num_micro_batches=num_chunks,
             learning_rate=settings.learning_rate,
-            data_wait_s=0.0,
+            data_wait_s=waited,
             metrics=metrics,
             figures=figures,
         )
@@ -210,14 +224,12 @@ class PolicyTraining:
     def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
         """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
         ends_batch = planned.end_sample > planned.first_sample
-        if ends_batch:
-            self._next_prompt = collected.end
-            if collected.groups_missing:
-                warn(
-                    f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: among "
-                    f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch} prompts, no others have "
-                    "responses with different rewards"
-                )
+        if ends_batch and collected.groups_missing:
+            warn(
+                f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: among "
+                f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch} prompts, no others have "
+                "responses with different rewards"
+            )
         end = collected.end if ends_batch else collected.first
         return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
 
@@ -227,9 +239,14 @@ class PolicyTraining:
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self._evaluator is not None, "an eval was asked for"
+        self._ahead.settle()  # the devices that sample do one thing at a time
         evaluation = self._evaluator(self._roller.take(state.params))
         self._transcripts.write(step, evaluation)
         return evaluation.figures
+
+    def ahead(self) -> str | None:
+        """Returns the responses of the next `off_policy_steps` batches."""
+        return self._ahead.saved()
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
         return [f"next: maxbatch report {self._config.run_dir}"]

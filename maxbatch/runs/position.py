@@ -70,11 +70,14 @@ class CheckpointRecord(NamedTuple):
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
+    ahead: str | None = None  # a hash of what it holds for the batches ahead; None: it holds nothing
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
         saved = self._asdict() | {"position": self.position._asdict()}
         saved["parameters"] = self.parameters and {name: one._asdict() for name, one in self.parameters.items()}
+        if self.ahead is None:
+            del saved["ahead"]
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -97,7 +100,10 @@ class CheckpointRecord(NamedTuple):
         ):
             raise ValueError("out of range")
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
-        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters)
+        ahead = saved.get("ahead")
+        if not isinstance(ahead, str | None):
+            raise ValueError("not a hash")
+        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters, ahead)
 
 
 class DamagedError(Exception):

@@ -147,6 +147,7 @@ class Session(Generic[B]):
         if position != self.position:  # the newest checkpoint was damaged
             self._stand_at(position, *hosts)
         self._restored = restored.state if restored else None
+        self._ahead = restored.ahead if restored else None
         if not restored:
             context.open_parameters(self.task.abstract.model)
         if is_first() and not self.is_complete:
@@ -183,7 +184,7 @@ class Session(Generic[B]):
     @property
     def start(self) -> Start:
         """The position from which the run continues, and its plan from there."""
-        return Start(self.plan, self.position)
+        return Start(self.plan, self.position, self._ahead)
 
     @property
     def total_steps(self) -> int:
@@ -323,7 +324,7 @@ class Session(Generic[B]):
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             self.folder.check()
             recorder.sync()
-            self.checkpoints.save(self.state, recorder.position)
+            self.checkpoints.save(self.state, recorder.position, self.task.ahead())
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:

@@ -42,7 +42,13 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
         (
             ("num_minibatches=4", "num_iterations=2", "steps=16", "micro_batch_size=8"),
             1,
-            {"total_steps": 16, "total_samples": 16, "minibatch_size": 2, "updates_per_batch": 8, "tokens_per_step": 160},
+            {
+                "total_steps": 16,
+                "total_samples": 16,
+                "minibatch_size": 2,
+                "updates_per_batch": 8,
+                "tokens_per_step": 160,
+            },
         ),
         (("num_minibatches=4", "train_samples=20"), 2, {"total_steps": 12, "train_micro_batch_size": 2}),
         (("filter_groups=true", "steps=6"), 1, {"total_samples": None, "max_prompts_per_batch": 32}),

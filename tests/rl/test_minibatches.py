@@ -73,9 +73,7 @@ def test_a_resume_between_filtered_batches_reads_on_where_the_last_one_ended(
     assert_same_updates(parts, whole)
 
 
-def test_updates_without_any_group_leave_the_state_as_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_updates_without_any_group_leave_the_state_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "same.py").write_text("def same(prompt, response, record):\n    return 1.0\n")
     keys = (*FILTERED, f"reward={tmp_path}/same.py:same", "steps=2")
     from maxbatch.rl.run import train_policy
