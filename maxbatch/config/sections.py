@@ -223,10 +223,10 @@ class PromptBatchConfig(Section):
         part=Part.PROMPT_BATCH,
     )
     num_iterations: int = key(
-        "mu >= 1: times that a batch is trained on", fixes=_BATCH, bounds=_COUNT, unit="passes", part=Part.PROMPT_BATCH
+        "mu >= 1: passes over a batch", fixes=_BATCH, bounds=_COUNT, unit="passes", part=Part.PROMPT_BATCH
     )
     num_minibatches: int = key(
-        "updates that a batch is cut into, in stream order; divides batch_size",
+        "updates per pass, into which a batch is cut in stream order; divides batch_size",
         fixes=_BATCH,
         bounds=_COUNT,
         unit="updates per pass",

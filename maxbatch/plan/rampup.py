@@ -129,6 +129,9 @@ class RampupBatchManager:
         anchor: tuple[int, int],
     ) -> RampupBatchManager:
         """Plans the rest of a run on devices whose unit and whose batch of pairs are known."""
+        if rl and rl.max_prompts_per_batch is not None:
+            # The plan counts the prompts that are trained on, since those that are read are known only afterwards.
+            anchor = (anchor[0], anchor[0] // rl.updates_per_batch * rl.batch_size)
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
         manager = cls(
             split,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from maxbatch.config.sections import EvaluationConfig, PromptBatchConfig, RLConfig
+from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.parallel.trees import State
@@ -94,10 +94,7 @@ class PolicyTraining:
         self._warned = False
 
     def plan(self, resume: Resume) -> BatchPlan:
-        devices, prompts = self._context.devices, PromptBatchConfig.of(self._config)
-        if prompts.filter_groups:  # batches count, since the prompts that one reads are known only afterwards
-            batches = resume.step // (prompts.num_minibatches * prompts.num_iterations)
-            resume = resume._replace(samples_seen=batches * (prompts.batch_size or 0))
+        devices = self._context.devices
         return BatchPlan.from_config(
             self._config,
             len(devices),
