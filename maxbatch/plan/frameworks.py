@@ -89,7 +89,10 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     most = rl.max_prompts_per_batch
     own += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
     update = f"effective_batch_size / {rl.num_minibatches}" if rl.num_minibatches > 1 else "effective_batch_size"
+    own += " batch_padding=true" if _is_padded(plan) else ""
     found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
+    if _is_padded(plan):
+        return tuple(found)  # no other framework pads a batch
     if rl.num_minibatches == 1 and not most:
         found.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
     if not rl.off_policy_steps and not most:

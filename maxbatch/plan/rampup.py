@@ -252,10 +252,10 @@ class RampupBatchManager:
             plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
             own.batch * rows,
             own.accumulation_steps,
-            own.micro_batch * rows,
+            int(own.micro_batch * rows),
             *self._span(index),
             self.learning_rate_scales[index],
-            own.padded_slots * rows,
+            int(own.padded_slots * rows) // self.num_minibatches,
             own.threshold,
         )
 

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.sections import PromptBatchConfig
-from maxbatch.config.values import exact
+from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
@@ -32,7 +32,7 @@ class RLBatch(NamedTuple):
     effective_batch_size: int  # pairs, batch_size x G
     micro_batch_size: int  # pairs per chunk of training
     num_micro_batches: int  # chunks of training in one pass over the batch
-    train_micro_batch_size: int  # prompts per chunk of training
+    train_micro_batch_size: Number  # prompts per chunk of training; a fraction where padding cuts a group
     rollout_micro_batch_size: int  # prompts per chunk of generation
     num_iterations: int  # passes over a batch
     num_minibatches: int  # updates per pass
@@ -55,14 +55,18 @@ class RLBatch(NamedTuple):
         batch, group = config.prompts.batch_size, config.prompts.num_generations
         _check_other_keys(config, batch)
         minibatch = batch // config.prompts.num_minibatches
-        train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
+        if config.batch.batch_padding:
+            train, passes, rollout = _padded_chunks(config.prompts, batch, unit.rows)
+        else:
+            train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
+            train, passes = train * group, minibatch // train
         return cls(
             batch_size=batch,
             num_generations=group,
             effective_batch_size=batch * group,
-            micro_batch_size=train * group,
-            num_micro_batches=batch // train,
-            train_micro_batch_size=train,
+            micro_batch_size=train,
+            num_micro_batches=passes * config.prompts.num_minibatches,
+            train_micro_batch_size=plain_number(Fraction(train, group)),
             rollout_micro_batch_size=rollout,
             num_iterations=config.prompts.num_iterations,
             num_minibatches=config.prompts.num_minibatches,
@@ -77,7 +81,8 @@ class RLBatch(NamedTuple):
     @property
     def stage(self) -> SplitStage:
         """The one stage of the run, in prompts."""
-        return SplitStage(Fraction(0), self.batch_size, self.train_micro_batch_size, self.num_micro_batches)
+        chunk = Fraction(self.micro_batch_size, self.num_generations)
+        return SplitStage(Fraction(0), self.batch_size, chunk, self.num_micro_batches)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -88,7 +93,7 @@ class RLBatch(NamedTuple):
     @property
     def chunks_per_update(self) -> int:
         """Chunks of training of one update."""
-        return self.minibatch_size // self.train_micro_batch_size
+        return self.num_micro_batches // self.num_minibatches
 
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
@@ -116,9 +121,6 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
-    if config.batch.batch_padding:
-        rule = "must be false beside batch_size: a batch of prompts is not padded"
-        raise Refusal(config, "batch_padding", rule, {"batch_padding": False})
     if exact(config.batch.expansion_factor_real_data) not in (1, -1):
         key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
         raise Refusal(config, key, rule, {key: -1})
@@ -180,6 +182,7 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
             nearest = nearest_divisor(whole, prompts[name], unit)
             raise Refusal(prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
 
+    unless = " unless batch_padding=true"
     unstated = [name for name in shards_of if prompts[name] == -1]
     if pairs_per_chunk != -1:
         unit = math.lcm(*(units[name] for name in unstated))
@@ -199,10 +202,36 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
             of = f"batch_size={batch}" if whole == batch else f"the {whole} prompts of an update"
             check(name, f"a number of prompts that divides {of}{split}", whole, units[name])
         elif whole % units[name] and updates > 1 and not batch % units[name]:
-            rule = f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} batch shards"
+            rule = (
+                f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} batch shards{unless}"
+            )
             works = nearest_divisor(batch // units[name], updates) or 1
             raise Refusal(prompts, "num_minibatches", rule, {"num_minibatches": works})
         elif whole % units[name]:
-            rule = f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} batch shards"
+            rule = (
+                f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} batch shards{unless}"
+            )
             raise Refusal(prompts, "batch_size", rule, other_batch)
     return tuple(whole_of[name] if name in unstated else prompts[name] for name in shards_of)
+
+
+def _padded_chunks(prompts: PromptBatchConfig, batch: int, train_shards: int) -> tuple[int, int, int]:
+    """Returns the pairs per chunk of training, the chunks of an update, and the prompts per chunk of generation.
+
+    As in pre-training an update takes as few passes as the largest one allows, of the fewest rows that hold its pairs
+    in so many. The chunks that are stated are bounds.
+    """
+    group, pairs = prompts.num_generations, batch // prompts.num_minibatches * prompts.num_generations
+    name, unit, most = "micro_batch_size", 1, pairs if prompts.micro_batch_size == -1 else prompts.micro_batch_size
+    if prompts.train_micro_batch_size != -1:
+        name, unit, most = "train_micro_batch_size", group, prompts.train_micro_batch_size * group
+    if prompts[name] == -1:
+        most = -(-pairs // train_shards) * train_shards  # one pass, whatever the devices
+    if most < train_shards:
+        rule = f"must hold a pair for each of {train_shards} batch shards"
+        raise Refusal(prompts, name, rule, {name: -(-train_shards // unit)})
+    passes = -(-pairs // (most // train_shards * train_shards))
+    rollout = prompts.rollout_micro_batch_size
+    if rollout == -1:
+        rollout = batch if prompts.micro_batch_size == -1 else max(1, prompts.micro_batch_size // group)
+    return -(-pairs // (passes * train_shards)) * train_shards, passes, min(batch, rollout)

@@ -84,6 +84,13 @@ run
   rampup_end_step                updates before the last stage
   rampup_end_sample              samples before the last stage
 """
+# Numbers that count a whole batch, also one that is cut into mini-batches.
+_OF_BATCH = (
+    "gradient_accumulation_steps",
+    "global_batch_size_to_train_on",
+    "per_replica_batch_size",
+    "samples_per_host",
+)
 
 
 def plan_console() -> Console:
@@ -277,6 +284,8 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         elif source:
             if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
                 meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            if name in _OF_BATCH and plan.manager.num_minibatches > 1:
+                meaning = meaning.replace("per update", "per batch")
             groups.setdefault(title, []).append((name, _number(getattr(source, name)), meaning))
     width = max(len(number) for group in groups.values() for _, number, _ in group)
     text = Text()

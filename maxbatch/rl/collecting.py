@@ -107,15 +107,16 @@ class CollectedBatch:
             )
 
     def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
-        size = self._workshop.batch.micro_batch_size
-        rows: tuple[np.ndarray, ...] = ()
+        batch, rows = self._workshop.batch, tuple[np.ndarray, ...]()
+        left = of_update = batch.minibatch_size * self._group  # pairs of the update that are in no chunk yet
         for rollouts in self._read if self._is_whole else self.collecting(self._workshop.roller.take(params)):
             kept = rollouts.pairs(self._trains_on(rollouts))
             more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
-            while len(rows[0]) >= size:
-                yield tuple(array[:size] for array in rows)
+            while len(rows[0]) >= (size := min(batch.micro_batch_size, left)):
+                yield tuple(self._filled(array[:size]) for array in rows)
                 rows = tuple(array[size:] for array in rows)
+                left = left - size or of_update
         if len(rows[0]):
             yield tuple(self._filled(array) for array in rows)
 

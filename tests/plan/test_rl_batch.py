@@ -51,6 +51,11 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
             },
         ),
         (("num_minibatches=4", "train_samples=20"), 2, {"total_steps": 12, "train_micro_batch_size": 2}),
+        (
+            ("batch_padding=true", "batch_size=6", "micro_batch_size=20"),
+            5,
+            {"micro_batch_size": 15, "num_micro_batches": 2, "padded_slots_per_step": 6, "padded_share": 0.2},
+        ),
         (("filter_groups=true", "steps=6"), 1, {"total_samples": None, "max_prompts_per_batch": 32}),
     ],
 )
@@ -60,7 +65,8 @@ def test_every_number_of_the_batch_is_planned(
     numbers = plan(*overrides, devices=devices).to_dict()
     pairs = numbers["batch_size"] * 4
     assert numbers["effective_batch_size"] == numbers["global_batch_size_to_train_on"] == pairs
-    assert numbers["micro_batch_size"] * numbers["num_micro_batches"] == pairs
+    slots = numbers["padded_slots_per_step"] * numbers["num_minibatches"]
+    assert numbers["micro_batch_size"] * numbers["num_micro_batches"] == pairs + slots
     assert {name: numbers[name] for name in expected} == expected
 
 
@@ -84,6 +90,8 @@ def test_every_number_of_the_batch_is_planned(
         ("num_minibatches=8 --devices 8", "num_minibatches=4"),  # four pairs for eight devices
         ("filter_groups=true num_generations=1", "num_generations=8"),
         ("filter_groups=true train_samples=20", "train_samples=null steps=3"),
+        ("batch_size=6 --devices 5", "batch_size=5"),
+        ("micro_batch_size=4 batch_padding=true --devices 8", "micro_batch_size=8"),
         ("max_prompts_per_batch=4 filter_groups=true", "max_prompts_per_batch=8"),
     ],
 )

@@ -52,7 +52,6 @@ def test_a_run_that_ended_by_its_own_steps_goes_on_elsewhere_as_if_it_had_not(
 def test_filtered_mini_batches_two_batches_ahead_resume_exactly(tmp_path: Path) -> None:
     keys = (*AHEAD, "off_policy_steps=2", "filter_groups=true", "num_generations=2", "num_minibatches=2")
     whole = train(tmp_path / "whole", *keys, "steps=8")
-    train(tmp_path / "parts", *keys, "steps=2")
     train(tmp_path / "parts", *keys, "steps=4", "micro_batch_size=4")
     parts = train(tmp_path / "parts", *keys, *APART, "steps=8", devices=2)
     assert_same_updates(parts, whole)
