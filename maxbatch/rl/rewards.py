@@ -22,9 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbatch.config.sections import RLConfig
-from maxbatch.config.values import shown
 from maxbatch.rl.reward_functions import Question, scorer
-from maxbatch.system.errors import ConfigError
+from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
 
@@ -47,57 +46,6 @@ class Scores(NamedTuple):
     def num_timed_out(self) -> int:
         """Responses that took too long."""
         return int(self.timed_out.sum())
-
-
-class RewardTerm(NamedTuple):
-    """One function of the key `reward`."""
-
-    spec: str  # its name in the key
-    name: str  # its name in metrics
-    weight: float  # the factor on its score
-
-
-def parse_rewards(text: str) -> list[RewardTerm]:
-    """Returns the terms of the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
-
-    A weight that is left out is 1; weights are not normalised. Metrics name a function by its own name, or by its
-    whole term if two have the same.
-
-    Raises:
-      ConfigError: the text is not of this form, or names a function twice.
-    """
-    weights: dict[str, float] = {}
-    for item in text.split(";"):
-        spec, weight = _parse_term(text, item)
-        if spec in weights:
-            raise _error(text, f"{shown(spec)} occurs twice; give it once, with one weight")
-        weights[spec] = weight
-    names = [spec.rpartition(":")[2] for spec in weights]
-    return [
-        RewardTerm(spec, name if names.count(name) == 1 else spec, weight)
-        for (spec, weight), name in zip(weights.items(), names, strict=True)
-    ]
-
-
-def _parse_term(text: str, item: str) -> tuple[str, float]:
-    spec, comma, weight = (part.strip() for part in item.rpartition(","))
-    if not comma:
-        spec, weight = weight, "1"
-    place, _, name = spec.rpartition(":")
-    if not place or not name.isidentifier():
-        works = "works: reward=maxbatch.rl.arithmetic:is_right"
-        raise _error(text, f"{shown(item)!r} is not module:function or FILE.py:function; {works}")
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise _error(text, f"the weight {shown(weight)!r} is no finite number; works: {shown(spec)},1")
-    return spec, number
-
-
-def _error(reward: str, problem: object) -> ConfigError:
-    return ConfigError(f"reward={shown(repr(reward))}: {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +110,7 @@ class Rewards:
         except BaseException as error:
             self.close()
             if isinstance(error, ImportError | WorkerEnded):
-                raise _error(config.reward, error) from error
+                raise reward_error(config.reward, error) from error
             raise
 
     def submit(self, questions: Sequence[Question]) -> Pending:

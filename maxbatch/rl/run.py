@@ -28,6 +28,7 @@ from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import PromptSource
+from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
@@ -82,7 +83,7 @@ class PolicyTraining:
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
         config = RLConfig.of(context.config)
-        _check(context.config.compiled_dir, config, context.config.dataset_type)
+        check_policy(config, context.config.dataset_type, context.config.compiled_dir)
         self._rewards = context.stack.enter_context(Rewards(config))
         self._timeline = context.stack.enter_context(Timeline())
         self._source = PromptSource(context.config)
@@ -200,8 +201,10 @@ class PolicyTraining:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
         planned = self._as_collected(batch.planned, collected, part)
-        if planned.num_rows not in (0, batch.planned.num_rows):
-            settings = self._settings.at(batch.planned.first_sample, planned.num_rows)
+        if (
+            planned.num_rows != batch.planned.num_rows or not planned.num_rows
+        ):  # an update without pairs changes nothing
+            settings = self._settings.at(batch.planned.first_sample, planned.num_rows or None)
         state, metrics = self._learner.step(state, settings)
         jax.block_until_ready(metrics)
         shares = self._timeline.shares(started, time.perf_counter())
@@ -247,19 +250,6 @@ class PolicyTraining:
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
         return [f"next: maxbatch report {self._config.run_dir}"]
-
-
-def _check(compiled_dir: str, config: RLConfig, dataset_type: str) -> None:
-    if compiled_dir:
-        raise ConfigError(
-            f"compiled_dir={compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
-            'works: compiled_dir=""'
-        )
-    if config.warm_start_steps and not config.warm_start_path and dataset_type != "arithmetic":
-        raise ConfigError(
-            f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-            f"examples of dataset_type=arithmetic, not {dataset_type}; works: warm_start_steps=0"
-        )
 
 
 def _objective_figures(metrics: StepMetrics) -> dict[str, float]:

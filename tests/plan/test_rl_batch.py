@@ -152,6 +152,24 @@ def test_keys_of_pairs_that_would_do_nothing_are_refused(
     assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, "what rl.yml says is left, and said to be"
 
 
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("compiled_dir=programs", 'works: compiled_dir=""'),
+        ("dataset_type=text dataset_path=prompts.txt", "works: dataset_type=jsonl"),
+        ("dataset_type=jsonl dataset_path=prompts.jsonl", "works: warm_start_steps=0"),
+        ("reward=right", "is not module:function or FILE.py:function"),
+        ("prompt_template={", "not a template"),
+    ],
+)
+def test_plan_refuses_what_rl_refuses_before_it_reads_a_file(
+    override: str, works: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", RL, *override.split()]) == 2
+    error = capsys.readouterr().err
+    assert works in error and error.count("\n") == 1
+
+
 def test_plan_refuses_hosts_that_rl_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "rl", "--devices", "4", "--hosts", "2"]) == 2
     assert capsys.readouterr().err.endswith("maxbatch rl runs on one host; works: --hosts 1\n")

@@ -30,7 +30,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_a_batch_is_sampled_by_the_policy_before_the_last_batch(ahead: list[dict[str, Any]], tmp_path: Path) -> None:
     first, second, *_ = ahead
     assert first["old_policy_kl"] < 1e-9 < second["old_policy_kl"], "the ratio is to the policy that sampled"
-    at_once = train(tmp_path / "run", *AHEAD, "off_policy_steps=0", "learning_rate=0", "steps=2")
+    at_once = train(tmp_path / "run", *AHEAD, "off_policy_steps=0", "learning_rate=1e-30", "steps=2")
     fingerprints = [line["data_fingerprint"] for line in at_once]
     assert fingerprints == [line["data_fingerprint"] for line in ahead[:2]], "both by the first policy"
 
