@@ -60,6 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if config.batch_size is not None and args.hosts > 1:
         raise ConfigError(f"--hosts {args.hosts}: must be 1 beside batch_size, since maxbatch rl runs on one host; "
                           "works: --hosts 1")  # fmt: skip
+    if config.batch_size is not None and not _may_mean_rows(args):
+        from maxbatch.config.sections import RLConfig
+        from maxbatch.rl.refusals import check_policy
+
+        check_policy(RLConfig.of(config), config.dataset_type, config.compiled_dir)
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)

@@ -118,11 +118,12 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
             meant = None if has_rows else converted(name, str(values[name]), Setting(values))
-            settings = (meant or {}) | {name: str(defaults[name])}
+            settings = (meant or {}) | {name: "null" if defaults[name] is None else str(defaults[name]).lower()}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
             if axolotl_file is not None and name == "micro_batch_size":
                 works = f"maxbatch import axolotl {axolotl_file}"
-            raise ConfigError(f"{name}={values[name]}: {rule}{elsewhere}; works: {works}")
+            stated = str(values[name]).lower()  # numbers, and true or false
+            raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {works}")
 
 
 def check_data_paths(values: Keyed) -> None:

@@ -236,7 +236,36 @@ class PromptBatchConfig(Section):
         part=Part.PROMPT_BATCH,
     )
     num_iterations: int = key(
-        "mu >= 1: updates per batch", fixes=_BATCH, bounds=_COUNT, unit="updates per batch", part=Part.PROMPT_BATCH
+        "mu >= 1: passes over a batch", fixes=_BATCH, bounds=_COUNT, unit="passes", part=Part.PROMPT_BATCH
+    )
+    num_minibatches: int = key(
+        "updates per pass, into which a batch is cut in stream order; divides batch_size",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="updates per pass",
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    filter_groups: bool = key(
+        "true: prompts whose responses all have one reward are left out, and the next ones take their place",
+        fixes=_BATCH,
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    max_prompts_per_batch: int | None = key(
+        "most prompts that filter_groups reads for a batch; null: 4 x batch_size",
+        fixes=_BATCH,
+        bounds=_COUNT,
+        unit="prompts",
+        part=Part.PROMPT_BATCH,
+        maxtext=OURS,
+    )
+    off_policy_steps: int = key(
+        "s: batch k is sampled by the policy that k - s batches made; 0: by the one that it is about to change",
+        fixes=_BATCH,
+        bounds=_FROM_ZERO,
+        unit="batches",
+        part=Part.PROMPT_BATCH,
     )
     max_prefill_predict_length: int = key(
         "most tokens of a prompt; max_target_length includes prompt and response",

@@ -158,10 +158,17 @@ def _rampup(values: Sequence[str], line: Sequence[str]) -> str:
     return f'batch_size_schedule="{schedule}" in place of global_batch_size' if schedule else ""
 
 
+def _sizeless(part: str) -> str:
+    """Returns a part of a name without the size of a batch: microbatches, minibatches and batches are three things."""
+    return part.removeprefix("micro").removeprefix("mini")
+
+
 def misspelt(name: str, keys: Iterable[str]) -> str | None:
     """Returns the key that a name misspells, or None: as many parts, and each one alike."""
 
     def alike(one: str, other: str) -> float:
+        if one != other and _sizeless(one) == _sizeless(other):
+            return 0.0
         return difflib.SequenceMatcher(None, one, other).ratio()
 
     name, found = name[:80].lower().replace("-", "_"), dict[str, float]()

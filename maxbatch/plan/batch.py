@@ -170,6 +170,9 @@ class BatchPlan:
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
+        filters = rl is not None and rl.max_prompts_per_batch is not None
+        if filters:
+            total = samples_per_epoch = None  # the prompts that are read are known only afterwards
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
         slots = config.slots_per_sample
         parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
@@ -200,9 +203,9 @@ class BatchPlan:
             eval_batch_size=eval_batch,
             max_target_length=config.length.max_target_length,
             slots_per_sample=config.slots_per_sample,
-            tokens_per_step=batch * slots,
+            tokens_per_step=batch // manager.num_minibatches * slots,
             padded_slots_per_step=last.padded_slots_per_step,
-            padded_share=last.padded_slots_per_step / (batch + last.padded_slots_per_step),
+            padded_share=last.padded_slots_per_step / (batch // manager.num_minibatches + last.padded_slots_per_step),
             total_steps=manager.total_steps,
             total_samples=total,
             total_tokens=None if total is None else total * manager.rows_per_sample * slots,
@@ -243,7 +246,7 @@ class BatchPlan:
         """Returns what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
-        plan |= self.rl._asdict() if self.rl else {}
+        plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"} | decays._asdict()
@@ -254,12 +257,15 @@ class BatchPlan:
     def samples_of(self, stage: int, micro_batch: int, shard: int) -> tuple[int, int]:
         """Returns (first, end): a batch shard of a micro-batch of a stage holds `stream[s + first : s + end]`.
 
-        Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part.
+        Micro-batch j holds `stream[s + j*M : s + (j+1)*M]`, and batch shard d its contiguous d-th part. In
+        reinforcement learning they are pairs of the batch, and every mini-batch has micro-batches of its own.
         """
-        rows = self.stages[stage].micro_batch_size_to_train_on // self.batch_shards
+        own, updates = self.stages[stage], self.manager.num_minibatches
+        rows = own.micro_batch_size_to_train_on // self.batch_shards
+        update, micro_batch = divmod(micro_batch, own.gradient_accumulation_steps // updates)
+        pairs = own.global_batch_size // updates  # of an update; behind them is padding
         first = (micro_batch * self.batch_shards + shard) * rows
-        batch = self.stages[stage].global_batch_size  # behind it is padding
-        return min(first, batch), min(first + rows, batch)
+        return update * pairs + min(first, pairs), update * pairs + min(first + rows, pairs)
 
     def layout(self, stage: int = -1) -> list[list[tuple[int, int]]]:
         """Returns `samples_of` for each micro-batch and each batch shard of a stage."""

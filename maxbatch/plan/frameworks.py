@@ -60,31 +60,51 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
 def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     """Returns the settings for a batch of prompts; `docs/rl.md` explains them.
 
-    TRL samples the pairs of one update at a time. verl's mini-batch counts prompts, and here it is the whole batch.
+    verl's mini-batch counts prompts. A framework without a setting for filtered groups, mini-batches or sampling ahead
+    is left out where the plan has them.
     """
-    pairs, group, updates = rl.effective_batch_size, rl.num_generations, rl.num_iterations
+    group, iterations = rl.num_generations, rl.num_iterations
+    pairs = rl.minibatch_size * group  # of an update
     rows = rl.micro_batch_size // plan.batch_shards  # of a replica in one pass
-    passes = f"gradient_accumulation_steps={rl.num_micro_batches}"
-    sizes = f"batch_size={rl.batch_size} num_generations={group} num_iterations={updates}"
+    passes = f"gradient_accumulation_steps={rl.chunks_per_update}"
+    sizes = f"batch_size={rl.batch_size} num_generations={group} num_iterations={iterations}"
+    if rl.off_policy_steps:
+        sizes += f" off_policy_steps={rl.off_policy_steps}"
     chunks = (
         f"train_micro_batch_size={rl.train_micro_batch_size} rollout_micro_batch_size={rl.rollout_micro_batch_size}"
     )
-    trl = f"per_device_train_batch_size={rows} {passes} num_generations={group} num_iterations={updates}"
+    of_generation = f" steps_per_generation={rl.num_micro_batches}" if rl.num_minibatches > 1 else ""
+    trl = (
+        f"per_device_train_batch_size={rows} {passes}{of_generation} num_generations={group} "
+        f"num_iterations={iterations}"
+    )
     axolotl = f"micro_batch_size: {rows}, {passes.replace('=', ': ')}, trl.num_generations: {group}, "
     actor = "actor_rollout_ref.actor.ppo_"
     verl = (
         f"data.train_batch_size={rl.batch_size} actor_rollout_ref.rollout.n={group} "
-        f"{actor}mini_batch_size={rl.batch_size} {actor}micro_batch_size_per_gpu={rows} {actor}epochs={updates}"
+        f"{actor}mini_batch_size={rl.minibatch_size} {actor}micro_batch_size_per_gpu={rows} {actor}epochs={iterations}"
     )
-    return (
-        FrameworkSettings(
-            "maxbatch", f"{sizes} micro_batch_size={rl.micro_batch_size}", f"effective_batch_size={pairs}"
-        ),
-        FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"),
-        FrameworkSettings("TRL GRPO", trl, f"completions={pairs}"),
-        FrameworkSettings("Axolotl (rl: grpo)", f"{axolotl}trl.num_iterations: {updates}", f"completions={pairs}"),
-        FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"),
-    )
+    own = f"{sizes} micro_batch_size={rl.micro_batch_size}"
+    own += f" num_minibatches={rl.num_minibatches}" if rl.num_minibatches > 1 else ""
+    most = rl.max_prompts_per_batch
+    own += f" filter_groups=true max_prompts_per_batch={most}" if most else ""
+    update = f"effective_batch_size / {rl.num_minibatches}" if rl.num_minibatches > 1 else "effective_batch_size"
+    own += " batch_padding=true" if _is_padded(plan) else ""
+    found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
+    if _is_padded(plan):
+        return tuple(found)  # no other framework pads a batch
+    if rl.num_minibatches == 1 and not most:
+        found.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
+    if not rl.off_policy_steps and not most:
+        found.append(FrameworkSettings("TRL GRPO", trl, f"completions={pairs}"))
+    if not rl.off_policy_steps and not most and rl.num_minibatches == 1:
+        words = f"{axolotl}trl.num_iterations: {iterations}"
+        found.append(FrameworkSettings("Axolotl (rl: grpo)", words, f"completions={pairs}"))
+    if not rl.off_policy_steps and (not most or most % rl.batch_size == 0):
+        filters = "algorithm.filter_groups."
+        verl += f" {filters}enable=true {filters}max_num_gen_batches={most // rl.batch_size}" if most else ""
+        found.append(FrameworkSettings("verl", verl, f"ppo_mini_batch_size x n={pairs}"))
+    return tuple(found)
 
 
 def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:

@@ -44,12 +44,12 @@ class SplitStage(NamedTuple):
 
     threshold: Fraction
     batch: int
-    micro_batch: int
+    micro_batch: int | Fraction  # a fraction where a sample is a prompt of several rows, and they are padded
     accumulation_steps: int
 
     @property
-    def padded_slots(self) -> int:
-        """Rows of an update that are padding."""
+    def padded_slots(self) -> int | Fraction:
+        """Samples of a batch that are padding."""
         return self.micro_batch * self.accumulation_steps - self.batch if self.micro_batch else 0
 
 

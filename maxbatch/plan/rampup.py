@@ -79,6 +79,9 @@ class RampupBatchManager:
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
+    num_minibatches: (
+        int  # updates that a batch is cut into; it is gone through updates_per_batch / num_minibatches times
+    )
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
     learning_rate_scales: tuple[float, ...]  # of the stages
@@ -126,13 +129,17 @@ class RampupBatchManager:
         anchor: tuple[int, int],
     ) -> RampupBatchManager:
         """Plans the rest of a run on devices whose unit and whose batch of pairs are known."""
+        if rl and rl.max_prompts_per_batch is not None:
+            # The plan counts the prompts that are trained on, since those that are read are known only afterwards.
+            anchor = (anchor[0], anchor[0] // rl.updates_per_batch * rl.batch_size)
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
         manager = cls(
             split,
             anchor,
             steps=config.length.steps,
             data_end=data_end(config, samples_per_epoch),
-            updates_per_batch=rl.num_iterations if rl else 1,
+            updates_per_batch=rl.updates_per_batch if rl else 1,
+            num_minibatches=rl.num_minibatches if rl else 1,
             num_devices=unit.num_devices,
             rows_per_sample=rl.num_generations if rl else 1,
             learning_rate_scales=_learning_rate_scales(config, split),
@@ -215,7 +222,7 @@ class RampupBatchManager:
         return self.split_stages[self.stage_at(samples_seen)].batch * self.rows_per_sample
 
     def rows_at(self, samples_seen: int) -> int:
-        """Returns the real rows of a step that starts at samples_seen: its batch, or the rest of the run."""
+        """Returns the real rows of the batch that starts at samples_seen, or of the rest of the run."""
         batch = self.batch_size_at(samples_seen)
         if self.data_end is None:
             return batch
@@ -230,8 +237,14 @@ class RampupBatchManager:
         first = self.position_after(step)
         while self.total_steps is None or step < self.total_steps:
             step, end = step + 1, self.position_after(step + 1)
-            yield PlannedStep(step, first, self.rows_at(first), self.stage_at(first), end)
+            yield PlannedStep(step, first, self._rows_of(step, first), self.stage_at(first), end)
             first = end
+
+    def _rows_of(self, step: int, first_sample: int) -> int:
+        """Returns the real rows of an update, by its number from 1: those of its part of the batch."""
+        rows, part = self.rows_at(first_sample), self.batch_size_at(first_sample) // self.num_minibatches
+        visit = self._visits[bisect.bisect_left(self._visits, step, key=lambda v: v.step) - 1]
+        return max(0, min(part, rows - (step - 1 - visit.step) % self.num_minibatches * part))
 
     def _stage(self, index: int) -> Stage:
         own, rows = self.split_stages[index], self.rows_per_sample
@@ -239,10 +252,10 @@ class RampupBatchManager:
             plain_number(Fraction(own.micro_batch * rows, self.num_devices)),
             own.batch * rows,
             own.accumulation_steps,
-            own.micro_batch * rows,
+            int(own.micro_batch * rows),
             *self._span(index),
             self.learning_rate_scales[index],
-            own.padded_slots * rows,
+            int(own.padded_slots * rows) // self.num_minibatches,
             own.threshold,
         )
 
@@ -273,7 +286,7 @@ class RampupBatchManager:
     def _visits(self) -> tuple[_Visit, ...]:
         """The stages that the run passes through, from its start or from the anchor on."""
         visits = self._walk(0, 0)
-        is_whole = self.split_stages[visits[-1].stage].batch > 0
+        is_whole = self.split_stages[visits[-1].stage].batch > 0 and not self.anchor[0] % self.updates_per_batch
         if is_whole and self._position_after(visits, self.anchor[0]) == self.anchor[1]:
             return visits
         return self._walk(*self.anchor)

@@ -1,8 +1,9 @@
 """The batch of reinforcement learning: prompts, responses, pairs, chunks. No JAX.
 
 A batch is `batch_size` prompts, each with G = `num_generations` responses: the effective batch of prompt-response
-pairs, on which an update trains. Generation and training may go through it in chunks of whole groups; the update does
-not depend on them. A batch serves `num_iterations` updates, and `samples_seen` counts its prompts after the last.
+pairs. It is cut in stream order into `num_minibatches` updates, `num_iterations` times over, and `samples_seen` counts
+its prompts after the last. Generation and training may go through it in chunks of whole groups; the updates do not
+depend on them. With `filter_groups` a batch is made of the next groups whose rewards differ.
 
 The names are MaxText's (`configs/post_train/rl.yml`).
 """
@@ -14,7 +15,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.sections import PromptBatchConfig
-from maxbatch.config.values import exact
+from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
@@ -30,10 +31,15 @@ class RLBatch(NamedTuple):
     num_generations: int  # G, responses per prompt
     effective_batch_size: int  # pairs, batch_size x G
     micro_batch_size: int  # pairs per chunk of training
-    num_micro_batches: int  # chunks of training
-    train_micro_batch_size: int  # prompts per chunk of training
+    num_micro_batches: int  # chunks of training in one pass over the batch
+    train_micro_batch_size: Number  # prompts per chunk of training; a fraction where padding cuts a group
     rollout_micro_batch_size: int  # prompts per chunk of generation
-    num_iterations: int  # updates per batch
+    num_iterations: int  # passes over a batch
+    num_minibatches: int  # updates per pass
+    minibatch_size: int  # prompts per update
+    updates_per_batch: int  # num_minibatches x num_iterations
+    max_prompts_per_batch: int | None  # most prompts read for a batch; None: groups are not filtered
+    off_policy_steps: int  # batches between sampling and training
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
 
@@ -48,16 +54,26 @@ class RLBatch(NamedTuple):
             return None
         batch, group = config.prompts.batch_size, config.prompts.num_generations
         _check_other_keys(config, batch)
-        train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
+        minibatch = batch // config.prompts.num_minibatches
+        if config.batch.batch_padding:
+            train, passes, rollout = _padded_chunks(config.prompts, batch, unit.rows)
+        else:
+            train, rollout = _chunks(config.prompts, batch, unit.rows, meshes.sampling.batch_shards)
+            train, passes = train * group, minibatch // train
         return cls(
             batch_size=batch,
             num_generations=group,
             effective_batch_size=batch * group,
-            micro_batch_size=train * group,
-            num_micro_batches=batch // train,
-            train_micro_batch_size=train,
+            micro_batch_size=train,
+            num_micro_batches=passes * config.prompts.num_minibatches,
+            train_micro_batch_size=plain_number(Fraction(train, group)),
             rollout_micro_batch_size=rollout,
             num_iterations=config.prompts.num_iterations,
+            num_minibatches=config.prompts.num_minibatches,
+            minibatch_size=minibatch,
+            updates_per_batch=_updates_per_batch(config.prompts),
+            max_prompts_per_batch=_most_prompts(config.prompts, batch),
+            off_policy_steps=config.prompts.off_policy_steps,
             num_trainer_devices=meshes.training.num_devices,
             num_sampler_devices=meshes.sampling.num_devices,
         )
@@ -65,7 +81,8 @@ class RLBatch(NamedTuple):
     @property
     def stage(self) -> SplitStage:
         """The one stage of the run, in prompts."""
-        return SplitStage(Fraction(0), self.batch_size, self.train_micro_batch_size, self.num_micro_batches)
+        chunk = Fraction(self.micro_batch_size, self.num_generations)
+        return SplitStage(Fraction(0), self.batch_size, chunk, self.num_micro_batches)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -73,11 +90,20 @@ class RLBatch(NamedTuple):
         alone = "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned"
         return (alone,) if self.num_generations == 1 else ()
 
+    @property
+    def chunks_per_update(self) -> int:
+        """Chunks of training of one update."""
+        return self.num_micro_batches // self.num_minibatches
+
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
     """Raises Refusal for values without a meaning beside a batch of prompts, and for more pairs than machines hold."""
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
-    group, updates = config.prompts.num_generations, config.prompts.num_iterations
+    group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
+    if batch % config.prompts.num_minibatches:
+        rule = f"must divide batch_size={batch}: every update trains on as many prompts"
+        raise Refusal(config, "num_minibatches", rule, {"num_minibatches": _divisor(batch, config)})
+    _check_filter(config, batch, updates)
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.length.train_tokens is not None:
         in_samples = {"train_tokens": None, "train_samples": -(-config.length.train_tokens // length)}
@@ -85,16 +111,16 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
     if config.rates.reference_batch_size is not None:
         raise Refusal(config, "reference_batch_size", a_sample, {"reference_batch_size": None})
     if config.length.steps is not None and config.length.steps % updates:
-        rule = f"must be a multiple of num_iterations={updates}, the updates per batch"
+        product = f"num_iterations={config.prompts.num_iterations}"
+        if config.prompts.num_minibatches > 1:
+            product = f"num_minibatches={config.prompts.num_minibatches} x {product} = {updates}"
+        rule = f"must be a multiple of {product}, the updates per batch"
         raise Refusal(config, "steps", rule, {"steps": nearest_multiple(config.length.steps, updates)})
     if prompt >= length:
         rule = f"must be less than max_target_length={length}, which holds prompt and response"
         longer, shorter = {"max_target_length": 2 * prompt}, {"max_prefill_predict_length": length // 2}
         works = longer if prompt < 2**31 else shorter
         raise Refusal(config, "max_prefill_predict_length", rule, works)
-    if config.batch.batch_padding:
-        rule = "must be false beside batch_size: a batch of prompts is not padded"
-        raise Refusal(config, "batch_padding", rule, {"batch_padding": False})
     if exact(config.batch.expansion_factor_real_data) not in (1, -1):
         key, rule = ("expansion_factor_real_data", "must be -1 beside batch_size, since every host reads the prompts")
         raise Refusal(config, key, rule, {key: -1})
@@ -104,35 +130,108 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
         raise Refusal(config, "batch_size", rule, works)
 
 
+def _updates_per_batch(prompts: PromptBatchConfig) -> int:
+    return prompts.num_minibatches * prompts.num_iterations
+
+
+def _divisor(whole: int, config: PlanConfig) -> int:
+    return nearest_divisor(whole, config.prompts.num_minibatches, 1) or 1
+
+
+def _most_prompts(prompts: PromptBatchConfig, batch: int) -> int | None:
+    """Returns the most prompts that are read for a batch; None if groups are not filtered."""
+    if not prompts.filter_groups:
+        return None
+    return 4 * batch if prompts.max_prompts_per_batch is None else prompts.max_prompts_per_batch
+
+
+def _check_filter(config: PlanConfig, batch: int, updates: int) -> None:
+    """Raises Refusal for settings that do not go with `filter_groups`."""
+    prompts, length = config.prompts, config.length
+    most = prompts.max_prompts_per_batch
+    if not prompts.filter_groups:
+        return
+    if prompts.num_generations == 1:
+        rule = "leaves out groups whose responses all have one reward, as a single response (num_generations=1) has"
+        raise Refusal(config, "filter_groups", rule, {"num_generations": 8})
+    if most is not None and most < batch:
+        rule = f"must be at least batch_size={batch}, the prompts that a batch is made of"
+        raise Refusal(config, "max_prompts_per_batch", rule, {"max_prompts_per_batch": batch})
+    for name in ("train_samples", "num_epochs"):
+        if length[name] is not None:
+            batches = 100 if length.train_samples is None else -(-length.train_samples // batch)
+            rule = "must not be stated beside filter_groups=true, which reads as many prompts as it needs"
+            raise Refusal(config, name, rule, {name: None, "steps": batches * updates})
+
+
 def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_shards: int) -> tuple[int, ...]:
-    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts."""
+    """Returns the prompts per chunk of training and of generation, whose pairs are split into a number of parts.
+
+    A chunk of training divides the prompts of an update, one of generation those of a batch.
+    """
     shards_of = {"train_micro_batch_size": train_shards, "rollout_micro_batch_size": rollout_shards}
     group, pairs_per_chunk = prompts.num_generations, prompts.micro_batch_size
-    pairs, per_chunk = batch * group, batch
+    updates = prompts.num_minibatches
+    whole_of = {"train_micro_batch_size": batch // updates, "rollout_micro_batch_size": batch}
     units = {name: shards // math.gcd(shards, group) for name, shards in shards_of.items()}  # in prompts
     most = MOST_SAMPLES // group
-    other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()), most)}
+    other_batch = {"batch_size": nearest_multiple(batch, math.lcm(*units.values()) * updates, most)}
 
     def check(name: str, rule: str, whole: int, unit: int) -> None:
         if prompts[name] % unit or whole % prompts[name]:
             nearest = nearest_divisor(whole, prompts[name], unit)
             raise Refusal(prompts, name, f"must be {rule}", {name: nearest} if nearest else other_batch)
 
+    unless = " unless batch_padding=true"
     unstated = [name for name in shards_of if prompts[name] == -1]
     if pairs_per_chunk != -1:
         unit = math.lcm(*(units[name] for name in unstated))
         split = f" and divisible by {unit} x {group}" if unit > 1 else ""
+        whole = min((whole_of[name] for name in unstated), default=batch)
+        of = "the effective batch" if whole == batch else f"an update (batch_size={batch} / num_minibatches={updates})"
         rule = (
-            f"a multiple of num_generations={group} (groups stay whole){split} that divides the effective batch of "
-            f"{batch} prompts x {group} = {pairs} pairs"
+            f"a multiple of num_generations={group} (groups stay whole){split} that divides {of} of "
+            f"{whole} prompts x {group} = {whole * group} pairs"
         )
-        check("micro_batch_size", rule, pairs, unit * group)
-        per_chunk = pairs_per_chunk // group
+        check("micro_batch_size", rule, whole * group, unit * group)
+        whole_of |= dict.fromkeys(unstated, pairs_per_chunk // group)
     for name, shards in shards_of.items():
+        whole = whole_of[name]
         if name not in unstated:
             split = f", whose pairs are divisible by {shards} batch shards" if shards > 1 else ""
-            check(name, f"a number of prompts that divides batch_size={batch}{split}", batch, units[name])
-        elif batch % units[name]:
-            rule = f"x num_generations={group} = {pairs} pairs must be divisible by {shards} batch shards"
+            of = f"batch_size={batch}" if whole == batch else f"the {whole} prompts of an update"
+            check(name, f"a number of prompts that divides {of}{split}", whole, units[name])
+        elif whole % units[name] and updates > 1 and not batch % units[name]:
+            rule = (
+                f"leaves {whole} x {group} pairs per update, which must be divisible by {shards} batch shards{unless}"
+            )
+            works = nearest_divisor(batch // units[name], updates) or 1
+            raise Refusal(prompts, "num_minibatches", rule, {"num_minibatches": works})
+        elif whole % units[name]:
+            rule = (
+                f"x num_generations={group} = {batch * group} pairs must be divisible by {shards} batch shards{unless}"
+            )
             raise Refusal(prompts, "batch_size", rule, other_batch)
-    return tuple(per_chunk if name in unstated else prompts[name] for name in shards_of)
+    return tuple(whole_of[name] if name in unstated else prompts[name] for name in shards_of)
+
+
+def _padded_chunks(prompts: PromptBatchConfig, batch: int, train_shards: int) -> tuple[int, int, int]:
+    """Returns the pairs per chunk of training, the chunks of an update, and the prompts per chunk of generation.
+
+    As in pre-training an update takes as few passes as the largest one allows, of the fewest rows that hold its pairs
+    in so many. The chunks that are stated are bounds.
+    """
+    group, pairs = prompts.num_generations, batch // prompts.num_minibatches * prompts.num_generations
+    name, unit, most = "micro_batch_size", 1, pairs if prompts.micro_batch_size == -1 else prompts.micro_batch_size
+    if prompts.train_micro_batch_size != -1:
+        name, unit, most = "train_micro_batch_size", group, prompts.train_micro_batch_size * group
+    if prompts[name] == -1:
+        most = -(-pairs // train_shards) * train_shards  # one pass, whatever the devices
+    if most < train_shards:
+        rule = f"must hold a pair for each of {train_shards} batch shards"
+        raise Refusal(prompts, name, rule, {name: -(-train_shards // unit)})
+    passes = -(-pairs // (most // train_shards * train_shards))
+    rollout = prompts.rollout_micro_batch_size
+    if rollout == -1:
+        rollout = batch if prompts.micro_batch_size == -1 else max(1, prompts.micro_batch_size // group)
+    return -(-pairs // (passes * train_shards)) * train_shards, passes, min(batch, rollout)

@@ -34,7 +34,7 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
             verb = "have" if len(ramp) > 1 else "has"
             yield f"{stated(config, *ramp)} {verb} no effect without enable_rampup_batch_size=true"
     states_batch = config.batch.global_batch_size is not None or config.batch.batch_size_schedule is not None
-    if config.batch.batch_padding and not states_batch:
+    if config.batch.batch_padding and not states_batch and config.prompts.batch_size is None:
         yield "batch_padding=true has no effect without global_batch_size or batch_size_schedule, which it pads"
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")
@@ -47,6 +47,8 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
             f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
             "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
         )
+    if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
+        yield f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, which it bounds"
     yield from _stages_without_updates(config, manager)
 
 

@@ -56,7 +56,7 @@ class DecayPlan(NamedTuple):
     def of_stage(self, stage: int) -> Decays:
         """Returns the decays of a whole update of a stage."""
         batch = self.manager.stages[stage].global_batch_size
-        tokens = batch * self.slots_per_sample
+        tokens = batch // self.manager.num_minibatches * self.slots_per_sample
         ratio = batch / (self.rates.reference_batch_size or self.manager.stages[-1].global_batch_size)
 
         def decay(name: str) -> float:
@@ -109,10 +109,14 @@ class UpdatePlan(NamedTuple):
         """
         return cls(LearningRate.from_config(config, manager), DecayPlan.from_config(config, manager))
 
-    def at(self, samples_seen: int) -> UpdateSettings:
-        """Returns the settings of the update that starts at samples_seen; its tokens are its real rows' slots."""
+    def at(self, samples_seen: int, num_rows: int | None = None) -> UpdateSettings:
+        """Returns the settings of an update that starts at samples_seen, of so many real rows (None: all of its batch).
+
+        Its tokens are its real rows' slots.
+        """
         manager, decays = self.rate.manager, self.decays
-        tokens = manager.rows_at(samples_seen) * decays.slots_per_sample
+        rows = manager.rows_at(samples_seen) if num_rows is None else num_rows
+        tokens = rows * decays.slots_per_sample
         decay = decays.weight_decay(tokens, manager.stage_at(samples_seen))
         assert decay is not None, "a run that trains knows its length"
         return UpdateSettings(

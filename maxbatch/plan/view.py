@@ -13,11 +13,12 @@ from rich.text import Text
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.rampup import Stage
+from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
-_MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS = 40, 8, 5
+_MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
 _GAP = "..."
 
 _STAGE_NUMBERS = (
@@ -43,12 +44,17 @@ batch
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt
-  effective_batch_size           pairs per update: batch_size x G
+  effective_batch_size           pairs per batch: batch_size x G
   micro_batch_size               pairs per chunk of training
-  num_micro_batches              chunks of training per update
+  num_micro_batches              chunks of training in one pass over the batch
   train_micro_batch_size         prompts per chunk of training
   rollout_micro_batch_size       prompts per chunk of generation
-  num_iterations                 mu: updates per batch
+  num_iterations                 mu: passes over a batch
+  num_minibatches                updates per pass
+  minibatch_size                 prompts per update
+  updates_per_batch              num_minibatches x num_iterations
+  max_prompts_per_batch          most prompts read for a batch (filter_groups)
+  off_policy_steps               s: batch k is sampled by the policy that k - s batches made
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
 loading
@@ -78,6 +84,13 @@ run
   rampup_end_step                updates before the last stage
   rampup_end_sample              samples before the last stage
 """
+# Numbers that count a whole batch, also one that is cut into mini-batches.
+_OF_BATCH = (
+    "gradient_accumulation_steps",
+    "global_batch_size_to_train_on",
+    "per_replica_batch_size",
+    "samples_per_host",
+)
 
 
 def plan_console() -> Console:
@@ -91,8 +104,12 @@ def equation(plan: BatchPlan) -> str:
     if plan.rl:
         product = f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
         chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
-        updates = f"{_counted(plan.rl.num_iterations, 'update')} per batch"
-        return f"{plan.rl.effective_batch_size:,} pairs per update = {product}, in {chunks}; {updates}"
+        updates = f"{_counted(plan.rl.updates_per_batch, 'update')} per batch"
+        cut = "update"
+        if plan.rl.num_minibatches > 1:
+            pairs = plan.rl.minibatch_size * plan.rl.num_generations
+            cut, updates = "batch", f"{updates} of {_counted(pairs, 'pair')}"
+        return f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
     steps = _counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} {plan.sample}s per update = {number_text(last.per_device_batch_size)} per device "
@@ -114,6 +131,46 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
         rate = None  # the samples of an epoch are unknown here
     console.print()
     console.print(ramp_table(plan, rate))
+    if plan.rl and plan.rl.updates_per_batch > 1:
+        console.print()
+        console.print(updates_table(plan.rl))
+    if plan.rl and plan.rl.off_policy_steps:
+        console.print()
+        console.print(versions_table(plan.rl, plan.num_devices))
+
+
+def updates_table(batch: RLBatch) -> Table:
+    """Returns the table of the updates that a batch of prompts from samples_seen = s on is trained on with."""
+    table = PlainTable("update of batch", "pass", "mini-batch", "trains on", "pairs", justify="right")
+    for update in _abridged(batch.updates_per_batch, _MOST_UPDATES):
+        if update is None:
+            table.add_row(*[_GAP] * 5)
+            continue
+        iteration, part = divmod(update, batch.num_minibatches)
+        first, end = (number * batch.minibatch_size for number in (part, part + 1))
+        holds = f"groups {first}:{end}" if batch.max_prompts_per_batch else f"stream[s+{first}:s+{end}]"
+        pairs = number_text(batch.minibatch_size * batch.num_generations)
+        table.add_row(str(update + 1), str(iteration + 1), str(part + 1), Text(holds), pairs)
+    return table
+
+
+def versions_table(batch: RLBatch, num_devices: int) -> Table:
+    """Returns the table of the policies that sample the first batches, and when on so many devices."""
+    is_apart = batch.num_trainer_devices + batch.num_sampler_devices <= num_devices
+    steps = batch.off_policy_steps
+    table = PlainTable("batch", "reads", "is sampled by", "while it trains" if is_apart else "before it trains")
+    count = steps + 3
+    for number in _abridged(count, _MOST_UPDATES):
+        if number is None:
+            table.add_row(*[_GAP] * 4)
+            continue
+        first, end = number * batch.batch_size, (number + 1) * batch.batch_size
+        reads = "the next prompts" if batch.max_prompts_per_batch else f"stream[{first}:{end}]"
+        version = max(0, number - steps)
+        made = f"batches 0 to {version - 1}" if version > 1 else "batch 0"
+        policy = f"the policy that {made} made" if version else "the first policy"
+        table.add_row(str(number), Text(reads), policy, f"batch {version}" if number or not is_apart else "-")
+    return table
 
 
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
@@ -161,12 +218,14 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
     if plan.sample == "pair":
         first = "S1 is the pair"
-    console.print(f"one update from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
+    cut = "one update" if plan.manager.num_minibatches == 1 else "one batch"
+    console.print(f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     for index in sorted({0, len(plan.stages) - 1}):
         stage = plan.stages[index]
         if len(plan.stages) > 1:
             console.print(f"stage {index}: {stage.global_batch_size:,} {plan.sample}s per update")
-        console.print(_passes(stage.gradient_accumulation_steps))
+        if plan.manager.num_minibatches == 1:
+            console.print(_passes(stage.gradient_accumulation_steps))
         console.print(_layout_table(plan, index))
 
 
@@ -227,6 +286,8 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         elif source:
             if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
                 meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+            if name in _OF_BATCH and plan.manager.num_minibatches > 1:
+                meaning = meaning.replace("per update", "per batch")
             elif plan.sample != "sample":
                 meaning = meaning.replace("samples", f"{plan.sample}s").replace("rows", f"{plan.sample}s")
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))

@@ -2,7 +2,7 @@
 
 While a chunk is scored and trained on, the next one is being sampled.
 
-Shapes: R pairs of a sampled chunk, M pairs of a trained one, L tokens.
+Shapes: R pairs of a sampled chunk, M pairs of a trained one, L tokens, G responses to a prompt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.objective import Pairs, group_advantages
 from maxbatch.rl.prompts import Prompt, Prompts
-from maxbatch.rl.rewards import Rewards, Scores
-from maxbatch.rl.rollout import Roller, SampledPairs, chunks, score
+from maxbatch.rl.rewards import Rewards
+from maxbatch.rl.rollout import Roller, score
 from maxbatch.rl.timeline import Timeline
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import Responses
@@ -38,93 +38,190 @@ class Workshop(NamedTuple):
     timeline: Timeline  # notified when the sampling side has work
     takes_turns: bool  # whether sampling must end before other work on its devices begins
     temperature: float  # of the sampling
+    length: int  # L
+
+
+class Rollouts(NamedTuple):
+    """Scored pairs on the host, in stream order; the responses to a prompt are adjacent."""
+
+    tokens_RxL: np.ndarray  # int32: prompt, response, padding
+    mask_RxL: np.ndarray  # bool: where the response is
+    logprobs_RxL: np.ndarray  # float32, of the response's tokens when they were sampled
+    lengths_R: np.ndarray  # int32, tokens of prompt and response
+    rewards_R: np.ndarray  # float32
+    failed_R: np.ndarray  # bool: a reward function failed
+    timed_out_R: np.ndarray  # bool: a reward function timed out
+    by_name: dict[str, np.ndarray]  # float32[R], the values of each reward function
+
+    def pairs(self, rows: slice | np.ndarray) -> Rollouts:
+        """Returns some of the pairs."""
+        found: Rollouts = jax.tree.map(lambda x: x[rows], self)
+        return found
 
 
 class CollectedBatch:
-    """The pairs of one batch of prompts, from index `first` on: collected for its first update, kept for the others."""
+    """The pairs of one batch of prompts, from prompt `first` of the stream on.
 
-    def __init__(self, workshop: Workshop, first: int, num_pairs: int) -> None:
-        self._workshop, self._first = workshop, first
+    They are collected once, for the batch's first update at the latest, and kept for the others.
+
+    Args:
+      workshop: the parts that make them.
+      first: the index of the first prompt that is read.
+      num_prompts: the groups to collect.
+      read: the responses to all prompts that the batch reads, if they are sampled already.
+    """
+
+    def __init__(self, workshop: Workshop, first: int, num_prompts: int, read: Rollouts | None = None) -> None:
+        self._workshop, self.first, self.num_prompts = workshop, first, num_prompts
         self._group = workshop.batch.num_generations
-        self._num_prompts = num_pairs // self._group
-        self._chunks: list[Pairs] = []
-        self._scored: list[tuple[SampledPairs, Scores]] = []
+        self._read = [read] if read else []
+        self._is_whole = read is not None
+        self._chunks: list[Pairs] | None = None  # on the devices that train
         self._reward_wait_s = 0.0
+        self.problem = ""  # the reason why the first unscored response has no score
 
-    def chunks(self, params: State) -> Iterator[Pairs]:
-        """Yields the chunks to train on, the last padded with rows of no weight; only the first call samples."""
-        if self._chunks:
-            yield from self._chunks
-            return
-        for rows in self._rows(self._workshop.roller.take(params)):
-            self._chunks.append(self._workshop.learner.place(*rows))
-            yield self._chunks[-1]
+    def chunks(self, part: int, params: State) -> Iterator[Pairs]:
+        """Yields the chunks of an update, the last padded with rows of no weight; the first call samples the batch.
+
+        All of it is sampled before the iteration ends, so that the updates leave the later parts as they are. A part
+        without a group is a chunk of padding.
+
+        Args:
+          part: the update's part of the batch, from 0 to `num_minibatches` - 1.
+          params: the parameters on the devices that train.
+        """
+        per_update = self._workshop.batch.chunks_per_update
+        if self._chunks is None:
+            self._chunks = []
+            for number, rows in enumerate(self._rows(params)):
+                self._chunks.append(self._workshop.learner.place(*rows))
+                if number // per_update == part:
+                    yield self._chunks[-1]
+        else:
+            yield from self._chunks[part * per_update : (part + 1) * per_update]
+        if not self.num_pairs(part):
+            length = self._workshop.length
+            nothing = (np.zeros((0, length), kind) for kind in (np.int32, bool, np.float32))
+            yield self._workshop.learner.place(
+                *(self._filled(array) for array in (*nothing, np.zeros(0, np.int32), np.zeros(0, np.float32)))
+            )
 
     def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
-        size = self._workshop.batch.micro_batch_size
-        rows: tuple[np.ndarray, ...] = ()
-        for sampled, scores in self._rollouts(params):
-            self._scored.append((sampled, scores))
-            more = (*sampled[1:5], group_advantages(scores.rewards, self._group))
+        batch, rows = self._workshop.batch, tuple[np.ndarray, ...]()
+        left = of_update = batch.minibatch_size * self._group  # pairs of the update that are in no chunk yet
+        for rollouts in self._read if self._is_whole else self.collecting(self._workshop.roller.take(params)):
+            kept = rollouts.pairs(self._trains_on(rollouts))
+            more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
             rows = tuple(map(np.concatenate, zip(rows, more, strict=True))) if rows else more
-            while len(rows[0]) >= size:
-                yield tuple(array[:size] for array in rows)
+            while len(rows[0]) >= (size := min(batch.micro_batch_size, left)):
+                yield tuple(self._filled(array[:size]) for array in rows)
                 rows = tuple(array[size:] for array in rows)
+                left = left - size or of_update
         if len(rows[0]):
-            yield tuple(_filled(array, size) for array in rows)
+            yield tuple(self._filled(array) for array in rows)
 
-    def _rollouts(self, params: State) -> Iterator[tuple[SampledPairs, Scores]]:
-        workshop = self._workshop
+    def _filled(self, array: np.ndarray) -> np.ndarray:
+        """Returns a chunk's rows with zeros after them: no tokens, no weight."""
+        size = self._workshop.batch.micro_batch_size
+        return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
+
+    def _trains_on(self, rollouts: Rollouts) -> np.ndarray:
+        """Returns bool[R]: the pairs that are trained on; with `filter_groups`, of groups whose rewards differ."""
+        if self._workshop.batch.max_prompts_per_batch is None:
+            return np.ones(len(rollouts.rewards_R), bool)
+        return np.repeat(_differs(rollouts.rewards_R, self._group), self._group)
+
+    def collecting(self, params: State) -> Iterator[Rollouts]:
+        """Yields the responses to the prompts that the batch reads, chunk by chunk, as they are sampled and scored.
+
+        A chunk may hold prompts after the last one that the batch needs; these are left to the next batch.
+
+        Args:
+          params: the parameters on the devices that sample.
+        """
+        workshop, group = self._workshop, self._group
+        missing, begin = self.num_prompts, self.first
+        limit = begin + (workshop.batch.max_prompts_per_batch or missing)
         under_way: deque[tuple[list[Prompt], Responses]] = deque()
-        for start, number in chunks(self._first, self._num_prompts, workshop.batch.rollout_micro_batch_size):
-            prompts = workshop.prompts.read(start, number)
-            responses = workshop.roller.start(params, prompts, self._group, workshop.temperature)
-            workshop.timeline.watch("sampling", responses.lengths_B)
-            if workshop.takes_turns:
-                jax.block_until_ready(responses)
-            under_way.append((prompts, responses))
-            if len(under_way) > 1:
-                yield self._score(*under_way.popleft())
-        while under_way:
-            yield self._score(*under_way.popleft())
+        while missing:
+            while begin < limit and len(under_way) < 2 and sum(len(prompts) for prompts, _ in under_way) < missing:
+                number = min(workshop.batch.rollout_micro_batch_size, limit - begin)
+                under_way.append(self._start(params, workshop.prompts.read(begin, number)))
+                begin += number
+            if not under_way:
+                break
+            rollouts = self._score(*under_way.popleft())
+            (kept,) = np.nonzero(self._trains_on(rollouts)[::group])
+            if len(kept) >= missing:
+                rollouts = rollouts.pairs(slice((kept[missing - 1] + 1) * group))
+            missing -= min(missing, len(kept))
+            self._read.append(rollouts)
+            self._is_whole = not missing or (begin == limit and not under_way)
+            yield rollouts
 
-    def _score(self, prompts: list[Prompt], responses: Responses) -> tuple[SampledPairs, Scores]:
+    def _start(self, params: State, prompts: list[Prompt]) -> tuple[list[Prompt], Responses]:
+        workshop = self._workshop
+        responses = workshop.roller.start(params, prompts, self._group, workshop.temperature)
+        workshop.timeline.watch("sampling", responses.lengths_B)
+        if workshop.takes_turns:
+            jax.block_until_ready(responses)
+        return prompts, responses
+
+    def _score(self, prompts: list[Prompt], responses: Responses) -> Rollouts:
         sampled = self._workshop.roller.read(prompts, self._group, responses)
         asked = time.perf_counter()
         scores = score(self._workshop.rewards, sampled)
         self._reward_wait_s += time.perf_counter() - asked
-        return sampled, scores
+        self.problem = self.problem or scores.problem
+        return Rollouts(*sampled[1:5], scores.rewards, scores.failed, scores.timed_out, scores.by_name)
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks that were collected."""
-        return len(self._chunks)
+    def read(self) -> Rollouts:
+        """The responses to all prompts that were read, once the batch is sampled."""
+        read: Rollouts = jax.tree.map(lambda *arrays: np.concatenate(arrays), *self._read)
+        return read
+
+    @property
+    def end(self) -> int:
+        """The index after the last prompt that was read, once the batch is sampled."""
+        return self.first + sum(len(rollouts.rewards_R) for rollouts in self._read) // self._group
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that are trained on, once the batch is sampled."""
+        return sum(int(self._trains_on(rollouts).sum()) for rollouts in self._read) // self._group
+
+    @property
+    def groups_missing(self) -> int:
+        """Groups that the batch lacks, since `max_prompts_per_batch` were read."""
+        return self.num_prompts - self.num_groups
+
+    def num_pairs(self, part: int) -> int:
+        """Returns the pairs of an update, by its part of the batch."""
+        size = self._workshop.batch.minibatch_size
+        return max(0, min(size, self.num_groups - part * size)) * self._group
 
     def figures(self) -> dict[str, object]:
-        """Returns the figures of the batch's rollouts, by the names of the metrics."""
-        scores = [scores for _, scores in self._scored]
-        rewards = np.concatenate([s.rewards for s in scores])
-        lengths = np.concatenate([sampled.mask_RxL.sum(axis=1) for sampled, _ in self._scored])
-        by_name = {name: np.concatenate([s.by_name[name] for s in scores]) for name in scores[0].by_name}
-        means = {Metric.REWARD_BY_FUNCTION.of(name): float(one.mean()) for name, one in by_name.items()}
-        groups = rewards.reshape(-1, self._group)
+        """Returns the figures of all responses that the batch has read, by the names of the metrics."""
+        read = self.read
+        rewards = read.rewards_R
+        means = {Metric.REWARD_BY_FUNCTION.of(name): float(one.mean()) for name, one in read.by_name.items()}
+        filtered = self._workshop.batch.max_prompts_per_batch is not None
         return {
             Metric.REWARD: float(rewards.mean()),
             Metric.REWARD_STD: float(rewards.std()),
             **(means if len(means) > 1 else {}),
-            Metric.GROUPS_WITHOUT_SIGNAL: float((groups == groups[:, :1]).all(axis=1).mean()),
-            Metric.RESPONSE_LENGTH: float(lengths.mean()),
-            Metric.REWARDS_FAILED: sum(s.num_failed for s in scores),
-            Metric.REWARDS_TIMED_OUT: sum(s.num_timed_out for s in scores),
+            Metric.GROUPS_WITHOUT_SIGNAL: float(1 - _differs(rewards, self._group).mean()),
+            **({Metric.GROUPS_MISSING: self.groups_missing} if filtered else {}),
+            Metric.RESPONSE_LENGTH: float(read.mask_RxL.sum(axis=1).mean()),
+            Metric.REWARDS_FAILED: int(read.failed_R.sum()),
+            Metric.REWARDS_TIMED_OUT: int(read.timed_out_R.sum()),
             Metric.REWARD_WAIT_S: self._reward_wait_s,
         }
 
-    @property
-    def problem(self) -> str:
-        """The reason why the first unscored response has no score; "" if all were scored."""
-        return next((scores.problem for _, scores in self._scored if scores.problem), "")
 
-
-def _filled(array: np.ndarray, size: int) -> np.ndarray:
-    """Returns rows with zeros after them: no tokens, no weight."""
-    return np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
+def _differs(rewards_R: np.ndarray, group: int) -> np.ndarray:
+    """Returns bool[P]: the groups whose responses do not all have one reward."""
+    groups_PxG = rewards_R.reshape(-1, group)
+    differs: np.ndarray = (groups_PxG != groups_PxG[:, :1]).any(axis=1)
+    return differs

@@ -28,13 +28,12 @@ from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
+from maxbatch.rl.refusals import check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
 # Part of every identity; to be raised when the same settings come to mean other prompts.
 _PROMPTS_VERSION = 1
-# Types of datasets without records, and the nearest type that has them.
-_NEAREST_TYPE = {"arrayrecord": "parquet", "text": "jsonl", "tokens": "jsonl"}
 _TEXTS_AT_ONCE = 1024
 
 
@@ -101,7 +100,7 @@ class PromptSource:
 
     def __init__(self, config: ConfigDict):
         self._config = PromptConfig.of(config)
-        _check_type(self._config)
+        check_type(self._config.dataset_type)
         if read_mixture(StreamConfig.of(config)) is not None:
             raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
                               "files joined by ';' follow one another")  # fmt: skip
@@ -227,10 +226,3 @@ def _check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int])
     if not lengths[shortest]:
         raise ConfigError(f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
                           "works: add_bos=true")  # fmt: skip
-
-
-def _check_type(config: PromptConfig) -> None:
-    if config.dataset_type not in ("arithmetic", "jsonl", "parquet"):
-        nearest = _NEAREST_TYPE.get(config.dataset_type, "arithmetic")
-        raise ConfigError(f"dataset_type={config.dataset_type}: prompts come from records with fields: one of "
-                          f"arithmetic, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip

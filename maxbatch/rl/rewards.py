@@ -22,9 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbatch.config.sections import RLConfig
-from maxbatch.config.values import shown
 from maxbatch.rl.reward_functions import Question, scorer
-from maxbatch.system.errors import ConfigError
+from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
 
@@ -34,60 +33,19 @@ class Scores(NamedTuple):
 
     rewards: np.ndarray  # float32[n], the weighted sum of the functions
     by_name: dict[str, np.ndarray]  # float32[n] of each function
-    num_failed: int  # responses on which a function raised, crashed or returned no finite number
-    num_timed_out: int  # responses that took more than `reward_timeout_s`; they are not among the failed
+    failed: np.ndarray  # bool[n]: a function raised, crashed or returned no finite number
+    timed_out: np.ndarray  # bool[n]: it took more than `reward_timeout_s`; such a response is not among the failed
     problem: str = ""  # the first failure or timeout, in words
 
+    @property
+    def num_failed(self) -> int:
+        """Responses without a score for another reason than the time limit."""
+        return int(self.failed.sum())
 
-class RewardTerm(NamedTuple):
-    """One function of the key `reward`."""
-
-    spec: str  # its name in the key
-    name: str  # its name in metrics
-    weight: float  # the factor on its score
-
-
-def parse_rewards(text: str) -> list[RewardTerm]:
-    """Returns the terms of the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
-
-    A weight that is left out is 1; weights are not normalised. Metrics name a function by its own name, or by its
-    whole term if two have the same.
-
-    Raises:
-      ConfigError: the text is not of this form, or names a function twice.
-    """
-    weights: dict[str, float] = {}
-    for item in text.split(";"):
-        spec, weight = _parse_term(text, item)
-        if spec in weights:
-            raise _error(text, f"{shown(spec)} occurs twice; give it once, with one weight")
-        weights[spec] = weight
-    names = [spec.rpartition(":")[2] for spec in weights]
-    return [
-        RewardTerm(spec, name if names.count(name) == 1 else spec, weight)
-        for (spec, weight), name in zip(weights.items(), names, strict=True)
-    ]
-
-
-def _parse_term(text: str, item: str) -> tuple[str, float]:
-    spec, comma, weight = (part.strip() for part in item.rpartition(","))
-    if not comma:
-        spec, weight = weight, "1"
-    place, _, name = spec.rpartition(":")
-    if not place or not name.isidentifier():
-        works = "works: reward=maxbatch.rl.arithmetic:is_right"
-        raise _error(text, f"{shown(item)!r} is not module:function or FILE.py:function; {works}")
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise _error(text, f"the weight {shown(weight)!r} is no finite number; works: {shown(spec)},1")
-    return spec, number
-
-
-def _error(reward: str, problem: object) -> ConfigError:
-    return ConfigError(f"reward={shown(repr(reward))}: {problem}")
+    @property
+    def num_timed_out(self) -> int:
+        """Responses that took too long."""
+        return int(self.timed_out.sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +74,18 @@ class Pending:
         with np.errstate(over="ignore", invalid="ignore"):
             total_N = values_NxF @ np.array([term.weight for term in self.terms])
             columns = np.concatenate([total_N[:, None], values_NxF], axis=1).astype(np.float32)
-        (bad,) = np.nonzero(~np.isfinite(columns).all(axis=1))
+        is_bad = ~np.isfinite(columns).all(axis=1)
+        (bad,) = np.nonzero(is_bad)
         columns[bad] = self.on_failure
         problem = ""
         if len(bad):
             problem = str(problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}")
-        num_timed_out = sum(isinstance(error, TimedOut) for error in problems.values())
+        timed_out = np.array([isinstance(problems.get(i), TimedOut) for i in range(len(columns))], bool)
         return Scores(
             rewards=columns[:, 0],
             by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self.terms)},
-            num_failed=len(bad) - num_timed_out,
-            num_timed_out=num_timed_out,
+            failed=is_bad & ~timed_out,
+            timed_out=timed_out,
             problem=problem,
         )
 
@@ -151,7 +110,7 @@ class Rewards:
         except BaseException as error:
             self.close()
             if isinstance(error, ImportError | WorkerEnded):
-                raise _error(config.reward, error) from error
+                raise reward_error(config.reward, error) from error
             raise
 
     def submit(self, questions: Sequence[Question]) -> Pending:

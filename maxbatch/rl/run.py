@@ -1,7 +1,7 @@
 """GRPO post-training: steps on sampled and scored responses.
 
-All pairs of a batch are drawn from the parameters before its first update, so that neither the chunks nor what runs
-side by side changes it.
+All pairs of a batch are drawn from one version of the parameters: those before its first update, or before the first
+update of the batch `off_policy_steps` earlier. So neither the chunks nor what runs side by side changes it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from ml_collections import ConfigDict
 from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
+from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
+from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import PromptSource
+from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
@@ -64,10 +68,10 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
 
 
 class PolicyBatch(NamedTuple):
-    """The pairs of one update, which it may share with the updates before it."""
+    """One of the updates of a batch of prompts."""
 
-    planned: PlannedStep
-    collected: CollectedBatch
+    planned: PlannedStep  # with `filter_groups` its positions count the prompts that are trained on
+    update: int  # its number within its batch, from 0
 
 
 class PolicyTraining:
@@ -80,7 +84,7 @@ class PolicyTraining:
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
         config = RLConfig.of(context.config)
-        _check(context.config.compiled_dir, config, context.config.dataset_type)
+        check_policy(config, context.config.dataset_type, context.config.compiled_dir)
         self._rewards = context.stack.enter_context(Rewards(config))
         self._timeline = context.stack.enter_context(Timeline())
         self._source = PromptSource(context.config)
@@ -106,7 +110,7 @@ class PolicyTraining:
         config, devices = self._config, self._context.devices
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
-        shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
+        self._shares_devices = shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
         samplers = devices if shares_devices else devices[-batch.num_sampler_devices :]
         self.mesh = lay_out(meshes.training, devices[: batch.num_trainer_devices])
         self._sampling_mesh = lay_out(meshes.sampling, samplers)
@@ -125,19 +129,39 @@ class PolicyTraining:
             timeline=self._timeline,
             takes_turns=shares_devices and must_take_turns(samplers),
             temperature=config.decode_sampling_temperature,
+            length=config.max_target_length,
         )
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
-        """Returns the batches ahead; the pairs of one are collected while its first update is taken."""
-        return nullcontext(self._batches(start))
+        """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""
+        manager, batch = start.plan.manager, self._workshop.batch
+        self._settings = UpdatePlan.from_config(PlanConfig.of(self._config), manager)
 
-    def _batches(self, start: Start) -> Iterator[PolicyBatch]:
-        first_sample = -1
+        def num_prompts(first: int) -> int:
+            # Behind the end of the run, whose last checkpoint serves a longer one, batches are whole.
+            return manager.rows_at(first) // batch.num_generations or batch.batch_size
+
+        ahead = BatchesAhead(
+            self._workshop, start.position.samples_seen, num_prompts, not self._shares_devices, start.ahead
+        )
+        self._ahead = self._context.stack.enter_context(ahead)
+        if ahead.left_out:
+            warn(
+                "the responses of the checkpoint are those of other batches than the ones ahead, which are sampled anew"
+            )
+        return nullcontext(self._updates(start))
+
+    def _updates(self, start: Start) -> Iterator[PolicyBatch]:
+        update = 0
         for planned in start.plan.manager.steps_from(start.position.step):
-            if planned.first_sample != first_sample:
-                first_sample = planned.first_sample
-                collected = CollectedBatch(self._workshop, first_sample, planned.num_rows)
-            yield PolicyBatch(planned, collected)
+            yield PolicyBatch(planned, update)
+            update = 0 if planned.end_sample > planned.first_sample else update + 1
+
+    def _collected_for(self, batch: PolicyBatch, params: State) -> CollectedBatch:
+        """Returns the pairs of the batch of an update."""
+        if batch.update == 0:
+            self._collected = self._ahead.next(params)
+        return self._collected
 
     def introduction(self, plan: BatchPlan) -> Iterable[str]:
         return ()
@@ -167,8 +191,11 @@ class PolicyTraining:
 
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, collected = time.perf_counter(), batch.collected
-        for pairs in collected.chunks(state.params):
+        started, collected = time.perf_counter(), self._collected_for(batch, state.params)
+        waited = time.perf_counter() - started
+        part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
+        for pairs in collected.chunks(part, state.params):
+            num_chunks += 1
             done = self._learner.add(state.params, pairs)
             self._timeline.watch("trainer", done)
             if self._workshop.takes_turns:
@@ -176,6 +203,11 @@ class PolicyTraining:
         if collected.problem and not self._warned:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
+        planned = self._as_collected(batch.planned, collected, part)
+        if (
+            planned.num_rows != batch.planned.num_rows or not planned.num_rows
+        ):  # an update without pairs changes nothing
+            settings = self._settings.at(batch.planned.first_sample, planned.num_rows or None)
         state, metrics = self._learner.step(state, settings)
         jax.block_until_ready(metrics)
         shares = self._timeline.shares(started, time.perf_counter())
@@ -183,14 +215,26 @@ class PolicyTraining:
         figures |= {Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()}
         self._before_training = {}
         return state, Dispatched(
-            planned=batch.planned,
+            planned=planned,
             micro_batch_size=self._workshop.batch.micro_batch_size,
-            num_micro_batches=collected.num_chunks,
+            num_micro_batches=num_chunks,
             learning_rate=settings.learning_rate,
-            data_wait_s=0.0,
+            data_wait_s=waited,
             metrics=metrics,
             figures=figures,
         )
+
+    def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
+        """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
+        ends_batch = planned.end_sample > planned.first_sample
+        if ends_batch and collected.groups_missing:
+            warn(
+                f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: among "
+                f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch} prompts, no others have "
+                "responses with different rewards"
+            )
+        end = collected.end if ends_batch else collected.first
+        return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
 
     def compile_rest(self) -> None:
         """Does nothing: each program is compiled when it first runs."""
@@ -198,25 +242,17 @@ class PolicyTraining:
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self._evaluator is not None, "an eval was asked for"
+        self._ahead.settle()  # the devices that sample do one thing at a time
         evaluation = self._evaluator(self._roller.take(state.params))
         self._transcripts.write(step, evaluation)
         return evaluation.figures
 
+    def ahead(self) -> str | None:
+        """Returns the responses of the next `off_policy_steps` batches."""
+        return self._ahead.saved()
+
     def conclusion(self, state: TrainState) -> Iterable[str]:
         return [f"next: maxbatch report {self._config.run_dir}"]
-
-
-def _check(compiled_dir: str, config: RLConfig, dataset_type: str) -> None:
-    if compiled_dir:
-        raise ConfigError(
-            f"compiled_dir={compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
-            'works: compiled_dir=""'
-        )
-    if config.warm_start_steps and not config.warm_start_path and dataset_type != "arithmetic":
-        raise ConfigError(
-            f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-            f"examples of dataset_type=arithmetic, not {dataset_type}; works: warm_start_steps=0"
-        )
 
 
 def _objective_figures(metrics: StepMetrics) -> dict[str, float]:

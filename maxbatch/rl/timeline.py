@@ -6,10 +6,17 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
+from threading import Lock
+from typing import NamedTuple
 
 import jax
 
-Interval = tuple[float, float]
+
+class Work(NamedTuple):
+    """Dispatched work of one side."""
+
+    dispatched: float
+    ended: Future[float]
 
 
 class Timeline:
@@ -17,7 +24,8 @@ class Timeline:
 
     def __init__(self) -> None:
         self._waiting: dict[str, ThreadPoolExecutor] = {}
-        self._intervals: dict[str, list[Future[Interval]]] = defaultdict(list)
+        self._works: dict[str, list[Work]] = defaultdict(list)
+        self._lock = Lock()  # of works, which the thread that samples ahead adds to
 
     def watch(self, side: str, output: object) -> None:
         """Notes that a side has work until an array is there; the works of a side end one after the other."""
@@ -25,19 +33,25 @@ class Timeline:
         if side not in self._waiting:
             self._waiting[side] = ThreadPoolExecutor(1, thread_name_prefix=f"maxbatch-{side}")
 
-        def wait() -> Interval:
+        def wait() -> float:
             jax.block_until_ready(output)
-            return dispatched, time.perf_counter()
+            return time.perf_counter()
 
-        self._intervals[side].append(self._waiting[side].submit(wait))
+        with self._lock:
+            self._works[side].append(Work(dispatched, self._waiting[side].submit(wait)))
 
     def shares(self, since: float, until: float) -> dict[str, float]:
         """Returns the shares of a stretch of time in which each side had work, and in which both had.
 
-        Waits for the dispatched work, and clears it.
+        Work that has ended is cleared; that of batches ahead goes on.
         """
-        works = {side: [work.result() for work in works] for side, works in self._intervals.items()}
-        self._intervals.clear()
+        works: dict[str, list[tuple[float, float]]] = {}
+        with self._lock:
+            for side, own in self._works.items():
+                going_on = [work for work in own if not work.ended.done()]
+                works[side] = [(work.dispatched, until) for work in going_on]
+                works[side] += [(work.dispatched, work.ended.result()) for work in own if work not in going_on]
+                own[:] = going_on
         ends = {end for intervals in works.values() for interval in intervals for end in interval}
         busy = dict.fromkeys((*works, "both"), 0.0)
         for start, end in pairwise(sorted({min(max(end, since), until) for end in ends})):

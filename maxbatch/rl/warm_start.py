@@ -30,7 +30,7 @@ FOLDER = "warm_start"
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
     """Trains on worked examples, or resumes doing so; returns None if the config has no warm start.
 
-    Each update takes as many documents as an update of reinforcement learning takes pairs.
+    Each update takes as many documents as a batch of reinforcement learning has pairs.
     """
     if not config.warm_start_steps:
         return None

@@ -119,8 +119,8 @@ class MetricsLog(StepLog):
         seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
         if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
             return False
-        # An update consumes its batch or, in reinforcement learning, the prompts of its pairs, or nothing.
-        is_next = record["step"] == before["step"] + 1
+        # An update of pre-training consumes its batch; one of reinforcement learning ends a batch of prompts, or not.
+        is_next = record["step"] == before["step"] + 1 and Metric.REWARD not in record
         return not (is_next and growth and record["global_batch_size"] % growth)
 
 

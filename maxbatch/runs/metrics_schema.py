@@ -102,6 +102,8 @@ class Metric(StrEnum):
         "reward/{function}", "real", "", "Mean value of a reward function, where there are several.", _SOME_OF_RL)
     GROUPS_WITHOUT_SIGNAL = (
         "groups_without_signal", "real", "share", "Share of the prompts whose responses all scored the same.", _RL)
+    GROUPS_MISSING = (
+        "groups_missing", "whole", "prompts", "Groups that the batch lacks at `max_prompts_per_batch`.", _SOME_OF_RL)
     RESPONSE_LENGTH = "response_length", "real", "tokens", "Mean length of the responses.", _RL
     REWARDS_FAILED = "rewards_failed", "whole", "responses", "Responses whose reward function failed.", _RL
     REWARDS_TIMED_OUT = "rewards_timed_out", "whole", "responses", "Responses whose reward function timed out.", _RL

@@ -71,6 +71,7 @@ class CheckpointRecord(NamedTuple):
     hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
     average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
+    ahead: str | None = None  # a hash of what it holds for the batches ahead; None: it holds nothing
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
@@ -79,6 +80,8 @@ class CheckpointRecord(NamedTuple):
             saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
         if self.average is None:  # the JSON of a run without one has no field for it
             del saved["average"]
+        if self.ahead is None:
+            del saved["ahead"]
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -102,7 +105,10 @@ class CheckpointRecord(NamedTuple):
             raise ValueError("out of range")
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
         average = _parameters(saved.get("average"))
-        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters, average)
+        ahead = saved.get("ahead")
+        if not isinstance(ahead, str | None):
+            raise ValueError("not a hash")
+        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters, average, ahead)
 
 
 class DamagedError(Exception):

@@ -342,6 +342,9 @@ class Pretraining:
         ends = end_tokens(config.load_parameters_path)
         return Answers(DecoderConfig.of(config), tokenizer, self.mesh, ends, questions)
 
+    def ahead(self) -> None:
+        """Returns None: a batch is a function of its position."""
+
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of the model's text, and the next command to type."""
         config = self._context.config

@@ -177,6 +177,7 @@ class Session(Generic[B]):
         if self._local:
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
+        self._ahead = restored.ahead if restored else None
         if not restored:
             context.open_parameters(self.task.abstract.model)
         if self.is_complete:
@@ -238,7 +239,7 @@ class Session(Generic[B]):
     @property
     def start(self) -> Start:
         """The position from which the run continues, and its plan from there."""
-        return Start(self.plan, self.position)
+        return Start(self.plan, self.position, self._ahead)
 
     @property
     def total_steps(self) -> int:
@@ -355,7 +356,7 @@ class Session(Generic[B]):
             self.folder.check()
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-                self.state, update = task.step(self.state, batch, settings.at(first_sample))
+                self.state, update = task.step(self.state, batch, settings.at(first_sample, batch.planned.num_rows))
             self._clock.move(Part.WAITING_FOR_DATA, update.data_wait_s)
             if self._local:
                 self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
@@ -397,7 +398,7 @@ class Session(Generic[B]):
             with self._clock.during(Part.CHECKPOINTS):
                 self.folder.check()
                 recorder.sync()
-                self.checkpoints.save(self.state, recorder.position)
+                self.checkpoints.save(self.state, recorder.position, self.task.ahead())
 
     def _is_due_locally(self, last_end: int, step: int) -> bool:
         return is_due(self.config.local_checkpoint_period, last_end, step)

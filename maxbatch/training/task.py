@@ -58,6 +58,7 @@ class Start(NamedTuple):
 
     plan: BatchPlan
     position: Position
+    ahead: str | None = None  # what the task saved there for the batches ahead
 
 
 class TaskBatch(Protocol):
@@ -118,6 +119,9 @@ class Task(Protocol[B]):
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         """Returns figures of the state after `step` updates, by the names of the metrics."""
+
+    def ahead(self) -> str | None:
+        """Returns what a checkpoint must hold for the batches ahead besides state and position; None: nothing."""
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
         """Returns lines to print once the run is complete."""

@@ -125,7 +125,7 @@ def test_the_parts_of_the_config_name_the_keys_of_before() -> None:
     )  # fmt: skip
     assert names_of(Part.PROMPT_BATCH) == (
         "num_generations", "micro_batch_size", "train_micro_batch_size", "rollout_micro_batch_size",
-        "num_iterations",
+        "num_iterations", "num_minibatches", "filter_groups", "max_prompts_per_batch", "off_policy_steps",
     )  # fmt: skip
 
 

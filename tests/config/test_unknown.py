@@ -170,7 +170,7 @@ def test_the_keys_of_a_nested_block_are_answered_by_their_names(tmp_path: Path) 
     run = write(tmp_path / "run.yml", "lora:\n  lora_rank: 8\nrl: {num_generations: 2, off_policy_steps: 0}\n")
     message = error_of(run)
     assert "lora.lora_rank (verl, MaxText) is lora_rank" in message and "rl.num_generations (" in message
-    assert "rl.off_policy_steps (MaxText) is not supported" in message
+    assert "rl.off_policy_steps (MaxText) is off_policy_steps" in message
     assert message.endswith(f"maxbatch import maxtext {run}")
     assert error_of(write(tmp_path / "of.yml", "run:\n  log_period: 2\n")).endswith(
         "unknown key run.log_period is log_period: state it without the block; works: log_period=2"

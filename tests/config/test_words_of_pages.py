@@ -50,9 +50,9 @@ num_test_batches: eval_steps | test_batch_start_index: held-out prompts | train_
 num_epoch: num_epochs | eval_batch_size: eval_per_device_batch_size | num_eval_passes: eval_num_generations
 max_prefill_predict_length: = | max_target_length: = | max_prompt_length: max_prefill_predict_length
 trainer_devices_fraction: = | sampler_devices_fraction: = | num_trainer_slices: trainer_devices_fraction
-num_samplers_slices: sampler_devices_fraction | chips_per_vm: --devices | off_policy_steps: not supported
+num_samplers_slices: sampler_devices_fraction | chips_per_vm: --devices | off_policy_steps: =
 rl.num_generations: num_generations | rl.num_iterations: num_iterations | rl.grpo_beta: grpo_beta
-rl.off_policy_steps: not supported | max_num_batched_tokens: can be left out | max_num_seqs: can be left out
+rl.off_policy_steps: off_policy_steps | max_num_batched_tokens: can be left out | max_num_seqs: can be left out
 max_concurrency: rollout_micro_batch_size | learning_rate: = | warmup_steps_fraction: =
 learning_rate_final_fraction: = | learning_rate_schedule_steps: steps | lr_schedule_type: learning_rate_schedule
 cosine_learning_rate_final_fraction: learning_rate_final_fraction | wsd_decay_steps_fraction: =
@@ -72,8 +72,8 @@ steps_per_generation: batch_size | num_iterations: = | packing: = | packing_stra
 padding_free: can be left out | pad_to_multiple_of: can be left out | dataset_num_proc: maxbatch prepare
 truncation_mode: overlong | completion_only_loss: sft_train_on_completion_only
 assistant_only_loss: sft_train_on_completion_only | vllm_max_model_length: max_target_length
-precompute_ref_batch_size: can be left out | ref_model_sync_steps: not supported | mini_batch_size: num_iterations
-num_mini_batches: num_iterations | num_ppo_epochs: num_iterations | total_episodes: train_samples
+precompute_ref_batch_size: can be left out | ref_model_sync_steps: not supported | mini_batch_size: num_minibatches
+num_mini_batches: num_minibatches | num_ppo_epochs: num_iterations | total_episodes: train_samples
 local_rollout_forward_batch_size: rollout_micro_batch_size | response_length: max_target_length
 temperature: decode_sampling_temperature | top_k: decode_sampling_top_k | top_p: decode_sampling_nucleus_p
 beta: grpo_beta | epsilon: grpo_epsilon | epsilon_high: = | loss_type: loss_agg_mode | reward_weights: reward
@@ -84,7 +84,8 @@ VERL = """
 data.train_batch_size: batch_size | data.val_batch_size: eval_per_device_batch_size | data.gen_batch_size: batch_size
 data.max_prompt_length: max_prefill_predict_length | data.max_response_length: max_target_length
 data.train_max_samples: train_samples | data.val_max_samples: eval_samples | data.truncation: overlong
-actor_rollout_ref.actor.ppo_mini_batch_size: num_iterations
+actor_rollout_ref.actor.ppo_mini_batch_size: num_minibatches
+algorithm.filter_groups.enable: filter_groups | algorithm.filter_groups.max_num_gen_batches: max_prompts_per_batch
 actor_rollout_ref.actor.ppo_micro_batch_size: micro_batch_size
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: micro_batch_size
 actor_rollout_ref.actor.ppo_epochs: num_iterations
@@ -181,6 +182,8 @@ def test_every_identifier_of_the_page_on_batches_has_an_answer() -> None:
         (("batch_size=32", "num_generations=4", "effective_batch_size=64"), "batch_size=16"),
         (("batch_size=32", "train_batch_size=16"), "batch_size=16"),
         (("batch_size=32", "num_iterations=2", "num_batches=4"), "steps=8"),
+        (("batch_size=32", "num_minibatches=4", "num_batches=4"), "steps=16"),
+        (("batch_size=32", "ppo_mini_batch_size=8"), "num_minibatches=4"),
         (("num_batches=4",), "steps=4"),
     ],
 )

@@ -39,6 +39,24 @@ def plan(*overrides: str, devices: int = 1) -> BatchPlan:
         ),
         (("num_iterations=2", "steps=10"), 1, {"total_steps": 10, "total_samples": 40}),
         (("train_samples=20",), 1, {"total_steps": 3, "total_samples": 20}),
+        (
+            ("num_minibatches=4", "num_iterations=2", "steps=16", "micro_batch_size=8"),
+            1,
+            {
+                "total_steps": 16,
+                "total_samples": 16,
+                "minibatch_size": 2,
+                "updates_per_batch": 8,
+                "tokens_per_step": 160,
+            },
+        ),
+        (("num_minibatches=4", "train_samples=20"), 2, {"total_steps": 12, "train_micro_batch_size": 2}),
+        (
+            ("batch_padding=true", "batch_size=6", "micro_batch_size=20"),
+            5,
+            {"micro_batch_size": 15, "num_micro_batches": 2, "padded_slots_per_step": 6, "padded_share": 0.2},
+        ),
+        (("filter_groups=true", "steps=6"), 1, {"total_samples": None, "max_prompts_per_batch": 32}),
     ],
 )
 def test_every_number_of_the_batch_is_planned(
@@ -47,7 +65,8 @@ def test_every_number_of_the_batch_is_planned(
     numbers = plan(*overrides, devices=devices).to_dict()
     pairs = numbers["batch_size"] * 4
     assert numbers["effective_batch_size"] == numbers["global_batch_size_to_train_on"] == pairs
-    assert numbers["micro_batch_size"] * numbers["num_micro_batches"] == pairs
+    slots = numbers["padded_slots_per_step"] * numbers["num_minibatches"]
+    assert numbers["micro_batch_size"] * numbers["num_micro_batches"] == pairs + slots
     assert {name: numbers[name] for name in expected} == expected
 
 
@@ -65,14 +84,23 @@ def test_every_number_of_the_batch_is_planned(
         ("enable_rampup_batch_size=true", "batch_size=null, or enable_rampup_batch_size left out"),
         ("train_tokens=100", "train_tokens=null"),
         ("max_prefill_predict_length=20", "max_target_length=40"),
+        ("num_minibatches=3", "num_minibatches=2"),
+        ("num_minibatches=4 steps=6", "steps=8"),
+        ("num_minibatches=4 micro_batch_size=16", "micro_batch_size=8"),
+        ("num_minibatches=8 --devices 8", "num_minibatches=4"),  # four pairs for eight devices
+        ("filter_groups=true num_generations=1", "num_generations=8"),
+        ("filter_groups=true train_samples=20", "train_samples=null steps=3"),
+        ("batch_size=6 --devices 5", "batch_size=5"),
+        ("micro_batch_size=4 batch_padding=true --devices 8", "micro_batch_size=8"),
+        ("max_prompts_per_batch=4 filter_groups=true", "max_prompts_per_batch=8"),
     ],
 )
 def test_a_bad_batch_is_one_line_with_the_nearest_that_works(
     override: str, works: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", RL, *BATCH, override]) == 2
+    assert main(["plan", RL, *BATCH, *override.split()]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("maxbatch: error")]
-    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0]
+    assert len(lines) == 1 and override.split("=")[0] in lines[0] and f"works: {works}" in lines[0], lines
 
 
 def test_chunks_must_fit_the_devices_that_train_and_that_sample() -> None:
@@ -114,13 +142,32 @@ def test_pretraining_commands_refuse_a_batch_of_prompts(capsys: pytest.CaptureFi
 def test_keys_of_pairs_that_would_do_nothing_are_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", f"{name}=6"]) == 2
+    value = "true" if name == "filter_groups" else "6"
+    assert main(["plan", f"{name}={value}"]) == 2
     error = capsys.readouterr().err
-    assert f"{name}=6: belongs to reinforcement learning" in error
-    (tmp_path / "pairs.yml").write_text(f"{name}: 6\n")
+    assert f"{name}={value}: belongs to reinforcement learning" in error
+    (tmp_path / "pairs.yml").write_text(f"{name}: {value}\n")
     assert main(["plan", str(tmp_path / "pairs.yml")]) == 2
     assert main(["plan", str(tmp_path / "pairs.yml"), *error.partition("works: ")[2].split()]) == 0
-    assert main(["plan", RL, "batch_size=null", f"{name}=6"]) == 0, "what rl.yml says is left, and said to be"
+    assert main(["plan", RL, "batch_size=null", f"{name}={value}"]) == 0, "what rl.yml says is left, and said to be"
+
+
+@pytest.mark.parametrize(
+    ("override", "works"),
+    [
+        ("compiled_dir=programs", 'works: compiled_dir=""'),
+        ("dataset_type=text dataset_path=prompts.txt", "works: dataset_type=jsonl"),
+        ("dataset_type=jsonl dataset_path=prompts.jsonl", "works: warm_start_steps=0"),
+        ("reward=right", "is not module:function or FILE.py:function"),
+        ("prompt_template={", "not a template"),
+    ],
+)
+def test_plan_refuses_what_rl_refuses_before_it_reads_a_file(
+    override: str, works: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", RL, *override.split()]) == 2
+    error = capsys.readouterr().err
+    assert works in error and error.count("\n") == 1
 
 
 def test_plan_refuses_hosts_that_rl_refuses(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ _DEFAULTS = {"batch_size": "1", "num_generations": "2", "num_iterations": "1", "
 _BLOCK = "rl."
 _PAIRS = "pairs per chunk; the update does not depend on it"
 # Words that change what is trained unless they have one of these values.
-_ONLY = {"use_agentic_rollout": ("false",), "off_policy_steps": ("0",), "system_prompt": ("", "null")}
+_ONLY = {"use_agentic_rollout": ("false",), "system_prompt": ("", "null")}
 
 
 def is_rl(t: Translation) -> bool:
@@ -65,6 +65,8 @@ def _batch(t: Translation) -> None:
         t.map(name, **{name: t.text(name)})
     if "micro_batch_size" in t:
         t.map("micro_batch_size", _PAIRS, micro_batch_size=t.text("micro_batch_size"))
+    if "off_policy_steps" in t:
+        t.map("off_policy_steps", off_policy_steps=t.text("off_policy_steps"))
 
 
 def _number(t: Translation, name: str) -> Fraction:

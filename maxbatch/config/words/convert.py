@@ -108,8 +108,15 @@ def _last_rate(value: Fraction, setting: Setting) -> _Found:
 
 
 def _batches(value: Fraction, setting: Setting) -> _Found:
-    updates = setting.number("num_iterations") if setting.is_of_prompts else Fraction(1)
-    return {"steps": value * updates} if updates and value.denominator == 1 else None
+    passes, parts = setting.number("num_iterations"), setting.number("num_minibatches")
+    updates = passes * parts if setting.is_of_prompts and passes and parts else Fraction(1)
+    return {"steps": value * updates} if value.denominator == 1 else None
+
+
+def _minibatches(value: Fraction, setting: Setting) -> _Found:
+    """Returns the updates of a batch whose prompts per update are stated."""
+    batch = setting.number("batch_size")
+    return {"num_minibatches": batch / value} if batch and (batch / value).denominator == 1 else None
 
 
 def _response(value: Fraction, setting: Setting) -> _Found:
@@ -129,6 +136,7 @@ _CONVERSIONS: Mapping[str, _Conversion] = {
     **dict.fromkeys(
         ("effective_batch_size", "effective_batch", "global_batch", "total_batch_size", "generation_batch_size"), _pairs
     ),
+    **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size"), _minibatches),
     "ppo_micro_batch_size": _times("micro_batch_size", lambda setting: 1, of_prompts=True),
     "ppo_micro_batch_size_per_gpu": _times("micro_batch_size", lambda setting: setting.devices, of_prompts=True),
     **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup_num_steps",

@@ -102,7 +102,7 @@ class Recorder:
         meter: ThroughputMeter,
         outputs: Sequence[Output],
     ) -> None:
-        self._manager, self.position = manager, position
+        self.position = position
         self._slots_per_sample = manager.rows_per_sample * slots_per_sample(config)
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
@@ -196,7 +196,8 @@ class Recorder:
         norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
         is_weightless = not skipped and not weight > 0
         self.position = Position(
-            **self._manager.state_at(update.planned.step),
+            step=update.planned.step,
+            samples_seen=update.planned.end_sample,
             skipped_updates=before.skipped_updates + skipped,
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),

@@ -1,14 +1,15 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
 A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
-`position` (JSON, `maxbatch.runs.position.CheckpointRecord`).
-It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
+`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task whose batches ahead are under way adds `ahead`
+(JSON). It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
 be read ends the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
-from maxbatch.system.errors import ConfigError, LeaseLost, writing
+from maxbatch.system.bounded import read_json
+from maxbatch.system.errors import ConfigError, LeaseLost, reading, writing
 from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.patience import patience
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
@@ -54,6 +56,7 @@ from maxbatch.training.weights.orbax_files import (
 from maxbatch.training.weights.parameters import open_source
 
 _POLL_S, _LOOK_S = 0.05, 10.0
+_MOST_AHEAD_BYTES = 4 << 30
 
 
 class Restored(NamedTuple):
@@ -61,6 +64,7 @@ class Restored(NamedTuple):
 
     state: TrainState
     position: Position
+    ahead: str | None = None  # what its task has saved for the batches ahead
 
 
 def model_identity(config: UpdateConfig, base: str) -> dict[str, Any]:
@@ -78,6 +82,10 @@ def model_identity(config: UpdateConfig, base: str) -> dict[str, Any]:
 def _items(state: TrainState) -> list[tuple[str, Any]]:
     """Returns the names and the arrays of what a checkpoint holds."""
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Checkpoints:
@@ -135,7 +143,7 @@ class Checkpoints:
             async_options=AsyncOptions(timeout_secs=COMMIT_S),
         )
         handlers = {name: arrays_handler() for name in ("params", "opt_state", "average")}
-        handlers["position"] = ocp.JsonCheckpointHandler()
+        handlers["position"], handlers["ahead"] = ocp.JsonCheckpointHandler(), ocp.JsonCheckpointHandler()
         path = self._stack.enter_context(plain_path(self._folder))
         manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
         return self._stack.enter_context(contextlib.closing(manager))
@@ -223,7 +231,9 @@ class Checkpoints:
                 record = CheckpointRecord.from_json(saved)
                 state, damage = self._restore_arrays(record, abstract, make)
             if not damage:
-                restored = Restored(state, record.position)
+                ahead, damage = self._read_ahead(record)
+            if not damage:
+                restored = Restored(state, record.position, ahead)
                 self._started = self._saved = step
                 break
             damages[step] = damage
@@ -258,6 +268,20 @@ class Checkpoints:
             self._checksums = lambda state: jax.device_get(program(state))
         return damage_of_state(record, state, self._checksums)
 
+    def _read_ahead(self, record: CheckpointRecord) -> tuple[str | None, str | None]:
+        """Returns what a checkpoint holds for the batches ahead, and how it is damaged."""
+        if record.ahead is None:
+            return None, None
+        path = self._folder / str(record.position.step) / "ahead" / "metadata"
+        with reading(path):
+            try:
+                ahead = read_json(path, str(path), most_bytes=_MOST_AHEAD_BYTES)["ahead"]
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                ahead = None
+        if not isinstance(ahead, str) or _hash(ahead) != record.ahead:
+            return None, "what it holds for the batches ahead does not match its checksum"
+        return ahead, None
+
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         self.close()
 
@@ -275,28 +299,37 @@ class Checkpoints:
             f"training goes on from step {resumed}"
         )
 
-    def save(self, state: TrainState, position: Position) -> None:
+    def save(self, state: TrainState, position: Position, ahead: str | None = None) -> None:
         """Starts saving; returns once the arrays may be overwritten, the files follow in the background.
+
+        Args:
+          state: the state after the update.
+          position: the position there.
+          ahead: what the task needs for the batches ahead, besides.
 
         Raises:
           TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
           ConfigError: the folder cannot be written.
         """
-        record = self.record_of(state, position)
+        record = self.record_of(state, position, ahead)
         with self._writing():
             items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
             items["position"] = ocp.args.JsonSave(record.to_json())
+            if ahead is not None:
+                items["ahead"] = ocp.args.JsonSave({"ahead": ahead})
             self._wait()
             self._manager.save(position.step, args=ocp.args.Composite(**items))
             self._started, self._saved = position.step, self._started  # it waited for the save before
 
-    def record_of(self, state: TrainState, position: Position) -> CheckpointRecord:
+    def record_of(self, state: TrainState, position: Position, ahead: str | None = None) -> CheckpointRecord:
         """Returns the record of a state, its checksums included; all hosts must call it."""
         sums = self._checksums(state.saved)
         parameters, average = stored_parameters(state.params, sums), None
         if state.average is not None:  # whose checksums are the last
             average = stored_parameters(state.average, sums[-len(parameters) :])
-        return CheckpointRecord(position, self._identity, combined(sums), self._hosts, parameters, average)
+        of_ahead = None if ahead is None else _hash(ahead)
+        checksum = combined(sums)
+        return CheckpointRecord(position, self._identity, checksum, self._hosts, parameters, average, of_ahead)
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""

@@ -52,6 +52,7 @@ def test_the_words_below_rl_state_the_batch_and_the_length(folder: Path, nested:
     plan = BatchPlan.from_config(config, 4)
     assert (plan.global_batch_size_to_train_on, plan.total_steps) == (4 * 3, 5 * 2 * 0.5 * 4)
     assert (config.num_generations, config.num_iterations, config.grpo_beta) == (3, 2, 0.04)
+    assert config.off_policy_steps == 0
     assert config.eval_samples == 3 * 4 - 2 and config.learning_rate_final_fraction == 0
     assert config.loss_agg_mode == "sequence-mean-token-mean"  # its default
     assert not [
@@ -68,8 +69,14 @@ def test_its_own_micro_batch_size_counts_pairs(folder: Path, chunk: str, pairs: 
     assert BatchPlan.from_config(config, 1).micro_batch_size_to_train_on == pairs
 
 
+def test_its_off_policy_steps_are_those_here(folder: Path) -> None:
+    text = RL.format(batch=4).replace("off_policy_steps: 0", "off_policy_steps: 2")
+    config, fates = imported("maxtext", folder / "m.yml", text)
+    assert config.off_policy_steps == 2 and fates["rl.off_policy_steps"].fate == "mapped"
+
+
 def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
-    for line in ("off_policy_steps: 2", "use_agentic_rollout: true", "system_prompt: Think.", "unheard_of: 3"):
+    for line in ("use_agentic_rollout: true", "system_prompt: Think.", "unheard_of: 3"):
         text = RL.format(batch=4).replace("  off_policy_steps: 0", f"  {line}")
         _, fates = imported("maxtext", folder / "m.yml", text)
         fate = fates[f"rl.{line.partition(':')[0]}"]

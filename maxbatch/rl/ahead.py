@@ -1,0 +1,142 @@
+"""The batches ahead: each is sampled by the policy that the batch `off_policy_steps` before it begins with.
+
+Which policy samples a batch depends on the batch's number alone. On devices of its own sampling runs in a thread beside
+the training of the batches before; on shared devices it comes first.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import numpy as np
+
+from maxbatch.parallel.trees import State
+from maxbatch.rl.collecting import CollectedBatch, Rollouts, Workshop
+
+_ARRAYS = Rollouts._fields[:-1]
+
+
+class BatchesAhead:
+    """The batches of a run in stream order; a context manager.
+
+    Args:
+      workshop: the parts that make them.
+      first: the index of the next prompt.
+      num_prompts: returns the groups of the batch that begins with a prompt, by its index.
+      is_apart: whether the devices that sample do not train.
+      saved: the responses that a checkpoint holds (`saved`), None if there are none.
+    """
+
+    def __init__(
+        self,
+        workshop: Workshop,
+        first: int,
+        num_prompts: Callable[[int], int],
+        is_apart: bool,
+        saved: str | None = None,
+    ) -> None:
+        self._workshop, self._end, self._num_prompts = workshop, first, num_prompts
+        self._last: CollectedBatch | None = None  # the batch that is trained on, if it is sampled meanwhile
+        self._is_closed = False
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
+        self._waiting: deque[Future[CollectedBatch]] = deque()  # at most `off_policy_steps` between two batches
+        self.left_out = False  # whether saved responses are of other batches, which are sampled anew
+        for batch in _read(saved) if saved else ():
+            if len(self._waiting) < workshop.batch.off_policy_steps:
+                self._take_over(*batch)
+
+    def _take_over(self, first: int, num_prompts: int, rollouts: Rollouts) -> None:
+        """Appends a batch that is sampled already, or notes that the plan has another one there."""
+        wanted, group = self._num_prompts(first), self._workshop.batch.num_generations
+        fits = rollouts.tokens_RxL.shape[1] == self._workshop.length and len(rollouts.rewards_R) % group == 0
+        is_filtered = self._workshop.batch.max_prompts_per_batch is not None
+        fits &= wanted == num_prompts if is_filtered else wanted * group <= len(rollouts.rewards_R)
+        if self.left_out or first != self._end or not fits:
+            self.left_out = True
+            return
+        if not is_filtered:
+            rollouts = rollouts.pairs(slice(wanted * group))
+        batch = CollectedBatch(self._workshop, first, wanted, rollouts)
+        self._waiting.append(_done(batch))
+        self._end = batch.end
+
+    def next(self, params: State) -> CollectedBatch:
+        """Returns the batch to train on, and has those sampled that these parameters are to sample.
+
+        Without `off_policy_steps` the batch samples itself while it is trained on.
+
+        Args:
+          params: the parameters before the batch's first update, on the devices that train.
+        """
+        steps = self._workshop.batch.off_policy_steps
+        if not steps:
+            self._end = self._last.end if self._last else self._end
+            self._last = CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
+            return self._last
+        params = self._workshop.roller.take(params)
+        while len(self._waiting) <= steps:
+            if self._pool:
+                self._waiting.append(self._pool.submit(self._sampled, params))
+            else:
+                self._waiting.append(_done(self._sampled(params)))
+        return self._waiting.popleft().result()
+
+    def _sampled(self, params: State) -> CollectedBatch:
+        batch = CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
+        for _ in batch.collecting(params):
+            if self._is_closed:
+                raise CancelledError
+        self._end = batch.end
+        return batch
+
+    def settle(self) -> None:
+        """Waits until every batch that was begun is sampled and scored."""
+        for batch in self._waiting:
+            batch.result()
+
+    def saved(self) -> str | None:
+        """Returns the responses of the batches that are sampled and not trained on, as text; None if there are none."""
+        if not self._waiting:
+            return None
+        arrays: dict[str, np.ndarray] = {}
+        for number, waiting in enumerate(self._waiting):
+            batch = waiting.result()
+            arrays[f"{number} place"] = np.array([batch.first, batch.num_prompts], np.int64)
+            rollouts = batch.read
+            arrays |= {f"{number} {name}": getattr(rollouts, name) for name in _ARRAYS}
+            arrays |= {f"{number} by_name {name}": array for name, array in rollouts.by_name.items()}
+        file = io.BytesIO()
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+        return base64.b64encode(file.getvalue()).decode()
+
+    def __enter__(self) -> BatchesAhead:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_closed = True
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _read(saved: str) -> list[tuple[int, int, Rollouts]]:
+    """Returns first prompt, groups and responses of the batches in a text of `BatchesAhead.saved`."""
+    found = []
+    with np.load(io.BytesIO(base64.b64decode(saved)), allow_pickle=False) as arrays:
+        number = 0
+        while f"{number} place" in arrays:
+            own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
+            by_name = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
+            first, num_prompts = arrays[f"{number} place"].tolist()
+            found.append((first, num_prompts, Rollouts._make([*own, by_name])))
+            number += 1
+    return found
+
+
+def _done(batch: CollectedBatch) -> Future[CollectedBatch]:
+    done: Future[CollectedBatch] = Future()
+    done.set_result(batch)
+    return done

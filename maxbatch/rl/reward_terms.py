@@ -1,0 +1,61 @@
+"""The key `reward`: functions and their weights."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from maxbatch.config.values import shown
+from maxbatch.system.errors import ConfigError
+
+
+class RewardTerm(NamedTuple):
+    """One function of the key `reward`."""
+
+    spec: str  # its name in the key
+    name: str  # its name in metrics
+    weight: float  # the factor on its score
+
+
+def parse_rewards(text: str) -> list[RewardTerm]:
+    """Returns the terms of the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
+
+    A weight that is left out is 1; weights are not normalised. Metrics name a function by its own name, or by its
+    whole term if two have the same.
+
+    Raises:
+      ConfigError: the text is not of this form, or names a function twice.
+    """
+    weights: dict[str, float] = {}
+    for item in text.split(";"):
+        spec, weight = _parse_term(text, item)
+        if spec in weights:
+            raise reward_error(text, f"{shown(spec)} occurs twice; give it once, with one weight")
+        weights[spec] = weight
+    names = [spec.rpartition(":")[2] for spec in weights]
+    return [
+        RewardTerm(spec, name if names.count(name) == 1 else spec, weight)
+        for (spec, weight), name in zip(weights.items(), names, strict=True)
+    ]
+
+
+def _parse_term(text: str, item: str) -> tuple[str, float]:
+    spec, comma, weight = (part.strip() for part in item.rpartition(","))
+    if not comma:
+        spec, weight = weight, "1"
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        works = "works: reward=maxbatch.rl.arithmetic:is_right"
+        raise reward_error(text, f"{shown(item)!r} is not module:function or FILE.py:function; {works}")
+    try:
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise reward_error(text, f"the weight {shown(weight)!r} is no finite number; works: {shown(spec)},1")
+    return spec, number
+
+
+def reward_error(reward: str, problem: object) -> ConfigError:
+    """Returns the error of a value of `reward`."""
+    return ConfigError(f"reward={shown(repr(reward))}: {problem}")
