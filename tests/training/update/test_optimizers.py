@@ -156,6 +156,27 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
     assert embedding.max() / embedding.min() > 4
 
 
+@pytest.mark.parametrize("opt_type", ["muon", "adafactor"])
+def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None:
+    sizes = {"gate": (128, 136), "up": (128, 136), "down": (136, 128)}
+
+    def numbers(seed: int) -> tuple[Any, Any]:
+        """The matrices of 2 layers of 3 experts, stacked and each by itself."""
+        rng = np.random.default_rng(seed)
+        stacked = {name: rng.normal(size=(2, 3, *shape)).astype(np.float32) for name, shape in sizes.items()}
+        places = [(layer, expert) for layer in range(2) for expert in range(3)]
+        separate = {f"{place}": {name: array[place] for name, array in stacked.items()} for place in places}
+        return {"layers": {"experts": {f"expert_{name}": array for name, array in stacked.items()}}}, separate
+
+    (stacked, separate), *gradients = (numbers(seed) for seed in range(3))
+    moved = after_two_updates((opt_type,), stacked, [both[0] for both in gradients])["layers"]["experts"]
+    expected = after_two_updates((opt_type,), separate, [both[1] for both in gradients])
+    for place, matrices in expected.items():
+        layer, expert = int(place[1]), int(place[4])
+        for name, matrix in matrices.items():
+            np.testing.assert_allclose(moved[f"expert_{name}"][layer, expert], matrix, atol=2e-6)
+
+
 def test_bfloat16_parameters_keep_their_dtype() -> None:
     for opt_type in ALL:
         opt = (opt_type, "weight_dtype=bfloat16")
