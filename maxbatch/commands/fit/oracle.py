@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
-from maxbatch.config.matrices import MATRICES, parameters
+from maxbatch.config.matrices import MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
@@ -142,7 +142,8 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     sizes = dict.fromkeys(REMAT_TENSORS, 0) | {
         row.kept: outputs[row.kept] * (model.num_experts_per_tok if row.per_expert else 1) for row in rows
     }
-    products = sum(sizes.values()) + model.base_mlp_dim
+    inner = model.base_mlp_dim if model.num_experts == 1 else model.num_experts_per_tok * moe_mlp_dim(model)
+    products = sum(sizes.values()) + inner
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim
