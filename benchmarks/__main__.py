@@ -38,6 +38,7 @@ NUM_DEVICES = {
     "batch_warmup": 1,
     "finetune": 1,
     "reading": 8,
+    "experts": 1,
     "gpu": 1,  # its children see the GPU
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,7 @@ def test_every_example_is_tested() -> None:
         "own_loss",
         "own_logger",
         "audit_torch",
+        "balance_gradient",
         *AUDITED,
     }
 
@@ -63,6 +65,21 @@ def test_a_logger_of_ones_own_has_every_record() -> None:
     with Path("run.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["data_fingerprint"] for row in rows] == [m["data_fingerprint"] for m in read_metrics("run")]
+
+
+def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
+    found = example("balance_gradient").main()
+    page = (EXAMPLES.parent / "docs" / "experts.md").read_text()
+    lines = re.findall(r"^\| (.+) \| (?:each row|the batch).* \|((?: [\d.e-]+, [\d.e-]+ \|){5})$", page, re.M)
+    assert len(lines) == len(found)
+    for (name, cells), figures in zip(lines, found.values(), strict=True):
+        for cell, (length, distance) in zip(cells.split("|"), figures, strict=False):
+            assert [float(x) for x in cell.split(",")] == [
+                pytest.approx(length, rel=0.05),
+                pytest.approx(distance, rel=0.05, abs=1e-6),
+            ]
+        most = max(distance for _, distance in figures)
+        assert most <= 1e-5 if "maxbatch" in name or "seq" in name else most > 0.3
 
 
 @pytest.mark.slow

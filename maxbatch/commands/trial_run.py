@@ -24,6 +24,7 @@ from maxbatch.system.errors import EXIT_DONE, ConfigError
 _STEPS = 4
 _LENGTH, _HEAD, _WIDTH, _MLP, _VOCABULARY = 64, 16, 64, 128, 264
 _HEADS = 4
+_EXPERTS = 8
 _MOST_PARTS = 8  # microbatches of a pipeline
 _RECORDS = 200  # of the synthetic data
 # Keys of sizes, places and outputs, which say nothing about the form of a run.
@@ -87,6 +88,7 @@ def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
     layers = math.lcm(pattern, stages * int(config.num_pipeline_repeats))
     shared = int(config.base_num_query_heads) // int(config.base_num_kv_heads)
     kv_heads = {1: _HEADS, int(config.base_num_query_heads): 1}.get(shared, _HEADS // 2)
+    has_experts = int(config.num_experts) > 1
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(int(config.first_num_dense_layers), 1)
@@ -95,6 +97,9 @@ def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
         "base_num_decoder_layers": max(2, layers) + dense,
         "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
+        "num_experts": _EXPERTS if has_experts else 1,
+        "num_experts_per_tok": min(int(config.num_experts_per_tok), _EXPERTS // 2),
+        "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,
         "sliding_window_size": min(int(config.sliding_window_size), _LENGTH // 2),
         "trainable_position_size": min(int(config.trainable_position_size), _LENGTH),
         **factors,

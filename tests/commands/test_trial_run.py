@@ -24,6 +24,7 @@ FORMS = {
     "a schedule": ("batch_size_schedule=0:256 100K:512",),
     "stages": ("ici_pipeline_parallelism=4", "num_pipeline_microbatches=8", "num_pipeline_repeats=2"),
     "every axis": ("dcn_data_parallelism=-1", "ici_tensor_parallelism=4", "ici_context_parallelism=2"),
+    "experts": ("model_name=mixtral-8x7b", "ici_expert_parallelism=8"),
 }
 
 
@@ -39,6 +40,7 @@ def test_a_trial_has_the_family_of_the_model_and_none_of_its_size(preset: str) -
     assert tiny.decoder_block == config.decoder_block and tiny.decoder_block in FAMILIES
     for key in ("attention_type", "mlp_activations", "rope_type", "use_qk_norm", "attention_bias", "dtype", "opt_type"):
         assert tiny[key] == config[key], key
+    assert (tiny.num_experts > 1) == (config.num_experts > 1)
     assert model_size(ModelConfig.of(tiny)) < 1_000_000
     assert (tiny.tokenizer_type, tiny.dataset_type, num_devices) == ("byte", "synthetic", 2)
 
@@ -50,11 +52,14 @@ def test_a_trial_keeps_the_axes_and_the_form_of_the_batch(form: str) -> None:
     plan = BatchPlan.from_config(tiny, num_devices)
     assert plan.total_steps == 4 and plan.global_batch_size_to_train_on <= 64
     assert len(plan.stages) == (2 if form in ("a ramp", "a schedule") else 1)
-    assert (plan.gradient_accumulation_steps > 1) == (form not in ("a constant batch", "stages", "every axis"))
+    assert (plan.gradient_accumulation_steps > 1) == (
+        form in ("a batch that is stated globally", "a ramp", "a schedule")
+    )
     assert (tiny.ici_pipeline_parallelism > 1) == (form == "stages") and tiny.num_pipeline_repeats == (
         2 if form == "stages" else 1
     )
-    assert num_devices == {"stages": 4, "every axis": 16}.get(form, 2)
+    assert num_devices == {"stages": 4, "every axis": 16, "experts": 4}.get(form, 2)
+    assert (tiny.ici_expert_parallelism > 1) == (form == "experts")
 
 
 def test_no_variable_of_the_environment_reaches_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.config.huggingface import end_tokens
+from maxbatch.config.huggingface import end_tokens, keys_of_folder
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,13 @@ def test_a_damaged_generation_config_is_one_line(tmp_path: Path, content: bytes)
         ConfigError, match=r"generation_config\.json: (is not|must be a) JSON|nested more than 100 deep"
     ) as error:
         end_tokens(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_packed_weights_of_4_bits_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}'
+    )
+    with pytest.raises(ConfigError, match=r"quant_method=mxfp4: packed 4-bit weights are not read; works: ") as error:
+        keys_of_folder(tmp_path)
     assert "\n" not in str(error.value)

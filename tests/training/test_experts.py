@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
+from maxbatch import load_model
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import SAME, assert_same_run, read_metrics, tiny_config
 
@@ -105,9 +107,20 @@ def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_a_resume_elsewhere_carries_the_counts_and_the_bias(tmp_path, reference):
-    run(tmp_path, "experts and data", "load_balance_scope=global", "steps=2")
-    found = run(tmp_path, "a row at a time", "load_balance_scope=global")
+def bias_of(run_dir: Path) -> np.ndarray:
+    """Returns the routers' bias in the newest checkpoint of a run: float32[layers, experts]."""
+    leaves = jax.tree.leaves_with_path(load_model(run_dir).params)
+    return next(np.asarray(leaf) for path, leaf in leaves if "routed_bias" in jax.tree_util.keystr(path))
+
+
+def test_a_resume_elsewhere_carries_the_counts_and_the_bias_and_a_new_run_the_bias(tmp_path, reference):
+    first, other = tmp_path / "first", tmp_path / "other"
+    run(first, "experts and data", "load_balance_scope=global", "steps=2")
+    run(other, "", f"load_parameters_path={first}", "steps=1", "learning_rate=0")
+    assert np.abs(bias_of(first)).max() == np.float32(0.02), "two steps of one expert the same way"
+    steps = np.abs(bias_of(other) - bias_of(first))
+    assert np.isclose(steps, 0.01, atol=1e-6).any() and (np.isclose(steps, 0.01, atol=1e-6) | (steps == 0)).all()
+    found = run(first, "a row at a time", "load_balance_scope=global")
     assert_same_run(found, reference["global"], SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
 
 
@@ -118,7 +131,22 @@ def test_a_ramp_and_a_last_partial_batch_balance_as_one_pass_does(tmp_path):
         "steps=null",
         "global_batch_size=null",
         "load_balance_scope=global",
+        "eval_interval=1",
+        "eval_fraction=0.02",
     )
     layout = "experts over four devices"
     cut = run(tmp_path / "cut", layout, *keys)
-    assert_same_run(cut, run(tmp_path / "whole", "", *keys), SAME, ("loss", "load_balance_loss", "router_z_loss"))
+    close = ("loss", "eval_loss", "load_balance_loss", "router_z_loss")
+    assert_same_run(cut, run(tmp_path / "whole", "", *keys), SAME, close)
+
+
+def test_padded_rows_go_to_no_expert_and_a_capacity_is_counted_within_a_row(tmp_path):
+    """7 rows in 9 slots of three devices, and in 8 of four over which the experts are split, are the same update."""
+    keys = ("batch_padding=true", "global_batch_size=7", "capacity_factor=1", "steps=2")
+    config = tiny_config(*RUN, *keys, "per_device_batch_size=1", f"run_dir={tmp_path / 'three'}")
+    train(config, jax.devices()[:3])
+    three = read_metrics(tmp_path / "three")
+    four = run(tmp_path / "four", "experts over four devices", *keys)
+    assert_same_run(four, three, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+    assert {name: four[0][name] for name in FIRST[2:]} == {name: three[0][name] for name in FIRST[2:]}
+    assert 0 < three[0]["dropped_tokens"] < 7 * 16 * 2

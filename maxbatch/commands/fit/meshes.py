@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.matrices import moe_mlp_dim
+from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import Value
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 
@@ -74,7 +76,9 @@ def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
 
 
 def _divides_model(config: ConfigDict, tensor: int) -> bool:
-    return all(config[key] % tensor == 0 for key in ("base_num_query_heads", "base_num_kv_heads", "base_mlp_dim"))
+    model = ModelConfig.of(config)
+    width = model.base_mlp_dim if model.num_experts == 1 else moe_mlp_dim(model)
+    return all(size % tensor == 0 for size in (model.base_num_query_heads, model.base_num_kv_heads, width))
 
 
 def _is_fixed(config: ConfigDict, fixed: Collection[str], key: str) -> bool:

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
-from maxbatch.config.matrices import LAYERS, MATRICES, parameters
+from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing, slots_per_sample
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
@@ -144,7 +144,8 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     for row in (row for row in rows if row.path[0] == LAYERS):
         outputs = math.prod(row.shape(model)[axis] for axis in row.groups[1])
         sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
-    products = sum(sizes.values()) + model.base_mlp_dim
+    inner = model.base_mlp_dim if model.num_experts == 1 else model.num_experts_per_tok * moe_mlp_dim(model)
+    products = sum(sizes.values()) + inner
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(RematConfig.of(config))
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim

@@ -22,7 +22,9 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
 
 
-def make_optimizer(config: OptimizerConfig, settings: UpdateSettings) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool = False
+) -> optax.GradientTransformation:
     """Returns the optimizer that `opt_type` names, with one update's settings.
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
@@ -33,6 +35,7 @@ def make_optimizer(config: OptimizerConfig, settings: UpdateSettings) -> optax.G
       config: the optimizer and its constants.
       settings: of the update. They are no part of the state, so make one optimizer inside the step for its update, and
         one with any settings (`AT_REST`) for `init`.
+      has_experts: whether some matrices are stacked by layer and by expert.
 
     Returns:
       A transformation of gradients that are already averaged and clipped. Of the state, every array but counts,
@@ -44,11 +47,11 @@ def make_optimizer(config: OptimizerConfig, settings: UpdateSettings) -> optax.G
     if config.opt_type not in DIRECTIONS:
         raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
     if config.adam_b1 is None or config.adam_b2 is None:
-        direction = _with_half_lives(config, settings)
+        direction = _with_half_lives(config, settings, has_experts)
     elif config.adam_scaling == "sde":
         direction = _adam_by_sde(config, config.adam_b1, config.adam_b2, settings.batch_ratio)
     else:
-        direction = DIRECTIONS[config.opt_type](config, config.adam_b1, config.adam_b2)
+        direction = _direction(config, config.adam_b1, config.adam_b2, has_experts)
     decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     return _with_standard_promotion(
         optax.chain(
@@ -69,7 +72,9 @@ class HalvedState(NamedTuple):
     direction: optax.OptState
 
 
-def _with_half_lives(config: OptimizerConfig, settings: UpdateSettings) -> optax.GradientTransformation:
+def _with_half_lives(
+    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool
+) -> optax.GradientTransformation:
     """Makes a direction whose moments halve in the stated tokens, whatever the batch of an update.
 
     The correction of the moments' bias goes by the product of the decays that were applied. Reference for half-lives
@@ -79,11 +84,12 @@ def _with_half_lives(config: OptimizerConfig, settings: UpdateSettings) -> optax
     b1, b2 = jnp.exp2(-halvings)
 
     def init(parameters: Tree) -> HalvedState:
-        return HalvedState(jnp.zeros(2, jnp.float32), _directed(config, b1, b2, halvings, halvings).init(parameters))
+        direction = _directed(config, b1, b2, halvings, halvings, has_experts)
+        return HalvedState(jnp.zeros(2, jnp.float32), direction.init(parameters))
 
     def update(gradients: Tree, state: HalvedState, parameters: Tree = None) -> tuple[Tree, HalvedState]:
         total = state.halvings + halvings
-        direction = _directed(config, b1, b2, halvings, total)
+        direction = _directed(config, b1, b2, halvings, total, has_experts)
         updates, after = direction.update(gradients, state.direction, parameters)
         return updates, HalvedState(total, optax.tree.cast_like(after, state.direction))
 
@@ -91,12 +97,12 @@ def _with_half_lives(config: OptimizerConfig, settings: UpdateSettings) -> optax
 
 
 def _directed(
-    config: OptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array
+    config: OptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array, has_experts: bool
 ) -> optax.GradientTransformation:
     """Returns `opt_type`'s direction for one update, `halvings` of the moments long, `total` with those before it."""
     if config.opt_type == "adamw":
         return _adam_after(config, halvings, total)
-    direction = DIRECTIONS[config.opt_type](config, b1, b2)
+    direction = _direction(config, b1, b2, has_experts)
     if config.opt_type != "muon":
         return direction
 
@@ -174,7 +180,7 @@ def _lion(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.Arra
 
 
 def _adafactor(
-    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool = False
 ) -> optax.GradientTransformation:
     """Makes Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) as in Zhai et al. 2021.
 
@@ -193,7 +199,10 @@ def _adafactor(
         optax.identity() if config.adam_b1 == 0 else momentum,
     )
     by_layer = _one_by_one(one_layer)
-    return optax.partition({0: one_layer, 1: by_layer, 2: _one_by_one(by_layer)}, _num_stacked)
+    groups = {False: one_layer, True: by_layer}  # names that checkpoints hold
+    if not has_experts:
+        return optax.partition(groups, lambda parameters: jax.tree.map(bool, _num_stacked(parameters)))
+    return optax.partition({**groups, 2: _one_by_one(by_layer)}, _num_stacked)
 
 
 def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
@@ -223,6 +232,14 @@ def _sgd(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.Array
 DIRECTIONS: dict[
     str, Callable[[OptimizerConfig, jax.typing.ArrayLike, jax.typing.ArrayLike], optax.GradientTransformation]
 ] = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}
+
+
+def _direction(
+    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool
+) -> optax.GradientTransformation:
+    if config.opt_type == "adafactor":  # the only one whose state depends on it
+        return _adafactor(config, b1, b2, has_experts)
+    return DIRECTIONS[config.opt_type](config, b1, b2)
 
 
 def _names(path: KeyPath) -> list[object]:

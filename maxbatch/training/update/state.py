@@ -139,8 +139,8 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
-    optimizer = make_optimizer(config.optimizer, AT_REST)
     balance = None if make_model else Balance.of(config)
+    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None)
     stepped, stepped_shardings = learned(params, balance), learned(shardings, balance)
     opt_state = jax.eval_shape(optimizer.init, stepped)
     whole = NamedSharding(mesh, P())
@@ -228,7 +228,8 @@ def _started(config: UpdateConfig, model: State, seed: jax.Array, balance: Balan
 
 
 def _first_opt_state(config: UpdateConfig, balance: Balance | None, params: State) -> optax.OptState:
-    opt_state = make_optimizer(config.optimizer, AT_REST).init(learned(params, balance))
+    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None)
+    opt_state = optimizer.init(learned(params, balance))
     return BalancedState(opt_state, balance.no_counts()) if balance else opt_state
 
 

@@ -129,7 +129,7 @@ def update(
             shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = optax.tree.cast_like(gradient, params)
-        optimizer = make_optimizer(config, settings)
+        optimizer = make_optimizer(config, settings, balance is not None)
         before = opt_state.optimizer if balance else opt_state
         updates, opt_state = optimizer.update(gradient, before, params)
         params = with_learned(state.params, optax.apply_updates(params, updates), balance)

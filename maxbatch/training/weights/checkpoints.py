@@ -2,8 +2,8 @@
 
 A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
 `position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task whose batches ahead are under way adds `ahead`
-(JSON). It commits whole or not at all. A damaged one is set aside and the one before is taken; one that the system does not let
-be read ends the run.
+(JSON). A checkpoint commits whole or not at all. A damaged one is set aside and the one before is taken; one that the
+system does not let be read ends the run.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from flax import nnx
 
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.balance import Balance
 from maxbatch.training.update.state import abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
@@ -42,8 +43,9 @@ class Stepper:
         """Takes one update; returns its metrics."""
         cut = (rows[name].reshape(self._micro_batches, -1, rows[name].shape[1]) for name in
                ("tokens", "segments", "weights"))  # fmt: skip
-        numbers = jnp.int32(self._micro_batches), jnp.float32(rate), jnp.float32(1)
-        self.state, metrics = self._step(self.state, Batch(*map(jnp.asarray, cut)), *numbers)
+        settings = jax.tree.map(jnp.float32, UpdateSettings(rate))
+        batch = Batch(*map(jnp.asarray, cut))
+        self.state, metrics = self._step(self.state, batch, jnp.int32(self._micro_batches), settings)
         return jax.device_get(metrics)
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -98,6 +100,20 @@ def test_one_step_of_the_bias_follows_the_counts_of_the_whole_batch_and_a_skippe
     assert (counts.sum(axis=1) == 2 * np.count_nonzero(rows["segments"])).all()
     bias = next(value for name, value in stepper.parameters().items() if "routed_bias" in name)
     np.testing.assert_array_equal(bias, 0.25 * np.sign(counts.mean(axis=1, keepdims=True) - counts))
+
+    def without(places: slice) -> dict[str, np.ndarray]:
+        weights = rows["weights"].copy()
+        weights[:, places] = 0
+        return rows | {"weights": weights}
+
+    before = stepper.parameters()
+    assert stepper(without(slice(None)), rate=1e-3).weight == 0, "there is nothing to learn"
+    unchanged = stepper.parameters()
+    assert all((unchanged[name] == value).all() for name, value in before.items())
+    np.testing.assert_array_equal(stepper.state.opt_state.last_counts_NxE, counts)
+    stepper(without(slice(4, None)), rate=0.0)  # tokens are counted whatever their weight in the loss
+    counts = np.asarray(stepper.state.opt_state.last_counts_NxE)
+    assert (counts.sum(axis=1) == 2 * np.count_nonzero(rows["segments"])).all()
 
 
 def test_the_sign_of_a_step_is_exact_where_the_mean_is_no_whole_number():

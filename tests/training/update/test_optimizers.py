@@ -48,17 +48,21 @@ def random_like(tree: Any, seed: int) -> Any:
     return jax.tree.unflatten(treedef, noise)
 
 
+def has_experts(parameters: Any) -> bool:
+    return any("expert_" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(parameters))
+
+
 @partial(jax.jit, static_argnums=0)
 def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
     config = optimizer_config(*opt)
-    updates, state = make_optimizer(OptimizerConfig.of(config), UpdateSettings(learning_rate)).update(
-        gradient, state, parameters
-    )
+    optimizer = make_optimizer(OptimizerConfig.of(config), UpdateSettings(learning_rate), has_experts(parameters))
+    updates, state = optimizer.update(gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    state = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), AT_REST).init(parameters)
+    config = OptimizerConfig.of(optimizer_config(*opt))
+    state = make_optimizer(config, AT_REST, has_experts(parameters)).init(parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
     return parameters
@@ -154,6 +158,35 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
         assert values.max() / values.min() < 4, name
     embedding = np.linalg.svd(updates["embedding"], compute_uv=False)
     assert embedding.max() / embedding.min() > 4
+
+
+@pytest.mark.parametrize("opt_type", ["muon", "adafactor"])
+def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None:
+    sizes = {"gate": (128, 136), "up": (128, 136), "down": (136, 128)}
+
+    def numbers(seed: int) -> tuple[Any, Any]:
+        """The matrices of 2 layers of 3 experts, stacked and each by itself."""
+        rng = np.random.default_rng(seed)
+        stacked = {name: rng.normal(size=(2, 3, *shape)).astype(np.float32) for name, shape in sizes.items()}
+        places = [(layer, expert) for layer in range(2) for expert in range(3)]
+        separate = {f"{place}": {name: array[place] for name, array in stacked.items()} for place in places}
+        return {"layers": {"experts": {f"expert_{name}": array for name, array in stacked.items()}}}, separate
+
+    (stacked, separate), *gradients = (numbers(seed) for seed in range(3))
+    moved = after_two_updates((opt_type,), stacked, [both[0] for both in gradients])["layers"]["experts"]
+    expected = after_two_updates((opt_type,), separate, [both[1] for both in gradients])
+    for place, matrices in expected.items():
+        layer, expert = int(place[1]), int(place[4])
+        for name, matrix in matrices.items():
+            np.testing.assert_allclose(moved[f"expert_{name}"][layer, expert], matrix, atol=2e-6)
+
+
+def test_a_model_without_experts_has_no_state_for_them() -> None:
+    """Its checkpoints are those of before there were any."""
+    config, value = OptimizerConfig.of(optimizer_config("adafactor")), np.ones((2, 3, 128, 128), np.float32)
+    for parameters in ({"layers": {"up": value[0]}}, {"layers": {"expert_up": value}}):  # a user's may have such a name
+        state = jax.eval_shape(make_optimizer(config, AT_REST).init, parameters)
+        assert set(state[0].inner_states) == {False, True}
 
 
 def test_bfloat16_parameters_keep_their_dtype() -> None:
