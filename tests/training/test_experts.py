@@ -116,7 +116,7 @@ def bias_of(run_dir: Path) -> np.ndarray:
 def test_a_resume_elsewhere_carries_the_counts_and_the_bias_and_a_new_run_the_bias(tmp_path, reference):
     first, other = tmp_path / "first", tmp_path / "other"
     run(first, "experts and data", "load_balance_scope=global", "steps=2")
-    run(other, "", f"load_parameters_path={first}", "steps=1", "learning_rate=0")
+    run(other, "", f"load_parameters_path={first}", "steps=1")
     assert np.abs(bias_of(first)).max() == np.float32(0.02), "two steps of one expert the same way"
     steps = np.abs(bias_of(other) - bias_of(first))
     assert np.isclose(steps, 0.01, atol=1e-6).any() and (np.isclose(steps, 0.01, atol=1e-6) | (steps == 0)).all()

@@ -199,10 +199,11 @@ def _adafactor(
         optax.identity() if config.adam_b1 == 0 else momentum,
     )
     by_layer = _one_by_one(one_layer)
-    groups = {False: one_layer, True: by_layer}  # names that checkpoints hold
+    groups: dict[int, optax.GradientTransformation] = {False: one_layer, True: by_layer}  # names that checkpoints hold
     if not has_experts:
         return optax.partition(groups, lambda parameters: jax.tree.map(bool, _num_stacked(parameters)))
-    return optax.partition({**groups, 2: _one_by_one(by_layer)}, _num_stacked)
+    groups[2] = _one_by_one(by_layer)
+    return optax.partition(groups, _num_stacked)
 
 
 def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:

@@ -219,5 +219,21 @@ def test_a_target_that_is_no_matrix_is_named(base: Path) -> None:
         Adapters.from_config(AdapterConfig.of(config)).targets(abstract_model(DecoderConfig.of(config))[1])
 
 
+def test_experts_have_no_adapters() -> None:
+    keys = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true")
+    model = abstract_model(DecoderConfig.of(tiny_config(*keys)))[1]
+
+    def targets(names: str) -> set[str]:
+        config = tiny_config("load_parameters_path=model", "lora_rank=2", f"lora_targets={names}")
+        adapters = Adapters.from_config(AdapterConfig.of(config))
+        assert adapters is not None
+        return {target.path[-1] for target in adapters.targets(model)}
+
+    assert targets("all") == {"query", "key", "value", "out"}
+    for name in ("expert_up", "router"):
+        with pytest.raises(ConfigError, match=f"lora_targets: {name} is of experts, which have no adapters; works: "):
+            targets(name)
+
+
 def test_adapters_need_a_model() -> None:
     assert "load_parameters_path names the model" in error_of(overrides=("lora_rank=4",))
