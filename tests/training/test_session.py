@@ -145,7 +145,7 @@ def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
 def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Path) -> None:
     train(tiny_config("steps=1", f"run_dir={tmp_path}"), ONE)
     train(tiny_config("steps=2", "per_device_batch_size=4", f"run_dir={tmp_path}"), jax.devices()[:4])
-    mesh = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "pipeline": 1}
+    mesh = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "context": 1, "pipeline": 1}
     assert read_devices(tmp_path) == [
         DevicesUsed(1, "cpu", 1, 1, 1, mesh), DevicesUsed(2, "cpu", 4, 1, 1, mesh | {"fsdp": 4})
     ]  # fmt: skip
