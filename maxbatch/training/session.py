@@ -312,6 +312,7 @@ class Session(Generic[B]):
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(Part.UPDATES_LOST):  # kept once they are recorded
                 self.train(feed, recorder, profiler)
+            self._clock.record(self.position.step)
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(Part.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
