@@ -204,9 +204,8 @@ class PolicyTraining:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
         planned = self._as_collected(batch.planned, collected, part)
-        if (
-            planned.num_rows != batch.planned.num_rows or not planned.num_rows
-        ):  # an update without pairs changes nothing
+        if planned.num_rows != batch.planned.num_rows or not planned.num_rows:
+            # One without pairs changes nothing, but its decays must be finite.
             settings = self._settings.at(batch.planned.first_sample, planned.num_rows or None)
         state, metrics = self._learner.step(state, settings)
         jax.block_until_ready(metrics)
