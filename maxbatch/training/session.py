@@ -153,12 +153,9 @@ class Session(Generic[B]):
         with self._clock.during(Part.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
             self._local = self._open_local_checkpoints()
-        if (
-            self._local
-            and self._local.states
-            and (newest is None or self._local.states[0].step >= newest.position.step)
-        ):
-            newest = self._local.states[0].record
+        local = self._local.states[0].record if self._local and self._local.states else None
+        if local and (newest is None or local.position.step >= newest.position.step):
+            newest = local
         hosts = newest.hosts if newest else ()
         self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
@@ -212,13 +209,13 @@ class Session(Generic[B]):
         if not self.checkpoints:
             return None
         abstract, make = self.task.abstract, self.task.executable
-        for state in self._local.states if self._local else ():
-            if newer := self.checkpoints.restore(abstract, make, after=state.step):
-                return newer
-            assert self._local is not None
-            if restored := self._local.restore(state, abstract, make):
-                self._restored_from = "local checkpoints"
-                return restored
+        if self._local:
+            for state in self._local.states:
+                if newer := self.checkpoints.restore(abstract, make, after=state.step):
+                    return newer
+                if restored := self._local.restore(state, abstract, make):
+                    self._restored_from = "local checkpoints"
+                    return restored
         return self.checkpoints.restore(abstract, make)
 
     def _stand_at(self, position: Position, *hosts: int) -> None:

@@ -20,9 +20,10 @@ from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
 
 pytestmark = pytest.mark.processes
 
+# Of widths that 2, 3 and 4 hosts divide: each of them holds a part of every matrix.
 KEYS = (
-    *TINY_RUN, "steps=24", "global_batch_size=8", "per_device_batch_size=2", "checkpoint_period=1000",
-    "local_checkpoint_period=3",
+    *TINY_RUN, "base_emb_dim=48", "base_mlp_dim=96", "steps=24", "global_batch_size=8", "per_device_batch_size=2",
+    "checkpoint_period=1000", "local_checkpoint_period=3",
 )  # fmt: skip
 # Runs in every Python process of a test: gives each host a home, that is a disk, of its own.
 SITECUSTOMIZE = """

@@ -176,8 +176,7 @@ class LocalCheckpoints:
                         "checksums; other copies are used where there are any"
                     )
         for host, names in enumerate(sent):
-            received = _sent(host, sorted(names), state.forms, blocks)
-            blocks |= {name: block for name, block in received if name in wanted[here]}
+            blocks |= _sent(host, sorted(names), state.forms, blocks, wanted[here])
         by_array: dict[int, list[tuple[Spans, np.ndarray]]] = defaultdict(list)
         for name, block in blocks.items():
             array, spans = block_of(name)
@@ -397,9 +396,9 @@ def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
 
 
 def _sent(
-    host: int, names: list[str], forms: tuple[ArrayForm, ...], blocks: Mapping[str, np.ndarray]
-) -> list[tuple[str, np.ndarray]]:
-    """Returns the blocks that one host sends; all hosts call it.
+    host: int, names: list[str], forms: tuple[ArrayForm, ...], blocks: Mapping[str, np.ndarray], wanted: set[str]
+) -> dict[str, np.ndarray]:
+    """Returns those blocks that one host sends and this one wants; all hosts call it.
 
     They go through the devices, as pieces of one size, so that a single program sends them all.
     """
@@ -412,11 +411,12 @@ def _sent(
     for first in range(0, len(content), piece or 1):
         words = content[first : first + piece].view(np.uint32)
         words[:] = multihost_utils.broadcast_one_to_all(words, is_source=host == jax.process_index())
-    received, end = [], 0
+    received, end = {}, 0
     for name, size in zip(names, sizes, strict=True):
-        array, spans = block_of(name)
-        block = content[end : end + size].copy().view(np.dtype(forms[array].dtype)).reshape(sides(spans))
-        received.append((name, block))
+        if name in wanted:
+            array, spans = block_of(name)
+            block = content[end : end + size].copy().view(np.dtype(forms[array].dtype))
+            received[name] = block.reshape(sides(spans))
         end += size
     return received
 
