@@ -143,9 +143,10 @@ def test_presets_hold_model_keys_and_the_large_ones_compute_in_bfloat16(preset: 
     default, config = load_config(), load_config(overrides=[f"model_name={preset}"])
     differing = {name for name in keys() if config[name] != default[name]} - {"model_name"}
     model = {*names_fixing(Fixes.MODEL)} - {"opt_type", "init_weights_seed"}
-    model |= {"load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight"}  # published with the model
+    # Published with the model.
+    model |= {"load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight", "routed_bias_update_rate"}
     assert differing <= model | {"max_target_length", "dtype", "remat_policy", "scan_layers", "learning_rate"}
-    if preset not in ("tiny", "tiny-moe", "small"):
+    if preset not in ("tiny", "tiny-moe", "tiny-deepseek", "small"):
         assert (config.dtype, config.weight_dtype, config.scan_layers) == ("bfloat16", "float32", True)
         assert "dtype: bfloat16" in text and "weight_dtype: float32" in text
 

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "batch-size.md"
 # Names of functions and of what a command prints, which nobody can set.
 NOT_SETTINGS = {
     "all_reduce", "reduce_mean", "compute_average_loss", "experimental_distribute_dataset", "argument_bytes",
-    "temp_bytes",
+    "temp_bytes", "aux_loss", "seq_aux_loss", "global_aux_loss",
 }  # fmt: skip
 GENERAL = """
 num_replicas: --devices | num_replicas_in_sync: --devices | global_batch: global_batch_size

@@ -65,8 +65,3 @@ def test_a_ramp_of_which_an_earlier_stage_is_padded_shows_it_and_no_words_of_oth
 def test_without_the_key_the_refusal_names_it_and_the_nearest_batch() -> None:
     with pytest.raises(ConfigError, match=r"batch_padding=true.*works: global_batch_size=15"):
         BatchPlan.from_config(load_config(overrides=["global_batch_size=16"]), num_devices=3)
-
-
-def test_a_batch_of_prompts_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"batch_padding=true.*works: batch_padding=false"):
-        padded("batch_size=8", "num_generations=2", "max_prefill_predict_length=16", devices=1)

@@ -186,4 +186,4 @@ def test_a_line_of_too_many_values_is_a_bad_record(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x", "more": [' + b"[]," * 6_000_000 + b"0]}\n")
     config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={tmp_path}/a.jsonl"])
     with pytest.raises(ConfigError, match="line 1: holds more than 5,000,000 values"):
-        list(DocumentSource.from_config(config).documents())
+        list(DocumentSource.from_config(DataConfig.of(config)).documents())
