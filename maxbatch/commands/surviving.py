@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def survivors(
     """
     found = []
     for left in smaller_machines(machine, survive):
-        row = survival_row(config, left, samples_per_epoch)
+        row = survival_row(PlanConfig.of(config), left, samples_per_epoch)
         # Part of a slice is no machine that a compiler knows.
         has_program = topology and row.refusal is None and (machine.num_slices > 1 or left == machine)
         found.append(SurvivingMachine(row, _figures(config, topology, left.num_slices) if has_program else None))

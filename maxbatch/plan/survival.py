@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import check_divides
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 
 
@@ -67,7 +66,7 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     return [machine.without(lost) for lost in range(survive + 1)]
 
 
-def survival_row(config: ConfigDict, machine: Machine, samples_per_epoch: int | None) -> SurvivalRow:
+def survival_row(config: PlanConfig, machine: Machine, samples_per_epoch: int | None) -> SurvivalRow:
     """Returns the batch of a run on a machine, or why it is refused there."""
     place = (machine.num_slices, machine.num_hosts, machine.num_devices)
     try:
