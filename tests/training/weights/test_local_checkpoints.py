@@ -218,6 +218,30 @@ def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkey
     }
 
 
+def test_blocks_of_any_type_reach_other_hosts_bit_by_bit_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_checkpoints, "_MOST_SENT", 16)
+    blocks = {
+        "0:2-4,0-3": np.array([[1.5, -0.0, np.nan], [2, 3, 4]], jax.numpy.bfloat16),
+        "1:": np.array(7, np.int32),
+        "2:0-5": np.array([True, False, True, True, False]),
+    }
+    forms = tuple(
+        shard_files.ArrayForm(name, shape, str(blocks[key].dtype))
+        for (name, shape), key in zip([("a", (4, 3)), ("b", ()), ("c", (5,))], blocks, strict=True)
+    )
+    sent = local_checkpoints._sent(0, list(blocks), forms, blocks, set(blocks))
+    assert {name: (x.shape, x.dtype, x.tobytes()) for name, x in sent.items()} == {
+        name: (x.shape, x.dtype, x.tobytes()) for name, x in blocks.items()
+    }
+    assert local_checkpoints._sent(0, list(blocks), forms, blocks, {"1:"}).keys() == {"1:"}
+    assert local_checkpoints._sent(0, [], forms, {}, set()) == {}
+
+
+def test_a_block_is_sent_by_one_host_that_has_it_to_those_that_need_and_lack_it() -> None:
+    wanted, held = [{"0:0-2"}, {"0:2-4", "0:0-2"}, {"0:2-4"}], [{"0:0-2"}, {"0:0-2"}, {"0:2-4"}]
+    assert local_checkpoints._senders(wanted, held) == [set(), set(), {"0:2-4"}]
+
+
 def test_with_several_slices_the_second_copy_is_in_another_one() -> None:
     devices = [SimpleNamespace(process_index=host, slice_index=host // 2) for host in range(4) for _ in range(2)]
     places = local_checkpoints._next_places(SimpleNamespace(mesh=SimpleNamespace(devices=np.array(devices))))
