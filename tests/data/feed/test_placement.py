@@ -21,7 +21,7 @@ def placement_of(expansion: int = 1, loads: list[bool] | None = None, *overrides
 
 
 def flat(batch: Batch) -> dict[str, np.ndarray]:
-    arrays = zip(("tokens", "segments", "weights"), batch, strict=True)
+    arrays = zip(("tokens", "segments", "weights"), batch[:3], strict=True)
     return {name: np.asarray(array).reshape(-1, LENGTH) for name, array in arrays}
 
 
