@@ -97,7 +97,6 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "grain_prefetch_buffer_size", "data_cache_dir",
         "use_sft", "sft_format", "sft_train_on_completion_only", "overlong",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "local_checkpoint_directory",
-        "heartbeat_timeout_s",
         "local_checkpoint_period", "eval_interval", "eval_steps",
         "eval_samples", "early_stopping_patience", "log_to", "log_period", "profile_steps", "generate_prompt",
         "peak_tflops_per_device", "compilation_cache_dir", "heartbeat_timeout_s",
