@@ -36,7 +36,7 @@ WALLS = {
 # The functions of these rooms that take the whole config: the public Python API, and what opens a session.
 WHOLE_CONFIG = {
     "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
-             "RampupBatchManager.from_state", "render_plan", "survival_row"},
+             "RampupBatchManager.from_state", "render_plan"},
     "parallel": {"make_mesh", "mesh_shape"},
     "model": set(),
     "data": {"open_stream"},

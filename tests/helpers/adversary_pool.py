@@ -95,7 +95,8 @@ def without_long_work() -> Iterator[None]:
         for place in (
             "maxbatch.training.session.Session.run", "maxbatch.runs.supervisor.Supervisor.train",
             "maxbatch.commands.simulation.run_hosts", "maxbatch.commands.report.command._watch",
-            "maxbatch.commands.compile._compile", "maxbatch.commands.fit.oracle.CompilerOracle.ask",
+            "maxbatch.commands.compile.compile_one", "maxbatch.commands.compiling.compile_one",
+            "maxbatch.commands.fit.oracle.CompilerOracle.ask",
         ):  # fmt: skip
             stack.enter_context(mock.patch(place, worked))
         yield
