@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import maxbatch
+from tests.helpers.batch_page import rows_of
 from tests.helpers.tiny import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -80,6 +81,10 @@ def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
             ]
         most = max(distance for _, distance in figures)
         assert most <= 1e-5 if "maxbatch" in name or "seq" in name else most > 0.3
+    formulas = {"balance-beside-a-sum": "MaxText", "balance-of-rows": "seq_aux_loss", "balance-of-passes": "torchtitan",
+                "balance-so-far": "global_aux_loss"}  # fmt: skip
+    assert formulas.keys() == rows_of("Balance losses of experts").keys()
+    assert all(sum(formula in name for name in found) == 1 for formula in formulas.values())
 
 
 @pytest.mark.slow

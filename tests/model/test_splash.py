@@ -135,7 +135,8 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
 
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
     config = tiny_config("attention=splash", "max_target_length=256")
-    attention = nnx.eval_shape(lambda: Attention(DecoderConfig.of(config), rngs=nnx.Rngs(0), constrain=unconstrained))
+    keys = DecoderConfig.of(config)
+    attention = nnx.eval_shape(lambda: Attention(keys, "layers.attention", rngs=nnx.Rngs(0), constrain=unconstrained))
     assert attention.implementation == "dot_product"
 
 

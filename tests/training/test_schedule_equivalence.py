@@ -18,7 +18,8 @@ W, G = 4, 3  # replicas, passes per update
 
 
 def test_no_table_of_the_page_has_a_row_without_a_check() -> None:
-    sections = ("The count", "The gradient", "The optimizer", "The schedule")
+    of_example = "Balance losses of experts"  # tests/test_examples.py checks these
+    sections = ("The count", "The gradient", of_example, "The optimizer", "The schedule")
     assert len(Checks(*sections).rows) == len(re.findall(r"\n\| `[a-z-]+` \|", PAGE))
 
 
