@@ -116,7 +116,7 @@ COMMANDS: dict[str, Command] = {
     "rl": Command(
         "maxbatch.commands.rl",
         "Train a policy with GRPO: prompts, sampled responses, rewards.",
-        "[CONFIG.yml] [key=value ...] [--simulate-devices N]",
+        "[CONFIG.yml] [key=value ...] [--simulate-devices N [--simulate-hosts H]]",
         ("maxbatch rl",
          "maxbatch rl rl.yml batch_size=64 num_generations=8 micro_batch_size=64",
          "maxbatch rl rl.yml dataset_type=jsonl dataset_path=questions.jsonl reward=rewards.py:score")),

@@ -57,9 +57,6 @@ def run(args: argparse.Namespace) -> int:
     check_dataset(config)
     if args.topology:
         config = _take_topology(config, args)
-    if config.batch_size is not None and args.hosts > 1:
-        raise ConfigError(f"--hosts {args.hosts}: must be 1 beside batch_size, since maxbatch rl runs on one host; "
-                          "works: --hosts 1")  # fmt: skip
     if config.batch_size is not None and not _may_mean_rows(args):
         from maxbatch.config.sections import RLConfig
         from maxbatch.rl.refusals import check_policy

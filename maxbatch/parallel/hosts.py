@@ -29,6 +29,7 @@ _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|he
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _sequence = count()
+_gathered: list[str] = []  # the key of this host's last gathered value, which the others may still read
 
 
 def join(heartbeat_timeout_s: int) -> None:
@@ -144,7 +145,12 @@ def gather(value: T) -> list[T]:
     key, store = f"maxbatch/{next(_sequence)}", _store()
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     keys = [f"{key}/{host}" for host in range(jax.process_count())]
-    return [json.loads(store.blocking_key_value_get(key, _LONGEST_WAIT_MS)) for key in keys]
+    values = [json.loads(store.blocking_key_value_get(key, _LONGEST_WAIT_MS)) for key in keys]
+    # Every host has written this value, so every host has read the one that was gathered before.
+    if _gathered:
+        store.key_value_delete(_gathered.pop())
+    _gathered.append(f"{key}/{jax.process_index()}")
+    return values
 
 
 def _store() -> Any:

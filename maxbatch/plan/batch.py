@@ -167,7 +167,7 @@ class BatchPlan:
         check_model_fits(config, meshes.sampling)
         check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
-        rl = RLBatch.if_stated(config, meshes, unit)
+        rl = RLBatch.if_stated(config, meshes, unit, num_hosts)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None

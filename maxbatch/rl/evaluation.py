@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
+from maxbatch.parallel.hosts import broadcast, is_first
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
@@ -24,6 +25,7 @@ from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.training.record.board import Board
+from maxbatch.training.task import check_same_data
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8
@@ -103,6 +105,8 @@ def open_evaluator(
     held_out = source.held_out() if config.eval_interval > 0 else None
     if held_out is None:
         return None
+    first = broadcast(lambda: held_out.identity)
+    check_same_data(f"eval_dataset_path={source.eval_dataset_path!r}", first, held_out.identity)
     assert plan.rl is not None, "the config states a batch of prompts"
     num_pairs, num_prompts = plan.eval_batch_size, held_out.num_prompts
     if config.eval_steps != -1:
@@ -122,12 +126,14 @@ class Transcripts:
     """
 
     def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
-        self._log, self._board = StepLog(folder, "transcripts.jsonl", step), board
+        self._log = StepLog(folder, "transcripts.jsonl", step) if is_first() else None
+        self._board = board
 
     def write(self, step: int, evaluation: Evaluation) -> None:
         """Adds the transcripts of an eval after `step` updates."""
         transcripts = [transcript._asdict() for transcript in evaluation.transcripts]
-        self._log.append({"step": step, "transcripts": transcripts})
+        if self._log:
+            self._log.append({"step": step, "transcripts": transcripts})
         lines = [
             f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
             for t in evaluation.transcripts
@@ -137,4 +143,5 @@ class Transcripts:
 
     def close(self) -> None:
         """Closes the file."""
-        self._log.close()
+        if self._log:
+            self._log.close()

@@ -9,7 +9,6 @@ Shapes: M pairs of a chunk, L tokens.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -82,8 +81,9 @@ class Learner:
         """
         segments_MxL = (np.arange(tokens_MxL.shape[1]) < lengths_M[:, None]).astype(np.int32)
         advantages_MxL = np.where(mask_MxL, advantages_M[:, None], np.float32(0))
-        tokens, segments, weights, old, advantages = jax.device_put(
-            (tokens_MxL, segments_MxL, mask_MxL.astype(np.float32), logprobs_MxL, advantages_MxL), self._rows
+        tokens, segments, weights, old, advantages = (
+            jax.make_array_from_callback(array.shape, self._rows, array.__getitem__)  # every host has the whole chunk
+            for array in (tokens_MxL, segments_MxL, mask_MxL.astype(np.float32), logprobs_MxL, advantages_MxL)
         )
         reference = old
         if self._reference is not None:
@@ -103,6 +103,6 @@ class Learner:
         """Takes the update of all chunks that were added."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None
-        numbers = jax.tree.map(jnp.float32, settings)
+        numbers = jax.tree.map(np.float32, settings)
         stepped: tuple[TrainState, StepMetrics] = self._step(state, sums, numbers)
         return stepped

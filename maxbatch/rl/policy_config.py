@@ -7,6 +7,8 @@ import dataclasses
 from maxbatch.config.sections import DataConfig, RLConfig
 from maxbatch.model.decoder_config import DecoderConfig
 
+WARM_START = "warm_start"  # the folder in `run_dir` of the training before the first update
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataConfig):

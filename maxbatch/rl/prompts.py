@@ -109,6 +109,11 @@ class PromptSource:
         self._dataset = _read_dataset(self._config, "dataset_path", self._text)
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
+    @property
+    def eval_dataset_path(self) -> str:
+        """The place of the held-out prompts; empty if they are a part of the others."""
+        return self._config.eval_dataset_path
+
     def train(self) -> Prompts:
         """Returns the prompts to train on."""
         return self._split(self._dataset, self._part(held_out=False), trains=True)

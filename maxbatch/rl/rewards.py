@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,29 @@ class Scores(NamedTuple):
     failed: np.ndarray  # bool[n]: a function raised, crashed or returned no finite number
     timed_out: np.ndarray  # bool[n]: it took more than `reward_timeout_s`; such a response is not among the failed
     problem: str = ""  # the first failure or timeout, in words
+
+    def to_json(self) -> dict[str, object]:
+        """Returns them as JSON, for the other hosts."""
+        by_name = {name: values.tolist() for name, values in self.by_name.items()}
+        arrays = (self.rewards.tolist(), by_name, self.failed.tolist(), self.timed_out.tolist())
+        return dict(zip(self._fields, (*arrays, self.problem), strict=True))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> Scores:
+        """Returns the scores of several hosts, each those of `to_json`, one after the other."""
+
+        def column(found: Iterable[Sequence[float]], kind: type) -> np.ndarray:
+            return np.array(list(itertools.chain.from_iterable(found)), kind)
+
+        return cls(
+            rewards=column((part["rewards"] for part in parts), np.float32),
+            by_name={
+                name: column((part["by_name"][name] for part in parts), np.float32) for name in parts[0]["by_name"]
+            },
+            failed=column((part["failed"] for part in parts), bool),
+            timed_out=column((part["timed_out"] for part in parts), bool),
+            problem=next((part["problem"] for part in parts if part["problem"]), ""),
+        )
 
     @property
     def num_failed(self) -> int:

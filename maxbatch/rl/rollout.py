@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.rl.policy_config import RolloutConfig
@@ -50,7 +51,8 @@ class Roller:
         self._end_ids = end_tokens(config.load_parameters_path)
         self._prompt_length = config.max_prefill_predict_length
         self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
-        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length)
+        several_hosts = jax.process_count() > 1
+        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts)
 
     def take(self, params: State) -> State:
         """Returns the parameters on the devices that sample."""
@@ -101,12 +103,15 @@ class Roller:
 
 
 def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
-    """Returns the scores of the pairs of a chunk."""
-    group = len(sampled.texts) // len(sampled.prompts)
-    return rewards.submit([
-        Question(sampled.prompts[row // group].text, text, sampled.prompts[row // group].record)
-        for row, text in enumerate(sampled.texts)
-    ]).result()  # fmt: skip
+    """Returns the scores of the pairs of a chunk; each host scores its own share of the rows."""
+    group, count = len(sampled.texts) // len(sampled.prompts), len(sampled.texts)
+    begin, end = (count * host // jax.process_count() for host in (jax.process_index(), jax.process_index() + 1))
+    questions = [
+        Question(sampled.prompts[row // group].text, sampled.texts[row], sampled.prompts[row // group].record)
+        for row in range(begin, end)
+    ]
+    own = rewards.submit(questions).result()
+    return own if jax.process_count() == 1 else Scores.joined(gather(own.to_json()))
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:

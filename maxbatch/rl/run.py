@@ -15,7 +15,7 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
-from maxbatch.parallel.hosts import warn
+from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
@@ -35,11 +35,10 @@ from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
-from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, model_of
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -53,13 +52,13 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     config = with_flags(config)
-    if jax.process_count() > 1:
-        raise ConfigError("maxbatch rl: must run on one host, and this is one of several")
     devices = list(devices or jax.devices())
+    # Refuses before a file is read.
+    BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
         session = Session(context, PolicyTraining(context))
-        if not session.position.step and not context.stop.is_asked:
+        if not session.position.step and not broadcast(lambda: context.stop.is_asked):
             assert session.plan.rl is not None, "the config states a batch of prompts"
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
@@ -89,7 +88,9 @@ class PolicyTraining:
         self._timeline = context.stack.enter_context(Timeline())
         self._source = PromptSource(context.config)
         self._prompts = self._source.train()
-        self.data = TaskData(self._prompts.identity, self._prompts.num_prompts, unit="prompts")
+        identity = broadcast(lambda: self._prompts.identity)
+        check_same_data(f"dataset_path={context.config.dataset_path!r}", identity, self._prompts.identity)
+        self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
         self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
@@ -100,6 +101,7 @@ class PolicyTraining:
         return BatchPlan.from_config(
             self._config,
             len(devices),
+            jax.process_count(),
             num_slices=num_slices(devices),
             samples_per_epoch=self.data.samples_per_epoch,
             resume=resume,

@@ -12,10 +12,11 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import ModelConfig
+from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.arithmetic import worked_examples
-from maxbatch.rl.policy_config import PromptConfig
+from maxbatch.rl.policy_config import WARM_START, PromptConfig
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
@@ -23,8 +24,6 @@ from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import open_parameters, open_source
-
-FOLDER = "warm_start"
 
 
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
@@ -34,12 +33,16 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     """
     if not config.warm_start_steps:
         return None
-    folder = as_path(config.run_dir) / FOLDER
+    folder = as_path(config.run_dir) / WARM_START
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
-    if not config.warm_start_path and not as_path(documents).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
-        write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
+
+    def write_examples() -> None:
+        if not config.warm_start_path and not as_path(documents).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
+            write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
+
+    broadcast(write_examples)
     return train(_pretraining(config, batch, folder, documents), devices)
 
 
@@ -71,7 +74,7 @@ def first_parameters(context: RunContext, abstract: TrainState) -> State:
     """Returns the parameters before the first update of reinforcement learning."""
     config = context.config
     if config.warm_start_steps:
-        warm = open_source(str(as_path(config.run_dir) / FOLDER))
+        warm = open_source(str(as_path(config.run_dir) / WARM_START))
         return open_parameters(warm, ModelConfig.of(config), abstract.params)(abstract.params)
     if read := context.open_parameters(abstract.model):
         return read(abstract.params)

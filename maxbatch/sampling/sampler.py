@@ -71,6 +71,7 @@ class _Program(NamedTuple):
     graphdef: nnx.GraphDef[Decoder]
     length: int  # L
     row_shards: int  # devices that the rows are split over
+    returns_whole: bool  # every device returns all rows
     truncates: bool  # draws from the top k or the nucleus only
     pad_id: int
     rescores: bool  # reads the responses once more, as training does, for their log-probabilities
@@ -102,6 +103,7 @@ class Sampler:
       rescores: below float32 the pass over one token rounds differently from a training pass, by up to 0.05 in a
         log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
         over the responses gives the log-probabilities there.
+      returns_whole: true: every device returns all rows, so that each of several hosts can read them.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Sampler:
         *,
         prompt_length: int,
         rescores: bool = True,
+        returns_whole: bool = False,
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
@@ -123,6 +126,7 @@ class Sampler:
             graphdef=nnx.graphdef(model),
             length=length,
             row_shards=num_shards(mesh) if mesh else 1,
+            returns_whole=returns_whole,
             truncates=False,
             pad_id=tokenizer.pad_id,
             rescores=rescores and (config.dtype != "float32" or switches_rope),
@@ -293,7 +297,7 @@ def _respond(
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
         logprobs_BxL = jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0)
     # Rows that the devices do not divide are returned whole.
-    row_axis = None if more else "batch"
+    row_axis = None if more or program.returns_whole else "batch"
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
     return placed

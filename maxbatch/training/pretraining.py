@@ -22,7 +22,7 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
-from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
+from maxbatch.parallel.hosts import broadcast, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
@@ -43,7 +43,7 @@ from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_m
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
 from maxbatch.training.update.optimizers import AT_REST
 from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
@@ -129,17 +129,8 @@ class Pretraining:
             return self.stream.identity, self.stream.samples_per_epoch
 
         identity, samples_per_epoch = broadcast(facts)
-        differing = [
-            f"{key} on host {host}"
-            for host, theirs in enumerate(gather(self.stream.identity if self.stream else identity))
-            for key in sorted(identity.keys() | theirs.keys())
-            if identity.get(key) != theirs.get(key)
-        ]
-        if differing:
-            raise ConfigError(
-                f"dataset_path={self._context.config.dataset_path!r}: the hosts see different data "
-                f"({', '.join(differing[:8])} differ from host 0); give every host the same files"
-            )
+        own = self.stream.identity if self.stream else identity
+        check_same_data(f"dataset_path={self._context.config.dataset_path!r}", identity, own)
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
     def plan(self, resume: Resume) -> BatchPlan:

@@ -349,7 +349,7 @@ class Session(Generic[B]):
         recorder.restart_clock()
         for batch in feed:
             step, first_sample = batch.planned.step, batch.planned.first_sample
-            if last_end == step - 1 and self._context.stop.before(step):
+            if last_end == step - 1 and self._context.stop.before_update():
                 break
             self.folder.check()
             profiler.before(step)

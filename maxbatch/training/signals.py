@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from itertools import count
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
 from maxbatch.system.stopping import Stopping
+
+_calls = count(1)  # numbers the calls of `before_update` in this process, over all of its runs
 
 
 class StopRequest(Stopping):
@@ -35,11 +38,12 @@ class StopRequest(Stopping):
         if self._several_hosts:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def before(self, step: int) -> bool:
-        """Returns whether to stop before this update; called before each one, with the same result on all hosts."""
+    def before_update(self) -> bool:
+        """Returns whether to stop before the next update, with the same result on all hosts, which all call it."""
         if not self._several_hosts:
             return self.is_asked
-        if multihost_utils.reached_preemption_sync_point(step):
+        # The hosts agree on the call after the last one that any of them has made.
+        if multihost_utils.reached_preemption_sync_point(next(_calls)):
             self.signal_name = self.signal_name or "SIGTERM"
             return True
         return False

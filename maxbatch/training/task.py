@@ -10,10 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from maxbatch.model.flops import model_flops_per_token
+from maxbatch.parallel.hosts import gather
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.position import Position
+from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -27,6 +29,30 @@ class TaskData(NamedTuple):
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
     unit: str = "samples"  # what `samples_seen` counts
+
+
+def check_same_data(stated: str, identity: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Checks that all hosts read the data of the first one; all of them call it.
+
+    Args:
+      stated: the key of the data and its value, as a message repeats them.
+      identity: the data of the first host.
+      own: the data of this host; `identity` if another host reads them.
+
+    Raises:
+      ConfigError: the data of some hosts differ.
+    """
+    differing = [
+        f"{key} on host {host}"
+        for host, theirs in enumerate(gather(own))
+        for key in sorted(identity.keys() | theirs.keys())
+        if identity.get(key) != theirs.get(key)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{stated}: the hosts see different data ({', '.join(differing[:8])} differ from host 0); give every host "
+            "the same files"
+        )
 
 
 class TaskModel(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -120,6 +121,15 @@ def test_several_rewards_add_up_by_their_weights_as_they_are(functions: Path) ->
         "obeys": [1, 3],
         "prompt_length": [1, 1],
     }
+
+
+def test_scores_of_several_hosts_are_joined_as_if_one_had_scored_them(functions: Path) -> None:
+    terms = "functions:obeys,0.1; functions:prompt_length,3"
+    texts = ["raises", "a", "bbb", "cc", "nan"]
+    whole = score(terms, texts)
+    parts = [score(terms, part).to_json() for part in (texts[:3], [], texts[3:])]
+    joined = Scores.joined(json.loads(json.dumps(parts)))
+    assert repr(joined) == repr(whole) and whole.num_failed == 2
 
 
 def test_functions_of_one_name_are_called_by_their_whole_term() -> None:

@@ -7,10 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
 from maxbatch.cli import main
 from maxbatch.runs.position import committed_steps
+from maxbatch.training.signals import StopRequest
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
 RUN = (
@@ -48,3 +51,14 @@ def test_sigterm_while_saving_evaluating_or_sampling_leaves_a_checkpoint_that_th
     assert (f"stopped by SIGTERM at step {step}" if code else f"done: step {step}") in said
     assert ("--- a sample" in said) == (name == "generate_text")
     assert "eval_loss" in read_metrics("run")[1]
+
+
+def test_several_hosts_count_every_question_also_over_two_runs_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stop at the question after the last that any of them has asked, so no number may be passed over."""
+    asked: list[int] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda number: asked.append(number))
+    for _ in range(2):
+        with StopRequest() as stop:
+            assert not stop.before_update() and not stop.before_update()
+    assert asked == list(range(asked[0], asked[0] + 4))
