@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,12 +27,13 @@ class Board:
     """Writes the numbers of each record on the thread that records.
 
     Events of updates after `step`, which will be redone, are purged. A disk that is full, or another failed write, ends
-    the events with a call of `warn`; training continues, since `metrics.jsonl` holds the same. A failure of an object
-    store is raised.
+    the events; training continues, since `metrics.jsonl` holds the same. Once it does, a call of `warn` says so: a disk
+    that is full for everything ends the run with a line of its own. A failure of an object store is raised.
     """
 
     def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
         self._folder, self._files, self._warn = folder, 0, warn
+        self._problem: str | None = None  # why the events ended, if that is still to be said
         self._writer: EventsWriter | None = None
         self._stack = contextlib.ExitStack()
         # An object cannot grow: events go to a file here, which is copied for others to see.
@@ -47,6 +49,7 @@ class Board:
 
     def append(self, record: Record) -> None:
         """Adds the numbers of a record."""
+        self._say_what_ended()
         shown = summary.Summary()
         for name, value in numbers_of(record):
             shown.MergeFrom(summary.scalar(name, value))
@@ -82,8 +85,14 @@ class Board:
                 raise
             self._give_up(reason(error))
 
+    def _say_what_ended(self) -> None:
+        why, self._problem = self._problem, None
+        if why:
+            problem = f"TensorBoard's events cannot be written ({why})"
+            self._warn(f"{self._folder}: {problem}; the run continues without them")
+
     def _give_up(self, why: str) -> None:
-        self._warn(f"{self._folder}: TensorBoard's events cannot be written ({why}); the run continues without them")
+        self._problem = why
         writer, self._writer = self._writer, None
         with contextlib.suppress(OSError):  # there is no room for its buffer either
             if writer:
@@ -113,6 +122,8 @@ class Board:
                 self.sync()
             finally:
                 self._close_file()
+                if sys.exception() is None:
+                    self._say_what_ended()
 
     def _close_file(self) -> None:
         with self._writing():
