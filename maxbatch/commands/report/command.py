@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
+    drawn = _changed(paths)  # before they are read: a line that comes in between is news to `--watch`
     found = _read(paths)
     _page(paths, found, args.watch or 0).write(output)
     for run in (run for one in found if one.sweep is None for run in one.runs):
@@ -93,15 +94,15 @@ def run(args: argparse.Namespace) -> int:
             note(f"{run.name}: {line}")
     print(printable(str(output)), flush=True)
     if args.watch:
-        _watch(paths, output, args.watch)
+        _watch(paths, output, args.watch, drawn)
     return 0
 
 
-def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int) -> None:
-    """Rewrites the page while the runs train, until a signal."""
+def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[tuple[str, int, float]]) -> None:
+    """Rewrites the page while the runs train, until a signal; the page shows the state `drawn` already."""
     note(f"the page follows the runs and reloads itself every {seconds} s; Ctrl-C ends")
     with Stopping("after this page") as stop:
-        drawn, written = _changed(paths), time.monotonic()
+        written = time.monotonic()
         while not stop.is_asked:
             time.sleep(_POLL_S)
             if time.monotonic() - written >= seconds and (changed := _changed(paths)) != drawn:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.commands.report import command
 from maxbatch.commands.report.command import _changed, make_page
 from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
-from maxbatch.pages.page import plotly_js
+from maxbatch.pages.page import Page, plotly_js
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.run_folder import SESSIONS_FILE
@@ -161,6 +162,21 @@ def test_watch_follows_a_run_until_it_is_stopped() -> None:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert "refresh" not in page.read_text().split("</head>")[0].split("<style>")[0]
+
+
+def test_watch_draws_a_line_that_came_while_the_page_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(Path("a"), 3)
+    write, seen = Page.write, []
+
+    def write_beside_a_trainer(page: Page, path: Path) -> None:
+        write(page, path)
+        with Path("a/metrics.jsonl").open("a") as file:
+            file.write("{}")
+
+    monkeypatch.setattr(Page, "write", write_beside_a_trainer)
+    monkeypatch.setattr(command, "_watch", lambda paths, output, seconds, drawn: seen.append(drawn))
+    assert main(["report", "a", "--watch", "1"]) == 0
+    assert seen[0] != _changed([Path("a")])
 
 
 def test_watch_sees_a_run_whose_machine_has_a_clock_an_hour_behind() -> None:
