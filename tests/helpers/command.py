@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Halves the time that compiling takes; what is computed is the same. (XLA's older emitters of fusions would halve it
 # again, but with them the devices of a pipeline can wait for each other for ever.)
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 def environment() -> dict[str, str]:

@@ -3,8 +3,8 @@
     python -m tests.helpers.meshes --runs 200 --seed 1 --load 2
 
 trains a few updates on 2, 4 and 8 devices, on 1, 2 or 4 hosts, over random axes (data, fsdp, tensor, context,
-pipeline), with scanned and unrolled layers, beside processes that keep cores busy. A run that fails, or lasts longer
-than the limit, ends it with the command that did.
+pipeline, expert), dense and sparse, with scanned and unrolled layers, beside processes that keep cores busy. A run
+that fails, or lasts longer than the limit, ends it with the command that did.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pathlib import Path
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.tiny import TINY_RUN
 
-_AXES = ("data", "fsdp", "tensor", "context", "pipeline")
-_LARGEST = {"tensor": 2, "pipeline": 2}  # by the heads and the layers of the model
+_AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
+_LARGEST = {"tensor": 2, "pipeline": 2, "expert": 4}  # by the heads, the layers and the experts of the model
+_SPARSE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
 
 
 def mesh_of(num_devices: int, chance: random.Random) -> dict[str, int]:
@@ -50,7 +51,9 @@ def arguments_of(chance: random.Random) -> list[str]:
     vocabulary = [f"vocab_size={chance.choice((512, 4096))}"]
     hosts = ["--simulate-hosts", str(num_hosts)] if num_hosts > 1 else []
     stated = ["global_batch_size=32", f"per_device_batch_size={chance.choice((2, 4))}", "steps=4"]
-    return [*TINY_RUN, *axes, *pipeline, *scan, *vocabulary, *stated, "--simulate-devices", str(num_devices), *hosts]
+    sparse = _SPARSE if sizes["expert"] > 1 or chance.random() < 0.2 else ()
+    devices = ["--simulate-devices", str(num_devices), *hosts]
+    return [*TINY_RUN, *sparse, *axes, *pipeline, *scan, *vocabulary, *stated, *devices]
 
 
 @contextlib.contextmanager
