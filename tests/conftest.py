@@ -33,6 +33,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # what must be printed at once is, also without it
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # of the commands that tests start, the first compiles the package
 
 # One folder for the whole session, shared by the workers of pytest-xdist and by the commands that tests start.
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
