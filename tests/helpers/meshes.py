@@ -27,7 +27,9 @@ from tests.helpers.tiny import TINY_RUN
 
 _AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
 _LARGEST = {"tensor": 2, "pipeline": 2, "expert": 4}  # by the heads, the layers and the experts of the model
-_SPARSE = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=32")
+_SPARSE = (
+    "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=32",
+)  # fmt: skip
 
 
 def mesh_of(num_devices: int, chance: random.Random) -> dict[str, int]:
