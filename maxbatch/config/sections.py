@@ -342,7 +342,7 @@ class RLConfig(Section):
         "peak rate of the warm start; cosine", fixes=_PROGRAM, bounds=_POSITIVE, maxtext=OURS
     )
     warm_start_path: DataPaths = key(
-        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic',
+        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic or sorting',
         fixes=_PROGRAM,
         maxtext=OURS,
     )
@@ -738,10 +738,10 @@ class DataConfig(Section):
     """Data: what fixes stream[0], stream[1] and all that follow."""
 
     dataset_type: Literal[
-        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic"
+        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic", "sorting"
     ] = key(
         "python_stdlib | synthetic | text | jsonl | parquet | arrayrecord | tokens (see prepare); rl: arithmetic "
-        "| jsonl | parquet",
+        "| sorting | jsonl | parquet",
         fixes=Fixes.RECORDS,
     )
     dataset_path: DataPaths = key(

@@ -26,8 +26,8 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
-from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
+from maxbatch.rl.ready_tasks import READY_TASKS
 from maxbatch.rl.refusals import check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
@@ -204,8 +204,8 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
-    if config.dataset_type == "arithmetic":
-        return "dataset_type=arithmetic", map(record_as_json, arithmetic.records())
+    if task := READY_TASKS.get(config.dataset_type):
+        return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
     source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)
 
     def records() -> Iterator[bytes]:
