@@ -322,7 +322,9 @@ class RLConfig(Section):
         "score of a response whose reward crashed or timed out", fixes=_PROGRAM, maxtext=OURS
     )
     prompt_template: str = key(
-        "a prompt's text, from the fields of its record", fixes=_PROGRAM | Fixes.PROMPTS, maxtext=OURS
+        'text of a prompt, from the fields of its record; a field alone, "{messages}", may hold a conversation',
+        fixes=_PROGRAM | Fixes.PROMPTS,
+        maxtext=OURS,
     )
     eval_num_generations: int = key(
         "responses per held-out prompt: pass@1 is their mean, pass@k that one is right",
