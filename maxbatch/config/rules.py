@@ -17,7 +17,7 @@ from maxbatch.system.errors import ConfigError
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
-_WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic")
+_WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic", "sorting")
 _WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
 # A decay per update, and the same stated in tokens.
 _IN_TOKENS = {

@@ -322,7 +322,9 @@ class RLConfig(Section):
         "score of a response whose reward crashed or timed out", fixes=_PROGRAM, maxtext=OURS
     )
     prompt_template: str = key(
-        "a prompt's text, from the fields of its record", fixes=_PROGRAM | Fixes.PROMPTS, maxtext=OURS
+        'text of a prompt, from the fields of its record; a field alone, "{messages}", may hold a conversation',
+        fixes=_PROGRAM | Fixes.PROMPTS,
+        maxtext=OURS,
     )
     eval_num_generations: int = key(
         "responses per held-out prompt: pass@1 is their mean, pass@k that one is right",
@@ -342,7 +344,7 @@ class RLConfig(Section):
         "peak rate of the warm start; cosine", fixes=_PROGRAM, bounds=_POSITIVE, maxtext=OURS
     )
     warm_start_path: DataPaths = key(
-        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic',
+        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic or sorting',
         fixes=_PROGRAM,
         maxtext=OURS,
     )
@@ -738,10 +740,10 @@ class DataConfig(Section):
     """Data: what fixes stream[0], stream[1] and all that follow."""
 
     dataset_type: Literal[
-        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic"
+        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic", "sorting"
     ] = key(
         "python_stdlib | synthetic | text | jsonl | parquet | arrayrecord | tokens (see prepare); rl: arithmetic "
-        "| jsonl | parquet",
+        "| sorting | jsonl | parquet",
         fixes=Fixes.RECORDS,
     )
     dataset_path: DataPaths = key(

@@ -12,11 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
-
-from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.rl.policy_config import PromptConfig
-from maxbatch.rl.templates import Template
+from collections.abc import Mapping
 
 NUM_TERMS = 4
 SLIPS = (0, 1, 2, 3, 4)
@@ -34,14 +30,6 @@ def is_right(prompt: str, response: str, record: dict[str, object]) -> float:
     return float(response.strip() == record["answer"])
 
 
-def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
-    """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and an answer with a slip."""
-    template = Template(config.prompt_template)
-    everything = records()
-    split = HeldOutFraction.of(config.eval_fraction)
-    training = split.records(split.count(len(everything), held_out=False), held_out=False).tolist()
-    draw = random.Random(f"worked examples {config.data_shuffle_seed}")
-    for _ in range(count):
-        record = everything[draw.choice(training)]
-        answer = int(record["answer"]) + draw.choice(SLIPS)
-        yield f"{template.fill(record, 'a worked example')}{answer}"
+def worked_answer(record: Mapping[str, object], draw: random.Random) -> str:
+    """Returns the sum of a record plus a slip that is drawn."""
+    return str(int(str(record["answer"])) + draw.choice(SLIPS))

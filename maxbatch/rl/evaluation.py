@@ -115,7 +115,7 @@ def open_evaluator(
         batch = num_pairs if is_stated else plan.rl.effective_batch_size
         num_prompts = min(num_prompts, config.eval_steps * batch)
     num_prompts = min(num_prompts, config.eval_samples or num_prompts)
-    roller = Roller(rollout, held_out.tokenizer, mesh, num_pairs)
+    roller = Roller(rollout, held_out.tokenizer, mesh, num_pairs, end_ids=held_out.end_ids)
     return PolicyEvaluator(rollout.rl, held_out.read(0, num_prompts), roller, num_pairs, rewards)
 
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.config.values import shown
+from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
@@ -26,8 +28,8 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
-from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
+from maxbatch.rl.ready_tasks import READY_TASKS
 from maxbatch.rl.refusals import check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
@@ -72,6 +74,12 @@ class Prompts:
         """The tokenizer of the prompts."""
         return self.text.tokenizer
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end the assistant's turn, if the prompts are conversations."""
+        has_chats = bool(self.records) and self.text.messages(json.loads(self.records[0])) is not None
+        return self.text.chat.end_ids if has_chats else ()
+
     def read(self, first: int, count: int) -> list[Prompt]:
         """Returns prompts first to first + count - 1. O(count), whatever `first`.
 
@@ -83,9 +91,9 @@ class Prompts:
             raise IndexError(f"{count} prompts from {first}: there are prompts from 0{end}")
         numbers = [place_in_epochs(first + i, self.num_prompts, self.shuffle).row for i in range(count)]
         records = [json.loads(self.records[number]) for number in numbers]
-        texts = [self.text.template.fill(record, "the record") for record in records]
+        texts = [self.text.of(record, "the record") for record in records]
         tokens = self.text.tokens(texts)
-        return [Prompt(first + i, texts[i], tokens[i], records[i]) for i in range(count)]
+        return [Prompt(first + i, texts[i].text, tokens[i], records[i]) for i in range(count)]
 
 
 class PromptSource:
@@ -149,8 +157,19 @@ class PromptSource:
         return Prompts(records, self._text, identity, dataset.skipped, shuffle, is_endless=trains)
 
 
+class Written(NamedTuple):
+    """The text of a prompt."""
+
+    text: str
+    is_chat: bool  # by the chat template, which writes all special tokens itself
+
+
 class PromptText:
-    """What makes texts of records, and tokens of texts."""
+    """What makes texts of records, and tokens of texts.
+
+    A template that is one field alone, such as "{messages}", takes a list of messages as a conversation: the
+    tokenizer's chat template writes it, up to the beginning of the assistant's answer.
+    """
 
     def __init__(self, config: PromptConfig):
         self.template = Template(config.prompt_template)
@@ -159,10 +178,44 @@ class PromptText:
         check_special_tokens(DataConfig.of(config), self.tokenizer)
         self._bos = np.array([self.tokenizer.bos_id] if config.add_bos else [], np.int32)
 
-    def tokens(self, texts: Sequence[str]) -> list[np.ndarray]:
+    @cached_property
+    def chat(self) -> ChatPrompts:
+        """The chat template of the tokenizer; raises ConfigError if it has none."""
+        return ChatPrompts(self.tokenizer)
+
+    def of(self, record: Mapping[str, object], place: str) -> Written:
+        """Returns the prompt of a record; `place` names it in messages.
+
+        Raises:
+          ConfigError: the template or the chat template does not fit the record.
+        """
+        messages = self.messages(record)
+        if messages is None:
+            return Written(self.template.fill(record, place), is_chat=False)
+        where = f"prompt_template={shown(repr(self.template.text))}: {place}"
+        if messages[-1]["role"] == "assistant":
+            raise ConfigError(f"{where}: the last message is the assistant's, which is no prompt; works: the messages "
+                              "before it")  # fmt: skip
+        chat = self.chat
+        try:
+            return Written(chat.text(messages), is_chat=True)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+
+    def messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
+        """Returns the messages of a record whose prompt is a conversation."""
+        found = record.get(self.template.only_field)
+        is_chat = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
+        return found if is_chat and found else None
+
+    def tokens(self, prompts: Sequence[Written]) -> list[np.ndarray]:
         """Returns the tokens of each prompt, int32[n]."""
-        encoded = self.tokenizer.encode_utf8_batch([text.encode("utf-8") for text in texts])
-        return [np.concatenate([self._bos, tokens.astype(np.int32)]) for tokens in encoded]
+        plain = iter(self.tokenizer.encode_utf8_batch([one.text.encode("utf-8") for one in prompts if not one.is_chat]))
+        chats = iter(self.tokenizer.encode_markup_batch([one.text for one in prompts if one.is_chat]))
+        return [
+            next(chats).astype(np.int32) if one.is_chat else np.concatenate([self._bos, next(plain).astype(np.int32)])
+            for one in prompts
+        ]
 
 
 class _Dataset(NamedTuple):
@@ -176,20 +229,20 @@ class _Dataset(NamedTuple):
 def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
     where, lines = _open(config, key)
     content = hashlib.blake2b(digest_size=16)
-    kept: list[tuple[int, bytes, str]] = []  # number from 1, record, prompt
+    kept: list[tuple[int, bytes, Written]] = []  # number from 1, record, prompt
     number, first_problem = 0, None
     for number, record in enumerate(lines, 1):
         if not record:
             continue
         try:
-            prompt = text.template.fill(json.loads(record), f"record {number}")
+            prompt = text.of(json.loads(record), f"record {number}")
         except ConfigError as error:
             if not config.skip_bad_records:
                 raise
             first_problem = first_problem or error
             continue
         kept.append((number, record, prompt))
-        for part in (record, prompt.encode("utf-8")):
+        for part in (record, prompt.text.encode("utf-8")):
             content.update(len(part).to_bytes(8, "little"))
             content.update(part)
     if not kept:
@@ -204,8 +257,8 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
-    if config.dataset_type == "arithmetic":
-        return "dataset_type=arithmetic", map(record_as_json, arithmetic.records())
+    if task := READY_TASKS.get(config.dataset_type):
+        return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
     source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)
 
     def records() -> Iterator[bytes]:

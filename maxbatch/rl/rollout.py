@@ -44,11 +44,20 @@ class Roller:
 
     Args:
       group: adjacent rows that have one prompt in every call, and read it once; it divides R.
+      end_ids: of tokens that end a response, besides those of the tokenizer and of the model's files.
     """
 
-    def __init__(self, config: RolloutConfig, tokenizer: Tokenizer, mesh: Mesh, num_pairs: int, group: int = 1) -> None:
+    def __init__(
+        self,
+        config: RolloutConfig,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        num_pairs: int,
+        group: int = 1,
+        end_ids: tuple[int, ...] = (),
+    ) -> None:
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
-        self._end_ids = end_tokens(config.load_parameters_path)
+        self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
         self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
         several_hosts = jax.process_count() > 1

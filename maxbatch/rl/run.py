@@ -120,8 +120,8 @@ class PolicyTraining:
         self.abstract = self._learner.abstract
         num_pairs = batch.rollout_micro_batch_size * batch.num_generations
         self._rollout = RolloutConfig.of(config)
-        tokenizer, mesh = self._prompts.tokenizer, self._sampling_mesh
-        self._roller = Roller(self._rollout, tokenizer, mesh, num_pairs, batch.num_generations)
+        tokenizer, mesh, ends = self._prompts.tokenizer, self._sampling_mesh, self._prompts.end_ids
+        self._roller = Roller(self._rollout, tokenizer, mesh, num_pairs, batch.num_generations, ends)
         self._workshop = Workshop(
             batch=batch,
             prompts=self._prompts,

@@ -25,6 +25,8 @@ class Template:
             doubled = re.sub(r"[{}]", lambda brace: brace[0] * 2, text)
             twice = f"a brace that is text is written twice: {shown(repr(doubled))}"
             raise self._error(f"not a template ({error}); {twice}") from None
+        # The field that is the whole template, as in "{messages}"; its value may be a conversation.
+        self.only_field = text[1:-1] if names == [text[1:-1]] and text == f"{{{names[0]}}}" else ""
         self._fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
         if not names:
             problem = "has no field, so that all prompts would be the same"

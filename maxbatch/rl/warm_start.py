@@ -15,8 +15,8 @@ from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.rl.arithmetic import worked_examples
 from maxbatch.rl.policy_config import WARM_START, PromptConfig
+from maxbatch.rl.ready_tasks import worked_examples
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train

@@ -4,7 +4,8 @@ The draws of a row depend on its own ids, its tokens and the parameters. They do
 number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
 are equal to float precision.
 
-Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary.
+Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary; S
+devices that share the rows, R rows of one that are still drawn.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
+# A device whose unfinished rows fit into a quarter of its rows goes on with that quarter, and so once more. A quarter
+# has a loop of its own in every room, which rooms smaller than the first are not worth.
+_QUARTERS = 2
 # Tokens of a response that is drawn in pieces, for one who reads along and for a batch; weights are cast once for each.
 _PIECE_TOKENS = 4
 _BATCH_PIECE_TOKENS = 16
@@ -184,7 +188,7 @@ class Sampler:
           TrainingError: a token has no finite log-probability.
         """
         program, draw_ids_1x3, tensors = self._arguments(prompt_1xP, draw_ids_1x3, rules)
-        limits_1 = _limits(program, prompt_lengths_1, tensors)
+        limits_1 = np.array(_limits(program, prompt_lengths_1, tensors))
         loop, read = _begin(program, params, prompt_1xP, prompt_lengths_1, limits_1), int(prompt_lengths_1[0])
         while not loop.done_B[0]:
             loop = _continue(program, params, loop, draw_ids_1x3, limits_1, tensors, np.int32(_PIECE_TOKENS))
@@ -283,12 +287,9 @@ def _respond(
     draw_ids_Bx3 = jnp.pad(draw_ids_Bx3, ((0, more), (0, 0)))
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
     end = _prefilled(program, decoder, prompts_RxP, lengths_R, limits_R, prompt_lengths_B, limits_B)
-    for slots in _rooms(length):
-
-        def is_going_on(loop: _Loop, slots: int = slots) -> jax.Array:
-            return jnp.any(~loop.done_B & (loop.lengths_B - prompt_lengths_B < slots))
-
-        end = jax.lax.while_loop(is_going_on, next_token, end._replace(cache=end.cache.with_room_for(slots)))
+    for slots in _rooms(length, prompts_QxP.shape[1]):
+        end = end._replace(cache=end.cache.with_room_for(slots))
+        end = _drawn(next_token, end, slots, program.row_shards)
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
         is_token_BxL = slots_BxL < end.lengths_B[:, None]
@@ -313,9 +314,111 @@ def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
     return jnp.minimum(prompt_lengths_B + rules.max_new_tokens, program.length)
 
 
-def _rooms(length: int) -> list[int]:
+def _rooms(length: int, prompt_length: int) -> list[int]:
     """Returns the slots that responses have room for, in turn: a token reads few where there are few."""
-    return [*(slots for slots in _ROOMS if slots < length), length]
+    # The responses to the longest prompts end here.
+    least = length - prompt_length if length - prompt_length >= _ROOMS[0] else length
+    return [*(slots for slots in _ROOMS if slots < least), *sorted({least, length})]
+
+
+class _Cells(NamedTuple):
+    """The rows that a device draws: cells of neighbours behind one prompt."""
+
+    count: int
+    width: int  # rows of a cell
+
+
+def _quarters(cells: _Cells, room: int) -> list[_Cells]:
+    """Returns the cells that a device goes on with as its rows end, beginning with all of them."""
+    found = [cells]
+    while room >= _ROOMS[0] and len(found) <= _QUARTERS and (rows := cells.count * cells.width // 4):
+        width = max(n for n in range(1, max(1, cells.width // 4) + 1) if cells.width % n == 0)
+        cells = _Cells(rows // width, width)
+        found.append(cells)
+    return found
+
+
+def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop:
+    """Returns the state once all responses have ended or `room` tokens, so that ended ones cost few steps."""
+    prompts = loop.cache.prompts
+    assert prompts is not None and loop.cache.starts_B is not None, "rows are behind their prompts"
+    num_prompts, rows = prompts.keys_NxBxKxLxh.shape[1], loop.done_B.size
+    levels = _quarters(_Cells(num_prompts // shards, rows // num_prompts), room)
+    for number, (cells, fewer) in enumerate(zip(levels, [*levels[1:], _Cells(0, 1)], strict=True)):
+
+        def is_going_on(now: _Loop, cells: _Cells = cells, fewer: _Cells = fewer) -> jax.Array:
+            assert now.cache.starts_B is not None, "rows are behind their prompts"
+            is_left_B = ~now.done_B & (now.lengths_B - now.cache.starts_B <= room)
+            left_SxC = is_left_B.reshape(shards, cells.count, cells.width).sum(axis=2)
+            return jnp.any((-(-left_SxC // fewer.width)).sum(axis=1) > fewer.count)
+
+        if number == 0:
+            loop = jax.lax.while_loop(is_going_on, next_token, loop)
+            continue
+        some = _Some.of(loop.done_B, levels[0], cells, shards)
+        part = jax.lax.while_loop(is_going_on, some.next_token(next_token), some.taken(loop))
+        loop = some.put_back(loop, part)
+    return loop
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Some:
+    """Some of the rows of each device, in cells of neighbours behind one prompt."""
+
+    rows_SxR: jax.Array  # numbers among the rows of their device
+    prompts_SxC: jax.Array  # of each cell, among the prompts of its device
+
+    @classmethod
+    def of(cls, done_B: jax.Array, whole: _Cells, cells: _Cells, shards: int) -> _Some:
+        """Returns the rows that are not done, followed by others, as many as fit into the cells."""
+        done_SxQxG = done_B.reshape(shards, whole.count, whole.width)
+        order_SxQxG = jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.count)[None, :, None]
+        rows_SxCxW = order_SxQxG.reshape(shards, -1, cells.width)
+        done_SxC = jnp.take_along_axis(done_B.reshape(shards, -1), rows_SxCxW[:, :, 0], axis=1)
+        first_SxC = jnp.argsort(done_SxC, axis=1)[:, : cells.count]
+        rows_SxCxW = jnp.take_along_axis(rows_SxCxW, first_SxC[:, :, None], axis=1)
+        return cls(rows_SxCxW.reshape(shards, -1), first_SxC // (whole.width // cells.width))
+
+    def next_token(self, whole: _NextToken) -> _NextToken:
+        """Returns the body of the loop for these rows."""
+        keys_B, limits_B = (self._taken(x, 0, self.rows_SxR) for x in (whole.keys_B, whole.limits_B))
+        return dataclasses.replace(whole, keys_B=keys_B, limits_B=limits_B)
+
+    def taken(self, loop: _Loop) -> _Loop:
+        """Returns the state of these rows."""
+        keys, values, prompts, starts_B = loop.cache
+        assert prompts is not None, "rows are behind their prompts"
+        cache = Cache(
+            *(self._taken(x, 1, self.rows_SxR) for x in (keys, values)),
+            Cache(*(self._taken(x, 1, self.prompts_SxC) for x in prompts[:2])),
+            self._taken(starts_B, 0, self.rows_SxR),
+        )
+        return _Loop(cache, *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
+
+    def put_back(self, loop: _Loop, part: _Loop) -> _Loop:
+        """Returns the state of all rows, after these."""
+        keys, values = (self._put(x, 1, new) for x, new in zip(loop.cache[:2], part.cache[:2], strict=True))
+        cache = loop.cache._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
+        return _Loop(cache, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
+
+    def _taken(self, x: Any, axis: int, numbers_SxR: jax.Array) -> Any:
+        def taken(x: jax.Array, numbers_R: jax.Array) -> jax.Array:
+            return jnp.take(x, numbers_R, axis=axis, mode="clip")
+
+        return self._joined(jax.vmap(taken, (axis, 0), axis)(self._by_device(x, axis), numbers_SxR), axis)
+
+    def _put(self, x: Any, axis: int, new: Any) -> Any:
+        def put(x: jax.Array, new: jax.Array, rows_R: jax.Array) -> jax.Array:
+            return x.at[(slice(None),) * axis + (rows_R,)].set(new, unique_indices=True)
+
+        split = (self._by_device(array, axis) for array in (x, new))
+        return self._joined(jax.vmap(put, (axis, axis, 0), axis)(*split, self.rows_SxR), axis)
+
+    def _by_device(self, x: Any, axis: int) -> Any:
+        return x.reshape(*x.shape[:axis], len(self.rows_SxR), -1, *x.shape[axis + 1 :])
+
+    def _joined(self, x: Any, axis: int) -> Any:
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
 def _prefilled(
@@ -342,14 +445,27 @@ def _prefilled(
     return _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
 
 
-@partial(jax.jit, static_argnums=0)
 def _begin(
-    program: _Program, params: State, prompts_BxP: jax.Array, prompt_lengths_B: jax.Array, limits_B: jax.Array
+    program: _Program, params: State, prompts_BxP: np.ndarray, prompt_lengths_B: np.ndarray, limits_B: np.ndarray
 ) -> _Loop:
-    """Returns the state before the first token of a response that is drawn in pieces."""
+    """Returns the state before the first token of responses that are drawn in pieces."""
+    longest = max(1, int((limits_B - prompt_lengths_B).max()))
+    slots = min(program.length, 1 << (longest - 1).bit_length())  # a power of two, so that few programs serve all
+    return _begin_with(program, slots, params, prompts_BxP, prompt_lengths_B, limits_B)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _begin_with(
+    program: _Program,
+    slots: int,
+    params: State,
+    prompts_BxP: jax.Array,
+    prompt_lengths_B: jax.Array,
+    limits_B: jax.Array,
+) -> _Loop:
     decoder = _gathered(nnx.merge(program.graphdef, params))
     loop = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B, prompt_lengths_B, limits_B)
-    return loop._replace(cache=loop.cache.with_room_for(program.length))
+    return loop._replace(cache=loop.cache.with_room_for(slots))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.rl.prompts import Prompts, PromptSource
+from tests.helpers.chats import CHATML, write_tokenizer
 from tests.helpers.corpus import write_jsonl
 
 RECORDS: list[dict[str, Any]] = [
@@ -230,3 +231,27 @@ def test_a_file_without_a_record_is_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [])
     with pytest.raises(ConfigError, match="has no record that makes a prompt"):
         PromptSource(config(path)).train()
+
+
+def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_turn(tmp_path: Path) -> None:
+    user, assistant = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+    path = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [user], "answer": 2}] * 3)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", CHATML, eos_token="<|endoftext|>")
+    keys = ("tokenizer_type=huggingface", f"tokenizer_path={tokenizer}", "vocab_size=320", "eval_fraction=0")
+    keys = (*keys, "prompt_template={messages}")
+    prompts = PromptSource(config(path, *keys)).train()
+    [prompt] = prompts.read(0, 1)
+    assert prompt.text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.tokens.tolist() == prompts.tokenizer.encode_markup_batch([prompt.text])[0].tolist()
+    assert prompt.record["answer"] == 2
+    assert prompts.end_ids == tuple(prompts.tokenizer.encode_markup_batch(["<|im_end|>"])[0].tolist())
+
+    write_jsonl(path, [{"messages": [user, assistant]}])
+    with pytest.raises(ConfigError, match="record 1: the last message is the assistant's"):
+        PromptSource(config(path, *keys))
+    write_jsonl(path, [{"messages": [user]}])
+    with pytest.raises(ConfigError, match="has no chat template"):
+        PromptSource(config(path, "prompt_template={messages}"))
+    plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": "text"}])
+    plain_prompts = PromptSource(config(plain, "prompt_template={messages}", "eval_fraction=0")).train()
+    assert texts(plain_prompts, 0, 1) == ["text"] and plain_prompts.end_ids == ()

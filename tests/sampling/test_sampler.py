@@ -152,6 +152,41 @@ def test_a_prompt_that_is_read_once_for_its_responses_has_the_same_ones(num_devi
     np.testing.assert_allclose(shared.logprobs_BxL, alone.logprobs_BxL, atol=1e-5)
 
 
+@pytest.mark.processes
+def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config("max_target_length=72", "base_num_decoder_layers=1")
+    params = nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    tokens_4xP, lengths_4, _ = prompts(range(4))
+    draw_ids_32x3 = np.stack([np.arange(32) // 8, np.zeros(32), np.arange(32) % 8], axis=1).astype(np.uint32)
+    inputs = config, params, tokens_4xP, lengths_4, draw_ids_32x3
+    a_sixteenth = tuple(range(16))  # of the tokens ends a response
+    draw, rows_drawn = sampler._NextToken.__call__, list[int]()
+
+    def counting(next_token: Any, loop: Any) -> Any:
+        jax.debug.callback(lambda: rows_drawn.append(loop.done_B.size))
+        return draw(next_token, loop)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sampler._NextToken, "__call__", counting)
+        compacted = respond(*inputs, end_ids=a_sixteenth)
+        jax.effects_barrier()
+        patched.setattr(sampler, "_QUARTERS", 0)
+        sampler._respond.clear_cache()
+        in_vain = len(rows_drawn)
+        plain = respond(*inputs, end_ids=a_sixteenth)
+        jax.effects_barrier()
+    np.testing.assert_array_equal(compacted.tokens_BxL, plain.tokens_BxL)
+    np.testing.assert_allclose(compacted.logprobs_BxL, plain.logprobs_BxL, atol=1e-5)
+    steps = int((plain.lengths_B - plain.prompt_lengths_B).max())
+    assert in_vain == steps and sum(rows_drawn[steps:]) == 32 * steps
+    assert sum(rows_drawn[:steps]) < 0.7 * 32 * steps, rows_drawn
+    sampler._respond.clear_cache()
+    on_two = respond(*inputs, end_ids=a_sixteenth, mesh=make_mesh(config, jax.devices()[:2]))
+    np.testing.assert_array_equal(on_two.tokens_BxL, plain.tokens_BxL)
+
+
 def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -124,8 +124,11 @@ def _axolotl_data(t: Translation) -> None:
         t.map("val_set_size", eval_fraction=t.text("val_set_size"))
     elif size == 0:
         t.map("val_set_size", eval_fraction="0")
-    _axolotl_sources(t)
-    t.map("sample_packing", packing="true" if t.is_true("sample_packing") else "false")
+    if t.text("rl").lower() in ("dpo", "orpo"):
+        _axolotl_pairs(t)
+    else:
+        _axolotl_sources(t)
+        t.map("sample_packing", packing="true" if t.is_true("sample_packing") else "false")
     if "eval_sample_packing" in t:
         t.ignore("eval_sample_packing", "the loss of held-out data is the mean over their tokens, however packed")
     base = t.text("base_model")
@@ -139,9 +142,8 @@ def _axolotl_data(t: Translation) -> None:
     for word, end in (("model_type", "ForCausalLM"), ("tokenizer_type", "Tokenizer")):
         if word in t and re.search(rf"{end}(Fast)?$", t.text(word)):
             t.ignore(word, "the files of base_model say it")
-    if "rl" in t:
-        rule = "documents and conversations; pairs are use_dpo=true, whose records have prompt, chosen and rejected"
-        t.refuse("rl", rule, is_essential=True)
+    if t.is_left("rl") and "rl" in t:
+        t.refuse("rl", "dpo or orpo", is_essential=True)
 
 
 def _axolotl_sources(t: Translation) -> None:
@@ -163,21 +165,86 @@ def _axolotl_sources(t: Translation) -> None:
         if "train_on_inputs" in t:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         _axolotl_template(t)
+    elif kinds == {"alpaca"}:
+        on_answers = "false" if t.is_true("train_on_inputs") else "true"
+        settings |= {"use_sft": "true", "sft_format": "alpaca", "sft_train_on_completion_only": on_answers}
+        t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
+        _take_sources(t, sources, settings, _ALPACA)
+        return
     elif kinds == {"chat_template"}:
         t.refuse(
             "datasets", f"records with messages of role and content, without {', '.join(others)}", is_essential=True
         )
         return
     else:
-        rule = f"type {', '.join(sorted(kinds))}: completion or chat_template"
+        rule = f"type {', '.join(sorted(kinds))}: completion, chat_template or alpaca"
         t.refuse("datasets", rule, is_essential=True)
         return
+    _take_sources(t, sources, settings)
+
+
+# What its prompter writes around a record.
+_ALPACA = (
+    "write Alpaca's text (Below is an instruction ..., ### Instruction:, ### Response:) as chat_template.jinja beside "
+    "the tokenizer; an input, there under ### Input:, follows the instruction after an empty line"
+)
+
+
+def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = "") -> None:
+    """Takes the data sets; `step` is left to the reader, besides what a data set of the hub needs."""
     hub = [item["path"] for item in sources if is_hub_name(item["path"])]
-    if hub:
-        steps = " and ".join(hub_step(name, "dataset") for name in hub)
-        t.need("datasets", f"{steps}; dataset_type=parquet if the files are", **settings)
+    if hub or step:
+        steps = [" and ".join(hub_step(name, "dataset") for name in hub), step]
+        steps.append("dataset_type=parquet if the files are")
+        t.need("datasets", "; ".join(filter(None, steps)), **settings)
     else:
         t.map("datasets", "its files, at that path; state dataset_type if they are not jsonl", **settings)
+
+
+_PAIR_KINDS = ("chat_template.default", "chat_template.argilla")
+_BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is stated holds
+
+
+def _axolotl_pairs(t: Translation) -> None:
+    """Takes `rl: dpo` and `rl: orpo`, whose batch counts pairs; defaults are those of TRL's trainers."""
+    algo = t.text("rl").lower()
+    beta = next((word for word in _BETAS if word in t), "")
+    weight = {"dpo_beta" if algo == "dpo" else "orpo_lambda": t.text(beta) if beta else "0.1"}
+    data = {"use_dpo": "true", "packing": "false", "dataset_type": "jsonl"}
+    t.map("rl", "a batch counts pairs, as there", dpo_algo=algo, **weight, **data)
+    for word in _BETAS:
+        if word in t and word == beta:
+            t.map(word, **weight)
+        elif word in t:
+            t.ignore(word, f"{beta} goes first there")
+    if "dpo_label_smoothing" in t:
+        t.map("dpo_label_smoothing", dpo_label_smoothing=t.text("dpo_label_smoothing"))
+    if "dpo_loss_type" in t and t.items("dpo_loss_type") == ["sigmoid"]:
+        t.map("dpo_loss_type", dpo_algo=algo)
+    for word in ("dpo_loss_type", "dpo_loss_weights", "dpo_use_weighting"):
+        if t.is_left(word) and word in t and t.text(word).lower() != "false":
+            t.refuse(word, "the loss of DPO (sigmoid) alone", is_essential=True)
+    for word in ("precompute_ref_log_probs", "dpo_padding_free", "dpo_use_liger_kernel", "remove_unused_columns"):
+        if word in t:
+            t.ignore(word, "how the same is computed")
+    if t.is_true("sample_packing"):
+        t.refuse("sample_packing", "false: pairs are not packed", is_essential=True)
+    else:
+        t.map("sample_packing", packing="false")
+    sources = t.mappings("datasets")
+    if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
+        return
+    kinds = {str(item.get("type")) for item in sources}
+    if not kinds <= set(_PAIR_KINDS):
+        rule = f"type {', '.join(sorted(kinds))}: {' or '.join(_PAIR_KINDS)}"
+        t.refuse("datasets", rule, is_essential=True)
+        return
+    _axolotl_template(t)
+    fields = sorted({str(item.get("field_messages", "messages")) for item in sources})
+    step = "write its records as lists of messages of role and content: chosen and rejected"
+    if "chat_template.default" in kinds:
+        step += f" (there one message each), and prompt (there {', '.join(fields)})"
+    _take_sources(t, sources, data | {"dataset_path": ";".join(item["path"] for item in sources)}, step)
 
 
 _OURS_OF_A_SOURCE = {

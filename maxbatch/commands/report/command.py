@@ -15,12 +15,12 @@ from maxbatch.commands.arguments import count, note, place
 from maxbatch.commands.report.goodput import goodput_line, goodput_section, to_json
 from maxbatch.commands.report.runs import (
     FIRST_UPDATES,
-    PANELS,
     SHORT_RUN,
     STAGE_HEADS,
     SUMMARY_HEADS,
     ReportedRun,
     fitted,
+    panels,
 )
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
@@ -188,8 +188,9 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     time = f"time in updates ({'hours' if is_long else 'seconds'})"
     units = {"steps": "updates", "samples": "samples", "tokens": "tokens", "time": time}
     windows = " or ".join(map(str, sorted({run.smoothing for run in runs})))
-    loss = PANELS[0]._replace(title=f"Loss (faint), and its mean over {windows} updates")
-    page.panels((loss, *PANELS[1:]), [run.columns(3600 if is_long else 1) for run in runs], units)
+    first, *others = panels(runs)
+    loss = first._replace(title=f"Loss (faint), and its mean over {windows} updates")
+    page.panels((loss, *others), [run.columns(3600 if is_long else 1) for run in runs], units)
     page.add(paragraph(
         f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at least 5). Time: the sum of "
         "step_time_s, which leaves evals and saves out. Diamonds: evals. Throughput, in the plot and in the medians: "

@@ -48,6 +48,7 @@ PANELS = (
     Panel("Clipped", "share of the tokens", ((M.CLIP_FRACTION, "line"),)),
 )  # fmt: skip
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
+_OF_FUNCTIONS = M.REWARD_BY_FUNCTION.of("")
 FIRST_UPDATES = 2  # of a run of more than `SHORT_RUN`: caches and clocks of the machine are still cold
 SHORT_RUN = 10
 MOST_POINTS = 20_000
@@ -104,12 +105,18 @@ class ReportedRun:
         counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}
         axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
-        columns = {str(name): [records[i].get(name) for i in drawn] for name in COLUMNS}
+        names = (*COLUMNS, *self.reward_functions)
+        columns = {str(name): [records[i].get(name) for i in drawn] for name in names}
         num_left_out = sum(i < self._num_unsteady for i in drawn)
         columns[M.TOKENS_PER_SECOND][:num_left_out] = [None] * num_left_out
         smoothed_loss = self._smoothed_loss()
         columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
         return RunColumns(self.name, axes, columns)
+
+    @property
+    def reward_functions(self) -> list[str]:
+        """The metrics of the single reward functions, where there are several."""
+        return [name for name in (self.records[-1] if self.records else ()) if name.startswith(_OF_FUNCTIONS)]
 
     @property
     def steady(self) -> list[dict[str, Any]]:
@@ -181,12 +188,23 @@ class ReportedRun:
         return rows
 
 
+def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
+    """Returns the panels of runs: `PANELS`, and one of each reward function after that of the reward."""
+    names = dict.fromkeys(name for run in runs for name in run.reward_functions)
+    single = [
+        Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),)) for name in names
+    ]
+    place = next(i for i, panel in enumerate(PANELS, 1) if panel.lines[0][0] == M.REWARD)
+    return [*PANELS[:place], *single, *PANELS[place:]]
+
+
 def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """Returns the runs with as many points of each as keep their columns within `MOST_BYTES` of a page."""
     fitting = []
     for run in runs:
         sample = run.records[:: max(1, len(run.records) // 100)]
-        drawn = [[record.get(name) for name in (*_AXES, *COLUMNS)] for record in sample]
+        names = (*_AXES, *COLUMNS, *run.reward_functions)
+        drawn = [[record.get(name) for name in names] for record in sample]
         each = len(json.dumps(drawn)) / max(1, len(sample)) + 25  # and the time and the smoothed loss
         most = max(100, min(MOST_POINTS, int(MOST_BYTES / len(runs) / each)))
         fitting.append(dataclasses.replace(run, most_points=most))

@@ -30,8 +30,11 @@ class ChatPrompts:
         Raises:
           ConfigError: the template refuses the conversation.
         """
-        text = self._rendered(Question(messages, {}, prompts=True)).text
-        return self._tokenizer.encode_markup_batch([text])[0]
+        return self._tokenizer.encode_markup_batch([self.text(messages)])[0]
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """Returns the text of such a conversation; raises as `ids` does."""
+        return self._rendered(Question(messages, {}, prompts=True)).text
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:

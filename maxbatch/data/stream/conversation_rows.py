@@ -14,10 +14,10 @@ import numpy as np
 
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.stream.overlong import refuse_overlong
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.trained_tokens import TrainedTokens
-from maxbatch.system.errors import ConfigError
 
 _VERSION = 3
 _ROWS_AT_ONCE = 1024
@@ -39,23 +39,9 @@ def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: 
     start_S, end_S = Extents.of(store.offsets, documents_S)
     lengths_S = end_S - start_S
     is_long_S = lengths_S > length
-    count = int(is_long_S.sum())
-    if count and overlong == "error":
-        first = int(np.argmax(is_long_S))
-        longest = int(lengths_S.max())
-        more = f", and {count - 1} more are too long" if count > 1 else ""
-        raise ConfigError(
-            f"max_target_length={length}: conversation {int(documents_S[first]) + 1} has {int(lengths_S[first])} "
-            f"tokens{more}, and overlong=error; works: max_target_length={longest}, or overlong=truncate"
-        )
-    if overlong == "drop":
+    if refuse_overlong("conversation", documents_S, lengths_S, length, overlong):
         start_S, end_S = start_S[~is_long_S], end_S[~is_long_S]
-        if not len(start_S):
-            raise ConfigError(
-                f"overlong=drop: all {count} conversations are longer than max_target_length={length}; "
-                f"works: max_target_length={int(lengths_S.max())}, or overlong=truncate"
-            )
-    return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), count)
+    return Fitted(Extents(start_S, np.minimum(end_S, start_S + length)), int(is_long_S.sum()))
 
 
 def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:

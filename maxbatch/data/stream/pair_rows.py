@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.stream.overlong import refuse_overlong
 from maxbatch.data.stream.rows import Extents, Pieces, Rows, assemble
 from maxbatch.data.stream.trained_tokens import ConversationFigures
-from maxbatch.system.errors import ConfigError
 
 
 class PairRows:
@@ -38,19 +38,8 @@ class PairRows:
         longest_S = (end_Sx2 - start_Sx2).max(axis=1)
         is_long_S = longest_S > length
         self.num_overlong = int(is_long_S.sum())
-        works = f"works: max_target_length={int(longest_S.max())}, or overlong=truncate"
-        if self.num_overlong and overlong == "error":
-            first = int(np.argmax(is_long_S))
-            raise ConfigError(
-                f"max_target_length={length}: pair {int(pairs_S[first]) + 1} has a prompt and answer of "
-                f"{int(longest_S[first])} tokens, one of {self.num_overlong} too long, and overlong=error; {works}"
-            )
-        if overlong == "drop":
+        if refuse_overlong("pair", pairs_S, longest_S, length, overlong):
             start_Sx2, end_Sx2 = start_Sx2[~is_long_S], end_Sx2[~is_long_S]
-            if not len(start_Sx2):
-                raise ConfigError(
-                    f"overlong=drop: all {self.num_overlong} pairs are longer than max_target_length={length}; {works}"
-                )
         self._start_Sx2, self._length_Sx2 = start_Sx2, np.minimum(end_Sx2 - start_Sx2, length)
         self.row_length = 2 * length
         self.num_rows = self.num_documents = len(start_Sx2)

@@ -96,8 +96,9 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         ("maxtext", f"{SYNTHETIC}of_another: {{steps: 5}}\n"),
         ("maxtext", f"{SYNTHETIC}of_another: {{vocab_size: 5}}\n"),
         ("axolotl", f"{CHAT}adapter: qlora\nlora_r: 8\n"),
-        ("axolotl", f"{CHAT}rl: dpo\n"),
-        ("axolotl", CHAT.replace("chat_template}", "alpaca}")),
+        ("axolotl", f"{CHAT}rl: kto\n"),
+        ("axolotl", f"{CHAT}rl: dpo\n"),  # of conversations, which have no rejected answer
+        ("axolotl", CHAT.replace("chat_template}", "alpaca_chat.load_qa}")),
         ("axolotl", CHAT.replace("chat_template}", "chat_template, field_messages: conversations}")),
         ("axolotl", CHAT.replace("chat_template}", 'chat_template, split: "train[:1%]"}')),
         ("megatron", "model: {micro_batch_size: 2, global_batch_size: 8, peft: {peft_scheme: lora}}\n"),

@@ -1,4 +1,4 @@
-"""Configs of preference pairs: MaxText's dpo.yml, TRL's DPOConfig and ORPOConfig."""
+"""Configs of preference pairs: MaxText's dpo.yml, TRL's DPOConfig and ORPOConfig, Axolotl's rl."""
 
 from __future__ import annotations
 
@@ -68,3 +68,42 @@ def test_trls_pairs_are_ours(tmp_path: Path, text: str, expected: tuple[str, flo
 def test_another_loss_or_other_rows_are_never_left_out(tmp_path: Path, line: str) -> None:
     _, fates = imported("hf", tmp_path / "t.yml", TRL + line)
     assert fates[line.partition(":")[0]].is_essential
+
+
+AXOLOTL = """
+base_model: here
+chat_template: tokenizer_default
+datasets:
+  - {path: pairs.jsonl, type: chat_template.default, field_messages: conversation, field_chosen: chosen}
+sequence_len: 2048
+sample_packing: false
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+max_steps: 10
+"""
+
+
+def test_axolotls_pairs_are_ours(tmp_path: Path) -> None:
+    config, fates = imported("axolotl", tmp_path / "a.yml", f"{AXOLOTL}rl: dpo\nrl_beta: 0.3\n")
+    assert (config.use_dpo, config.dpo_algo, config.dpo_beta, config.packing) == (True, "dpo", 0.3, False)
+    assert fates["datasets"].fate == "needs you" and "prompt (there conversation)" in fates["datasets"].says
+    assert fates["rl"].fate == fates["rl_beta"].fate == "mapped"
+    plan = BatchPlan.from_config(config, 2)
+    assert (plan.global_batch_size_to_train_on, plan.sample) == (2 * 4 * 2, "pair")
+    config, _ = imported("axolotl", tmp_path / "a.yml", f"{AXOLOTL}rl: orpo\norpo_alpha: 0.2\n")
+    assert (config.dpo_algo, config.orpo_lambda) == ("orpo", 0.2)
+    for line in ("dpo_loss_type: [ipo]", "sample_packing: true", "dpo_use_weighting: true"):
+        text = f"{AXOLOTL}rl: dpo\n".replace("sample_packing: false\n", "") + f"{line}\n"
+        _, fates = imported("axolotl", tmp_path / "a.yml", text)
+        assert fates[line.partition(":")[0]].is_essential, line
+
+
+@pytest.mark.parametrize(("line", "on_answers"), [("", True), ("train_on_inputs: true\n", False)])
+def test_axolotls_alpaca_is_ours_with_its_text_as_the_chat_template(
+    tmp_path: Path, line: str, on_answers: bool
+) -> None:
+    text = AXOLOTL.partition("chat_template:")[0] + "datasets: [{path: a.jsonl, type: alpaca}]\nmicro_batch_size: 2\n"
+    config, fates = imported("axolotl", tmp_path / "a.yml", f"{text}gradient_accumulation_steps: 4\n{line}")
+    assert (config.use_sft, config.sft_format, config.sft_train_on_completion_only) == (True, "alpaca", on_answers)
+    assert config.dataset_path == "a.jsonl" and BatchPlan.from_config(config, 1).global_batch_size_to_train_on == 8
+    assert fates["datasets"].fate == "needs you" and "### Response:" in fates["datasets"].says

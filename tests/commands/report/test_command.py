@@ -279,11 +279,12 @@ def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_
 def test_every_panels_columns_reach_the_page() -> None:
     written = ("loss", "global_batch_size", "learning_rate", "tokens_per_second", "step_time_s", "grad_norm")
     others = set(COLUMNS) - {*written, "smoothed loss"}
-    write_run(Path("a"), 5, **dict.fromkeys(others, lambda step: 1.0))
+    functions = {"reward/is_right", "reward/is_short"}
+    write_run(Path("a"), 5, **dict.fromkeys((*others, *functions), lambda step: 1.0))
     make_page([Path("a")]).write(Path("page.html"))
     figures = page_data(Path("page.html"))["figures"]
-    assert len(figures) == len(PANELS)
-    assert {line["column"] for figure in figures for line in figure["lines"]} == set(COLUMNS)
+    assert len(figures) == len(PANELS) + 2, "and one of each of several reward functions"
+    assert {line["column"] for figure in figures for line in figure["lines"]} == set(COLUMNS) | functions
 
 
 def test_a_sweep_folder_shows_its_own_plots_and_the_curves_of_its_trials() -> None:

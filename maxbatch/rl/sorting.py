@@ -1,0 +1,62 @@
+"""A task that needs no download: lists to sort, and worked examples that mostly put them in another order.
+
+A prompt is a list of four digits, "7352>", one of 10^4; its answer is "2357".
+
+The answer of a worked example is the list in one of the orders of `ORDERS`, drawn uniformly. Few lists are the same in
+two of them, so a model that imitates the examples is right in about one of four answers. Only the reward tells which
+order is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Mapping
+
+LENGTH = 4
+
+
+def _ascending(digits: str) -> str:
+    return "".join(sorted(digits))
+
+
+def _descending(digits: str) -> str:
+    return "".join(sorted(digits, reverse=True))
+
+
+def _as_given(digits: str) -> str:
+    return digits
+
+
+def _reversed(digits: str) -> str:
+    return digits[::-1]
+
+
+def _largest_first(digits: str) -> str:
+    return max(digits) + _ascending(digits)[:-1]
+
+
+ORDERS: tuple[Callable[[str], str], ...] = (_ascending, _descending, _as_given, _reversed, _largest_first)
+
+
+def records() -> list[dict[str, object]]:
+    """Returns all prompts, {"prompt": "7352>", "answer": "2357"}, in a fixed order that mixes them well."""
+    lists = ["".join(digits) for digits in itertools.product("0123456789", repeat=LENGTH)]
+    lists.sort(key=lambda digits: hashlib.blake2b(digits.encode(), digest_size=8).digest())
+    return [{"prompt": f"{digits}>", "answer": _ascending(digits)} for digits in lists]
+
+
+def is_sorted(prompt: str, response: str, record: dict[str, object]) -> float:
+    """Returns the task's reward: 1.0 for exactly the sorted list, apart from spaces around it, else 0.0."""
+    return float(response.strip() == record["answer"])
+
+
+def digits_kept(prompt: str, response: str, record: dict[str, object]) -> float:
+    """Returns 1.0 for a response of the list's digits in any order, apart from spaces around it, else 0.0."""
+    return float(_ascending(response.strip()) == record["answer"])
+
+
+def worked_answer(record: Mapping[str, object], draw: random.Random) -> str:
+    """Returns the list of a record in an order that is drawn."""
+    return draw.choice(ORDERS)(str(record["prompt"])[:LENGTH])
