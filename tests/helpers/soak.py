@@ -1,6 +1,7 @@
 """A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
 
-`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`
+`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
+the run goes on with the others (`tests/helpers/losses.py`)
 
 Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
 the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
