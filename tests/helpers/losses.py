@@ -36,7 +36,10 @@ KEYS = (
     "base_emb_dim=48", "base_mlp_dim=96", "steps=60", "batch_size_schedule=0:8 320:10", "per_device_batch_size=2",
     "batch_padding=true", "checkpoint_period=20",
 )  # fmt: skip
-_LOCAL = (f"local_checkpoint_period={PERIOD}", "local_checkpoint_directory=~/ram", "log_period=1")
+# The timeout is that of a machine with more processes than cores, where a host may stand still.
+_LOCAL = (
+    f"local_checkpoint_period={PERIOD}", "local_checkpoint_directory=~/ram", "log_period=1", "heartbeat_timeout_s=300",
+)  # fmt: skip
 _HOSTS = (4, 3, 2, 3)  # in turn
 _END_S = 120.0  # in which a run whose host was killed has ended
 _LONGEST_START_S = 900.0
@@ -97,6 +100,8 @@ class Losses:
                 break
             most -= 1
             self.losses += 1
+            times = f"{self.ends_s[-1]:.1f} s to the end of the others"
+            print(f"{self.losses}: {self.run_dir} lost host {lost} of {hosts} after update {session.recorded}, {times}")
             turn += session.has_saved
             self._lose(lost, hosts, session.has_saved)
         self._check_clock(session.log.stat().st_mtime - begun)
@@ -223,7 +228,12 @@ class _Session:
             recorded = self.recorded
             if recorded and not self._first:
                 self._first = recorded
-                self._of.back_s += [time.monotonic() - lost for lost in self._lost_at]
+                found = [time.monotonic() - lost for lost in self._lost_at]
+                for seconds in found:
+                    print(
+                        f"{self._of.run_dir}: {seconds:.1f} s from a loss to update {recorded} on {self._hosts} hosts"
+                    )
+                self._of.back_s += found
                 self._lost_at.clear()
             if self.process.poll() is not None:
                 return False
