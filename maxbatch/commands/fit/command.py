@@ -69,11 +69,14 @@ def run(args: argparse.Namespace) -> int:
     if not search.choices:
         raise _nothing_fits(args.json, search.ways, target)
     choices, wanted = search.choices, search.wanted
-    rows = [row_of(target, args.slices, wanted, choices)]
+    rows = [row_of(target, args.slices, wanted, choices[0])]
     for left, num_slices in smaller:
         try:
             found = _search(config, left, args, say)
-            rows.append(row_of(left, num_slices, found.wanted, found.choices, _too_large(found.ways, left)))
+            if found.choices:
+                rows.append(row_of(left, num_slices, found.wanted, found.choices[0]))
+            else:
+                rows.append(refusal_of(left, num_slices, _too_large(found.ways, left)))
         except ConfigError as error:
             rows.append(refusal_of(left, num_slices, str(error)))
     if args.write:

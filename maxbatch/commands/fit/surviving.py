@@ -31,19 +31,14 @@ class FittedMachine(NamedTuple):
         }  # fmt: skip
 
 
-def row_of(
-    target: Target, num_slices: int, wanted: Wanted, choices: Sequence[Choice], too_large: str | None = None
-) -> FittedMachine:
-    """Returns the row of the best choice; `too_large` is the refusal if there is none."""
-    place = (num_slices, target.num_hosts, len(target.devices))
-    if not choices:
-        return FittedMachine(*place, too_large, None, "")
-    stated = " ".join(f"{name}={keys()[name].write(value)}" for name, value in choices[0].keys(wanted).items())
-    return FittedMachine(*place, None, choices[0], stated)
+def row_of(target: Target, num_slices: int, wanted: Wanted, choice: Choice) -> FittedMachine:
+    """Returns the row of a machine on which a choice fits."""
+    stated = " ".join(f"{name}={keys()[name].write(value)}" for name, value in choice.keys(wanted).items())
+    return FittedMachine(num_slices, target.num_hosts, len(target.devices), None, choice, stated)
 
 
 def refusal_of(target: Target, num_slices: int, refusal: str) -> FittedMachine:
-    """Returns the row of a machine that cannot run the model or its batch."""
+    """Returns the row of a machine that cannot run the model or its batch, or on which nothing fits."""
     return FittedMachine(num_slices, target.num_hosts, len(target.devices), refusal, None, "")
 
 
