@@ -51,7 +51,7 @@ COMMANDS: dict[str, Command] = {
     "fit": Command(
         "maxbatch.commands.fit.command",
         "Find the largest batch that fits in memory, and with --mesh auto the axes, by compiling.",
-        "[CONFIG.yml] [key=value ...] [--topology T [--slices S]] [--mesh auto] [--json] [--write FILE]",
+        "[CONFIG.yml] [key=value ...] [--topology T [--slices S] [--survive K]] [--mesh auto] [--json] [--write FILE]",
         ("maxbatch fit model_name=llama2-7b --topology v5p:2x2x4",
          "maxbatch fit run.yml global_batch_size=1024 --topology v5e:16x16 --slices 2 --write fitted.yml",
          "maxbatch fit model_name=llama2-7b global_batch_size=256 --topology v5p:4x4x4 --mesh auto")),

@@ -14,13 +14,12 @@ from ml_collections import ConfigDict
 
 from maxbatch.commands.arguments import count, local_path, note, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
-from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time
+from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time, smaller_targets
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.compile.target import Target, device_facts, find_target, machine_name
+from maxbatch.training.compile.target import Target, device_facts, machine_name
 
 if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Parts, Verdict
@@ -63,14 +62,8 @@ def _smaller(config: ConfigDict, args: argparse.Namespace, target: Target) -> li
     Raises:
       ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch is broken there.
     """
-    if args.survive is None:
-        return []
-    if not args.topology or args.slices == 1:
-        raise ConfigError(f"--survive {args.survive}: counts slices of a topology here, and there is one; works: "
-                          f"--topology {args.topology or 'v5e:16x16'} --slices {args.survive + 1}")  # fmt: skip
     found = []
-    for machine in smaller_machines(Machine(len(target.devices), target.num_hosts, args.slices), args.survive)[1:]:
-        left = find_target(args.topology, machine.num_slices)
+    for left, _ in smaller_targets(args, target):
         try:
             found.append((left, plan_on(config, left)))
         except ConfigError as error:
@@ -90,13 +83,14 @@ def _compile_run(
     from maxbatch.training.compile.saved import program_keys, save_programs
     from maxbatch.training.programs import step_name
 
-    programs, shapes = programs_on(config, target, plan)
+    programs, updates = programs_on(config, target, plan)
+    shapes = [update.shape for update in updates]
     say = (lambda text: None) if is_json else note
     done: dict[str, Compiled] = {}
-    for shape in shapes:
-        name = step_name(shape)
+    for update in updates:
+        shape, name = update.shape, step_name(update.shape)
         say(f"compiling {name} for {target.name}")
-        done[name] = compile_one(name, programs.step(shape), target, config, hlo, shape)
+        done[name] = compile_one(name, programs.step(shape), target, config, hlo, update)
         verdict = done[name].verdict
         if not verdict.fits:
             known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))

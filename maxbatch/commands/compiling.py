@@ -29,14 +29,27 @@ class Compiled(NamedTuple):
     modelled: Modelled
 
 
-def programs_on(config: ConfigDict, target: Target, plan: BatchPlan) -> tuple[Programs, list[BatchShape]]:
-    """Returns the programs of a run on devices, not yet lowered, and the batch shapes of its updates."""
-    from maxbatch.training.compile.ladder import plan_shapes
+class Update(NamedTuple):
+    """The shape of an update's batch, and its samples: the rest of the slots is padding."""
+
+    shape: BatchShape
+    samples: int
+
+    @property
+    def share(self) -> float:
+        """The share of samples in all slots."""
+        return self.samples / (self.shape.micro_batch * self.shape.max_micro_batches)
+
+
+def programs_on(config: ConfigDict, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
+    """Returns the programs of a run on devices, not yet lowered, and its updates."""
+    from maxbatch.training.compile.ladder import largest_batch, plan_shapes
     from maxbatch.training.programs import Programs, ProgramsConfig
 
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
     programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, expansion)
-    return programs, plan_shapes([stage for stage in plan.stages if stage.num_steps is None or stage.num_steps])
+    stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
+    return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
 
 
 def compile_one(
@@ -45,7 +58,7 @@ def compile_one(
     target: Target,
     config: ConfigDict,
     hlo: Path | None = None,
-    shape: BatchShape | None = None,
+    update: Update | None = None,
 ) -> Compiled:
     """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
     from maxbatch.config.sections import slots_per_sample
@@ -61,16 +74,15 @@ def compile_one(
     text = executable.as_text() or ""
     if hlo:
         write_atomically(hlo / f"{name}.hlo", text)
-    modelled = model_time(
-        text, target, DecoderConfig.of(config), slots_per_sample(config), config.peak_tflops_per_device, shape
-    )
-    return Compiled(verdict, executable, modelled)
+    model, slots, shape = DecoderConfig.of(config), slots_per_sample(config), update and update.shape
+    modelled = model_time(text, target, model, slots, config.peak_tflops_per_device, shape)
+    return Compiled(verdict, executable, modelled.of_samples(update.share) if update else modelled)
 
 
 def largest_update(config: ConfigDict, target: Target, plan: BatchPlan) -> Compiled:
     """Returns the update of a run that needs the most memory, compiled for devices."""
     from maxbatch.training.programs import step_name
 
-    programs, shapes = programs_on(config, target, plan)
-    done = [compile_one(step_name(shape), programs.step(shape), target, config, shape=shape) for shape in shapes]
+    programs, updates = programs_on(config, target, plan)
+    done = [compile_one(step_name(one.shape), programs.step(one.shape), target, config, update=one) for one in updates]
     return max(done, key=lambda one: (not one.verdict.fits, one.verdict.needed_bytes or 0))

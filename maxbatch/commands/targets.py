@@ -12,6 +12,7 @@ from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.target import Target, find_target
@@ -44,6 +45,21 @@ def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
         simulate_devices(args.simulate_devices)
     config = with_flags(config, parse_slice(args.topology).version if args.topology else None)
     return config, find_target(args.topology, args.slices)
+
+
+def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:
+    """Returns the slices that are left after the loss of 1 to `--survive` of them, and their number.
+
+    Raises:
+      ConfigError: the devices are not slices of a topology, or nothing is left.
+    """
+    if args.survive is None:
+        return []
+    if not args.topology or args.slices == 1:
+        raise ConfigError(f"--survive {args.survive}: counts slices of a topology here, and there is one; works: "
+                          f"--topology {args.topology or 'v5e:16x16'} --slices {args.survive + 1}")  # fmt: skip
+    machines = smaller_machines(Machine(len(target.devices), target.num_hosts, args.slices), args.survive)
+    return [(find_target(args.topology, left.num_slices), left.num_slices) for left in machines[1:]]
 
 
 def plan_on(config: ConfigDict, target: Target) -> BatchPlan:

@@ -68,7 +68,15 @@ def _last_saved(config: ConfigDict) -> int | None:
     from maxbatch.runs.position import last_saved
     from maxbatch.system.storage import as_path
 
-    return last_saved(as_path(config.run_dir)) if config.enable_checkpointing else None
+    if not config.enable_checkpointing:
+        return None
+    run_dir, directory = as_path(config.run_dir), config.local_checkpoint_directory
+    steps = [last_saved(run_dir)]
+    if directory:
+        from maxbatch.training.weights.shard_files import saved_here
+
+        steps.append(saved_here(directory, run_dir))
+    return max((step for step in steps if step is not None), default=None)
 
 
 def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: ConfigDict) -> int:

@@ -22,7 +22,7 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
-from maxbatch.parallel.hosts import broadcast, is_first, warn
+from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
@@ -232,6 +232,7 @@ class Pretraining:
         making_state = self._context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state: TrainState = making_state.result()
+        gather(None)  # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at most
         for shape, step in compiled:
             # A batch without weight changes nothing.
             nothing = (self.placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))

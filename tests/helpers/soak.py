@@ -1,6 +1,7 @@
 """A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
 
-`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`
+`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
+the run goes on with the others (`tests/helpers/losses.py`)
 
 Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
 the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
@@ -30,7 +31,9 @@ from typing import TypeVar
 from maxbatch.runs.sessions import read_sessions, total_seconds
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
+from tests.helpers import losses as losing
 from tests.helpers.command import QUICK_TO_COMPILE
+from tests.helpers.losses import LossError, Losses
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.suspensions import SuspensionError, Suspensions
 from tests.helpers.tiny import TINY_MODEL
@@ -48,7 +51,7 @@ _TRAINING = (
 _MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
 _END_S = 120.0  # in which a run whose host was killed has ended
 _GONE_S = 30.0  # in which no process is left
-_LONGEST_START_S = 300.0
+_LONGEST_START_S = 900.0
 WALL_TOLERANCE = 0.02  # of the wall time that the parts of all sessions add up to
 
 
@@ -197,7 +200,7 @@ def records(run_dir: AnyPath) -> list[dict]:
 def compare(run_dir: AnyPath, expected: list[dict]) -> None:
     """Raises SoakError unless a run has the steps, fingerprints and losses that are expected."""
     found = records(run_dir)
-    if [one["step"] for one in found] != list(range(1, STEPS + 1)):
+    if [one["step"] for one in found] != list(range(1, len(expected) + 1)):
         raise SoakError(f"{run_dir}: the steps are {[one['step'] for one in found]}")
     for one, other in zip(found, expected, strict=True):
         if wrong := [key for key in EXACT if one[key] != other[key]]:
@@ -231,9 +234,9 @@ def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str
 
 
 def soak(
-    stores: Sequence[str], kills: int, seed: int, share: float, harm: Callable[[Soak, int], T]
+    stores: Sequence[str], kills: int, seed: int, share: float, harm: Callable[[Soak, int], T], *keys: str
 ) -> list[tuple[str, T]]:
-    """Harms runs in several stores at the same time; returns what was counted in each.
+    """Harms runs in several stores at the same time; returns what was counted in each. `keys` are further ones of them.
 
     Raises:
       SoakError: a promise did not hold.
@@ -244,7 +247,7 @@ def soak(
 
             def one(name: str, kills: int) -> T:
                 place, store = places[name]
-                found = _prepared(place, folder / name, random.Random(f"{seed} {name}"))
+                found = _prepared(place, folder / name, random.Random(f"{seed} {name}"), keys)
                 if store:
                     store.plan(share=share, seed=seed)
                 return harm(found, kills)
@@ -259,7 +262,7 @@ def soak(
     return list(zip(stores, found, strict=True))
 
 
-def _prepared(place: str, folder: Path, chance: random.Random) -> Soak:
+def _prepared(place: str, folder: Path, chance: random.Random, keys: Sequence[str]) -> Soak:
     """Prepares the tokens and trains the unharmed run."""
     folder.mkdir()
     documents, unharmed = folder / "documents.jsonl", folder / "unharmed"
@@ -267,7 +270,7 @@ def _prepared(place: str, folder: Path, chance: random.Random) -> Soak:
     data = ("dataset_type=jsonl", f"dataset_path={documents}")
     finish(("prepare", *data, "--output", f"{place}/tokens"), folder / "preparing")
     data = (f"dataset_path={place}/tokens", f"run_dir={unharmed}", "--simulate-devices=1")
-    finish(("train", *_TRAINING, *data), folder / "unharmed-run")
+    finish(("train", *_TRAINING, *keys, *data), folder / "unharmed-run")
     return Soak(folder, place, chance, records(unharmed))
 
 
@@ -284,6 +287,23 @@ def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
         found.check_checkpoints()
         seconds = time.monotonic() - begun
         print(f"{found.suspends}/{suspends} {found.run_dir}: {found.suspends - before} stopped, {seconds:.1f} s")
+        found.runs += 1
+    return found
+
+
+def _lose_again_and_again(one: Soak, losses: int) -> Losses:
+    """Loses machines, and compares each run with the unharmed one."""
+    arguments = (*_TRAINING, *losing.KEYS, f"dataset_path={one.place}/tokens")
+    # What one store's runs have compiled, those of the others need not.
+    variables = _variables(one.folder) | {"XDG_CACHE_HOME": str(one.folder.parent / "cache")}
+    found = Losses(one.folder, one.place, arguments, variables, one.random, WALL_TOLERANCE)
+    while found.losses < losses:
+        before, begun = found.losses, time.monotonic()
+        found.run(losses - before)
+        compare(as_path(found.run_dir), one.expected)
+        seconds = time.monotonic() - begun
+        print(f"{found.losses}/{losses} {found.run_dir}: {found.losses - before} machines lost, {seconds:.1f} s")
+        print(f"{one.place}: {found.summary()}")
         found.runs += 1
     return found
 
@@ -311,6 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--suspends", type=int, help="writers to stop for longer than their lease, instead of kills")
+    parser.add_argument(
+        "--losses", type=int, help="machines to lose, instead of kills; the run goes on with the others"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stores", nargs="+", choices=("local", *SCHEMES), default=["gs", "s3", "local"])
     parser.add_argument("--share", type=float, default=0.1, help="of the requests that fail")
@@ -323,11 +346,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, one in stopped:
                 ends = ", ".join(f"{count} {how}" for how, count in one.ends.items())
                 print(f"{name}: {one.suspends} writers stopped ({ends}), {one.runs} runs as the unharmed one")
+        elif arguments.losses:
+            lost = soak(arguments.stores, arguments.losses, seed, arguments.share, _lose_again_and_again, *losing.KEYS)
+            for name, found in lost:
+                print(f"{name}: {found.summary()}")
         else:
             for name, one in soak(arguments.stores, arguments.kills, seed, arguments.share, _kill_again_and_again):
                 kinds = ", ".join(f"{count} {kind}" for kind, count in one.by_kind.items())
                 print(f"{name}: {one.kills} kills ({kinds}), {one.starts} starts, {one.runs} runs as the unharmed one")
-    except (SoakError, SuspensionError) as error:
+    except (SoakError, SuspensionError, LossError) as error:
         print(f"soak: seed {seed}: {error}", file=sys.stderr)
         return 1
     print(f"every promise held; {time.monotonic() - begun:.0f} s")

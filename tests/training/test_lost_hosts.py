@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.training.weights.local_checkpoints import run_name
+from maxbatch.training.weights.shard_files import run_name
 from tests.helpers.command import environment, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics

@@ -74,7 +74,11 @@ class Sizes:
         if config.gradient_accumulation_steps is not None:
             return cls(n, multiples, None, accumulation)
         batch = plan.global_batch_size_to_train_on
-        fits = [rows for rows in multiples if batch % rows == 0 or (config.batch_padding and rows < batch + unit)]
+
+        def fewest(rows: int) -> int:  # that hold the batch in as many passes, as the plan takes them
+            return -(-batch // (-(-batch // rows) * unit)) * unit
+
+        fits = [rows for rows in multiples if (rows == fewest(rows) if config.batch_padding else batch % rows == 0)]
         return cls(n, fits, batch, accumulation)
 
     def shape(self, rows: int) -> BatchShape:
@@ -112,11 +116,13 @@ class Choice:
     next_verdict: Verdict | None  # on the next larger micro-batch; None if there is no larger one
     parts: Parts
     modelled: Modelled  # the time of an update, if the target's compiler has a clock
+    global_batch: int  # samples per update, without those of padding
 
     @property
-    def global_batch(self) -> int:
-        """Samples per update."""
-        return self.shape.micro_batch * self.shape.max_micro_batches
+    def padded_share(self) -> float:
+        """The share of the slots of an update that are padding."""
+        slots = self.shape.micro_batch * self.shape.max_micro_batches
+        return (slots - self.global_batch) / slots
 
     @property
     def rank(self) -> tuple[float, int, int]:
@@ -144,6 +150,7 @@ class Choice:
             "gradient_accumulation_steps": self.shape.max_micro_batches,
             "micro_batch_size_to_train_on": self.shape.micro_batch,
             "global_batch_size_to_train_on": self.global_batch,
+            "padded_share": self.padded_share,
             "remat_policy": self.remat_policy,
             **mesh_keys(self.mesh),
             "hbm_bytes_needed": self.verdict.needed_bytes,
@@ -180,6 +187,8 @@ def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict 
     """Returns the choice of a size that fits; compiles the next larger one if its verdict is not given."""
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
+    slots = shape.micro_batch * shape.max_micro_batches
+    batch = sizes.global_batch or slots
     return Choice(
         oracle.config.remat_policy,
         oracle.mesh,
@@ -188,5 +197,6 @@ def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict 
         verdict,
         following or (next_verdict[0] if next_verdict else None),
         oracle.parts(shape, verdict),
-        oracle.asked[shape].modelled,
+        oracle.asked[shape].modelled.of_samples(batch / slots),
+        batch,
     )

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.commands.arguments import config_arguments, local_path, note
-from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on
+from maxbatch.commands.arguments import config_arguments, count, local_path, note
+from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
 from maxbatch.config.loading import dump_config, keys, resolve
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import MOST_BYTES, compose
@@ -25,8 +25,9 @@ from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report
 from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
-    from maxbatch.commands.fit.choices import Wanted
+    from maxbatch.commands.fit.choices import Choice, Wanted
     from maxbatch.commands.fit.ways import Way
+    from maxbatch.training.compile.memory import Verdict
     from maxbatch.training.compile.target import Target
 
 
@@ -35,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     mesh = "auto: also choose the data, fsdp and tensor axes that the config does not state (default: stated)"
     parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)
+    survive = "also find what every machine down to K slices fewer needs for the same batch"
+    parser.add_argument("--survive", type=count, metavar="K", help=survive)
     parser.add_argument("--write", type=local_path, metavar="FILE", help="write the choice into this config file")
 
 
@@ -45,12 +48,14 @@ def run(args: argparse.Namespace) -> int:
     them would take minutes.
     """
     config, target = config_and_target(args)
+    smaller = smaller_targets(args, target)
     if args.write:
         _check_writable(Path(args.write))
-    from maxbatch.commands.fit.choices import Wanted
+        if smaller:
+            raise ConfigError(f"--write {shown_path(args.write)}: must not be given beside --survive, whose machines "
+                              "may need different keys; works: --write without --survive")  # fmt: skip
+    from maxbatch.commands.fit.surviving import refusal_of, render_fitted, row_of
     from maxbatch.commands.fit.view import record, show
-    from maxbatch.commands.fit.ways import find_ways
-    from maxbatch.training.compile.modelled import has_clock
 
     if target.memory_bytes is None:
         raise TrainingError(f"{target.name}: the device does not report its memory")
@@ -60,26 +65,62 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             note(f"[{time.monotonic() - started:.0f} s] {text}")
 
+    search = _search(config, target, args, say)
+    if not search.choices:
+        raise _nothing_fits(args.json, search.ways, target)
+    choices, wanted = search.choices, search.wanted
+    rows = [row_of(target, args.slices, wanted, choices[0])]
+    for left, num_slices in smaller:
+        try:
+            found = _search(config, left, args, say)
+            if found.choices:
+                rows.append(row_of(left, num_slices, found.wanted, found.choices[0]))
+            else:
+                rows.append(refusal_of(left, num_slices, _too_large(found.ways, left)))
+        except ConfigError as error:
+            rows.append(refusal_of(left, num_slices, str(error)))
+    if args.write:
+        _write(Path(args.write), config, choices[0].keys(wanted))
+    if args.json:
+        survive = {"survive": [row.to_dict() for row in rows]} if smaller else {}
+        print(json.dumps(record(choices, search.ways, wanted, search.skipped) | survive, indent=2))
+    else:
+        show(choices, wanted, search.skipped)
+        if smaller:
+            render_fitted(rows)
+        if args.write:
+            print(printable(f"written to {args.write}"))
+    return EXIT_DONE
+
+
+class _Search(NamedTuple):
+    """A search on devices that is done."""
+
+    wanted: Wanted
+    ways: list[Way]
+    choices: list[Choice]  # that fit, the best first
+    skipped: list[str]  # ways without time
+
+
+def _search(config: ConfigDict, target: Target, args: argparse.Namespace, say: Callable[[str], None]) -> _Search:
+    """Finds the choices that fit devices.
+
+    Raises:
+      ConfigError: no mesh can run the model and its batch.
+    """
+    from maxbatch.commands.fit.choices import Wanted
+    from maxbatch.commands.fit.ways import find_ways
+    from maxbatch.training.compile.modelled import has_clock
+
     wanted = Wanted(config, target, args.mesh == "auto")
     ways = _ways(wanted, _stated(args), say)
     cuts = wanted.states_batch and has_clock(target)
     try:
-        choices, skipped = find_ways(ways, cuts or wanted.any_mesh, cuts, say)
+        return _Search(wanted, ways, *find_ways(ways, cuts or wanted.any_mesh, cuts, say))
     except KeyboardInterrupt as interrupt:
         code = report(interrupt)
         sys.stderr.flush()
         os._exit(code)
-    if not choices:
-        raise _nothing_fits(args.json, ways, target)
-    if args.write:
-        _write(Path(args.write), config, choices[0].keys(wanted))
-    if args.json:
-        print(json.dumps(record(choices, ways, wanted, skipped), indent=2))
-    else:
-        show(choices, wanted, skipped)
-        if args.write:
-            print(printable(f"written to {args.write}"))
-    return EXIT_DONE
 
 
 def _stated(args: argparse.Namespace) -> frozenset[str]:
@@ -127,11 +168,18 @@ def _with(config: ConfigDict, **changes: object) -> ConfigDict:
     return ConfigDict(config.to_dict() | changes).lock()
 
 
+def _least(ways: Sequence[Way]) -> Verdict:
+    """Returns the verdict on the program that needs the least memory of those that were compiled."""
+    return min((asked.verdict for way in ways for asked in way.oracle.asked.values()), key=_needed)
+
+
+def _needed(verdict: Verdict) -> int:
+    return verdict.needed_bytes or 2**63
+
+
 def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> TrainingError:
-    last = ways[-1]
-    smallest = last.sizes.per_device(last.sizes.rows[0])
-    verdict = min((asked.verdict for asked in last.oracle.asked.values()), key=lambda v: v.needed_bytes or 2**63)
     if as_json:
+        verdict = _least(ways)
         record = {
             "per_device_batch_size": None,
             "hbm_bytes_needed": verdict.needed_bytes,
@@ -139,9 +187,16 @@ def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> Trainin
             "target": target.name,
         }
         print(json.dumps(record, indent=2))
+    return TrainingError(_too_large(ways, target))
+
+
+def _too_large(ways: Sequence[Way], target: Target) -> str:
+    """Returns in words that not even the smallest micro-batch fits."""
+    last = ways[-1]
+    smallest = last.sizes.per_device(last.sizes.rows[0])
     more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
-    return TrainingError(
-        f"not even per_device_batch_size={smallest} fits {target.name}: {verdict.wants}; try {more}"
+    return (
+        f"not even per_device_batch_size={smallest} fits {target.name}: {_least(ways).wants}; try {more}"
         "a larger topology, or an axis that splits the model (ici_tensor_parallelism)"
     )
 

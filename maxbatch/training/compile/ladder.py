@@ -29,11 +29,13 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
     """
     own = [s for s in stages if s is stages[-1] or (s.num_steps or 0) >= LONG_STAGE]
     planned, of_own = ([s.micro_batch_size_to_train_on for s in some] for some in (stages, own))
-    shapes = []
-    for m in dict.fromkeys((math.gcd(*planned), *of_own)):
-        largest = max(s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % m == 0)
-        shapes.append(BatchShape(m, -(-largest // m)))
-    return shapes
+    micro_batches = dict.fromkeys((math.gcd(*planned), *of_own))
+    return [BatchShape(m, -(-largest_batch(m, stages) // m)) for m in micro_batches]
+
+
+def largest_batch(micro_batch: int, stages: Sequence[Stage]) -> int:
+    """Returns the samples of the largest batch that a step of a micro-batch can run."""
+    return max(s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % micro_batch == 0)
 
 
 class StepLadder:

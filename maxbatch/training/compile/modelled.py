@@ -31,6 +31,13 @@ class Modelled:
     modelled_mfu: float | None = None
     operations: Sequence[Operation] = ()  # the dearest, the first the most
 
+    def of_samples(self, share: float) -> Modelled:
+        """Returns the figures with the rates of the samples alone, which are a share of all slots (`batch_padding`)."""
+        rate, mfu = (
+            one and one * share for one in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
+        )  # fmt: skip
+        return dataclasses.replace(self, modelled_tokens_per_second_per_device=rate, modelled_mfu=mfu)
+
     def to_dict(self) -> dict[str, object]:
         """Returns the figures as `--json` prints them."""
         return dataclasses.asdict(self) | {"operations": [dataclasses.asdict(one) for one in self.operations]}

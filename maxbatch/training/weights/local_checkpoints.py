@@ -13,7 +13,6 @@ and devices. Plain files with checksums do without these limits, also on simulat
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,7 +47,9 @@ from maxbatch.training.weights.shard_files import (
     missing_array,
     read_blocks,
     read_part,
+    run_name,
     sides,
+    state_folders,
     write_part,
 )
 
@@ -99,7 +100,7 @@ class LocalCheckpoints:
     def _look(self) -> list[LocalState]:
         """Returns the whole states, newest first."""
         parts, torn = [], {}
-        for folder in self._state_folders():
+        for folder in state_folders(self._folder):
             try:
                 parts.append(read_part(folder))
             except DamagedError as error:
@@ -133,11 +134,6 @@ class LocalCheckpoints:
         if state.record.position.samples_seen not in recorded:
             return "metrics.jsonl has no line of it"
         return None
-
-    def _state_folders(self) -> Iterator[Path]:
-        """Yields the folders of states, of this host and of others that share its path."""
-        for host in self._folder.glob("host-*"):
-            yield from (folder for folder in host.iterdir() if folder.name.isdecimal())
 
     # --- restoring ---
 
@@ -194,7 +190,7 @@ class LocalCheckpoints:
             if other > step:
                 self._warn(f"local checkpoint {other} cannot be used ({why}); training goes on from step {step}")
         gather(None)  # hosts that share the path have read what they need
-        for folder in self._state_folders():
+        for folder in state_folders(self._folder):
             if int(folder.name) > step:
                 remove_tree(folder)
         for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
@@ -222,8 +218,10 @@ class LocalCheckpoints:
         record = self._checkpoints.record_of(state, position)
         leaves = jax.tree.leaves(state.saved)
         blocks = _blocks_here(leaves)
-        for array, program in self._passing.items():
-            sent = program.result()(leaves[array])
+        programs = {array: program.result() for array, program in self._passing.items()}
+        gather(None)  # no host waits in a program for one that still compiles it
+        for array, program in programs.items():
+            sent = program(leaves[array])
             blocks |= {name: x for name, x in _received(array, leaves[array], sent) if name not in blocks}
         folder, forms = self._own / str(position.step), _forms(state.saved)
         self._written = position.step, self._writer.submit(write_part, folder, record, forms, blocks)
@@ -257,18 +255,13 @@ class LocalCheckpoints:
         remove_tree(self._folder)
 
     def _remove(self, is_due: Callable[[int], bool]) -> None:
-        for folder in self._state_folders():
+        for folder in state_folders(self._folder):
             if is_due(int(folder.name)):
                 remove_tree(folder)
 
     def close(self) -> None:
         """Waits for the file that is being written."""
         self._writer.shutdown()
-
-
-def run_name(run_dir: AnyPath) -> str:
-    """Returns the name of the folder that holds the states of a run."""
-    return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"
 
 
 def _key(record: CheckpointRecord, forms: Iterable[ArrayForm]) -> str:

@@ -12,7 +12,7 @@ import math
 import os
 import secrets
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 from maxbatch.runs.position import CheckpointRecord, DamagedError
 from maxbatch.system import bounded
 from maxbatch.system.fences import BUILDING
-from maxbatch.system.storage import remove_tree
+from maxbatch.system.storage import AnyPath, as_path, remove_tree
 
 _JSON, _BLOCKS = "state.json", "blocks.bin"
 _ALIGNED = 64  # bytes, so that a block can be read into whole lines of memory
@@ -68,6 +68,26 @@ class StoredPart(NamedTuple):
         if len(content) != size or zlib.crc32(content.data) != place.checksum:
             return None
         return content.view(dtype).reshape(shape)
+
+
+def run_name(run_dir: AnyPath) -> str:
+    """Returns the name of the folder that holds the states of a run."""
+    return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"
+
+
+def state_folders(folder: Path) -> Iterator[Path]:
+    """Yields the folders of the states in the folder of a run, of this host and of others that share its path."""
+    for host in folder.glob("host-*"):
+        yield from (state for state in host.iterdir() if state.name.isdecimal())
+
+
+def saved_here(directory: str, run_dir: AnyPath) -> int | None:
+    """Returns the newest step that local checkpoints hold, as far as this host knows; None if there is none.
+
+    A state is removed once all hosts have written the next one. The oldest is thus one that all of them wrote.
+    """
+    folder = Path(str(as_path(directory))) / run_name(run_dir)
+    return min((int(state.name) for state in state_folders(folder)), default=None)
 
 
 def block_name(array: int, spans: Spans) -> str:

@@ -7,13 +7,18 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
-from maxbatch import BatchPlan, load_config
+from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.commands.fit.choices import Choice, Sizes
+from maxbatch.commands.arguments import config_of
+from maxbatch.commands.compiling import Update
+from maxbatch.commands.fit.choices import Choice, Sizes, Wanted
 from maxbatch.commands.fit.search import Line, largest_fitting
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import AXES, MeshShape
@@ -113,7 +118,8 @@ def test_every_size_is_a_batch_that_plans() -> None:
         "per_device_batch_size_increment=3",
         "per_device_batch_size=8",
     )
-    for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",)):
+    padded = ("global_batch_size=100", "batch_padding=true")
+    for keys in (ramp, ("global_batch_size=96",), ("ici_tensor_parallelism=2",), padded):
         sizes = sizes_of(*keys)
         for rows in sizes.rows[:12]:
             p = sizes.per_device(rows)
@@ -140,14 +146,16 @@ def test_sizes_that_no_step_takes_are_one_line(capsys: pytest.CaptureFixture[str
     assert "the smallest micro-batch" in line and "works: " in line
 
 
+ONE_DEVICE = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
+
+
+def way(policy: str, rows: int, seconds: float | None, batch: int = 64) -> Choice:
+    verdict, parts = Verdict(True, 1, 1, None, 0.0), Parts(0, 0, 0, 0, 0)
+    shape, modelled = BatchShape(rows, -(-batch // rows)), Modelled(modelled_step_s=seconds)
+    return Choice(policy, ONE_DEVICE, shape, rows, verdict, None, parts, modelled, batch)
+
+
 def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
-    one_device = MeshShape(dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 1))
-
-    def way(policy: str, rows: int, seconds: float | None) -> Choice:
-        verdict, parts = Verdict(True, 1, 1, None, 0.0), Parts(0, 0, 0, 0, 0)
-        modelled = Modelled(modelled_step_s=seconds)
-        return Choice(policy, one_device, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
-
     timed = [way("none", 16, 3.0), way("minimal", 8, 1.0), way("full", 64, 2.0)]
     assert [one.remat_policy for one in sorted(timed, key=lambda one: one.rank)] == ["minimal", "full", "none"]
     without_clock = [way("full", 16, None), way("none", 8, None), way("minimal", 16, None)]
@@ -155,6 +163,62 @@ def test_ways_to_a_batch_are_ranked_by_the_modelled_step() -> None:
     assert [one.remat_policy for one in ranked] == ["minimal", "full", "none"], (
         "the larger, then the least recomputation"
     )
+
+
+def test_rows_of_padding_are_no_samples_of_a_way() -> None:
+    whole, padded = way("full", 8, 1.0), way("none", 12, 0.9, batch=16)
+    assert (padded.padded_share, padded.to_dict()["global_batch_size_to_train_on"]) == (1 / 3, 16)
+    assert (whole.padded_share, whole.to_dict()["padded_share"]) == (0, 0)
+    assert sorted([padded, way("full", 8, 0.95, batch=16)], key=lambda one: one.rank)[0] is padded
+
+
+def test_rates_of_a_padded_update_count_its_samples_alone() -> None:
+    modelled = Modelled(modelled_step_s=1.0, modelled_tokens_per_second_per_device=90.0, modelled_mfu=0.3)
+    padded = modelled.of_samples(Update(BatchShape(12, 2), 16).share)
+    assert (padded.modelled_step_s, padded.modelled_mfu) == (1.0, pytest.approx(0.2))
+    assert padded.modelled_tokens_per_second_per_device == pytest.approx(60)
+    assert Modelled().of_samples(0.5) == Modelled()
+
+
+def test_survive_shows_what_every_smaller_machine_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machines: list[Any] = [
+        SimpleNamespace(name=f"{slices} slices", devices=list(range(4 * slices)), num_hosts=slices, memory_bytes=1)
+        for slices in (4, 3, 2, 1)
+    ]
+    found = {"4 slices": [way("none", 16, 1.0, 16)], "3 slices": [way("minimal", 24, 1.5, 16)], "1 slices": []}
+
+    def search(config: ConfigDict, target: Any, *_: object) -> Any:
+        if target.name not in found:
+            raise ConfigError("fsdp: does not divide")
+        choices = found[target.name]
+        return SimpleNamespace(wanted=Wanted(config, target, False), ways=[], choices=choices, skipped=[])
+
+    command = "maxbatch.commands.fit.command"
+    monkeypatch.setattr(f"{command}.config_and_target", lambda args: (config_of(args), machines[0]))
+    monkeypatch.setattr("maxbatch.commands.targets.find_target", lambda topology, slices: machines[4 - slices])
+    monkeypatch.setattr(f"{command}._search", search)
+    monkeypatch.setattr(f"{command}._too_large", lambda ways, target: "not even 1 row fits")
+    monkeypatch.setattr("maxbatch.commands.fit.view.has_clock", lambda target: True)
+    for target in machines:
+        target.memory_source = "its chip"
+    arguments = ["fit", *TINY_RUN, "global_batch_size=16", "--topology", "v5e:2x2", "--slices", "4", "--survive"]
+    assert main([*arguments, "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["survive"]
+    assert [(row["slices"], row["devices"], row["refusal"], row.get("remat_policy")) for row in rows] == [
+        (4, 16, None, "none"), (3, 12, None, "minimal"), (2, 8, "fsdp: does not divide", None),
+        (1, 4, "not even 1 row fits", None),
+    ]  # fmt: skip
+    assert (rows[1]["padded_share"], rows[1]["modelled_step_s"]) == (1 / 3, 1.5)
+    assert main([*arguments, "3"]) == 0
+    out = capsys.readouterr().out
+    assert "per_device_batch_size=24 remat_policy=minimal" in out and "33.33%" in out
+    assert "refused on 2 slices: fsdp: does not divide" in out
+    assert main([*arguments, "4"]) == 2
+    assert "--survive 4: must be less than the 4 slices" in capsys.readouterr().err
+    assert main([*arguments, "3", "--write", "run.yml"]) == 2
+    assert "--write run.yml: must not be given beside --survive" in capsys.readouterr().err
 
 
 @pytest.fixture

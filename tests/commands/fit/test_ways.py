@@ -33,7 +33,7 @@ class Compiler:
         seconds = {"minimal": 2.0, "full": 3.0, "none": 4.0}[policy] + rows / 1000
         parts, verdict = Parts(0, 0, 0, 0, 0), Verdict(True, 1, 1, None, 0.0)
         modelled = Modelled(modelled_step_s=seconds)
-        return Choice(policy, ONE_DEVICE, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled)
+        return Choice(policy, ONE_DEVICE, BatchShape(rows, 64 // rows), rows, verdict, None, parts, modelled, 64)
 
 
 def way_of(policy: str, mesh: str = "") -> ways.Way:

@@ -17,12 +17,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch import ConfigError
+from maxbatch.commands.train import _last_saved as last_saved_of
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import Pretraining, train
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import RunContext, Session
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights import local_checkpoints, shard_files
+from maxbatch.training.weights.shard_files import saved_here
 from tests.helpers.tiny import assert_same_run, read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
@@ -73,7 +75,8 @@ def lost(lost_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A copy of its own for each test, at the same path as seen by the run."""
     shutil.copytree(lost_once, tmp_path / "lost")
     (disk,) = (tmp_path / "lost" / "disk").glob("run-*")
-    monkeypatch.setattr("maxbatch.training.weights.local_checkpoints.run_name", lambda run_dir: disk.name)
+    for module in (local_checkpoints, shard_files):
+        monkeypatch.setattr(module, "run_name", lambda run_dir: disk.name)
     return tmp_path / "lost"
 
 
@@ -161,6 +164,18 @@ def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     said = capsys.readouterr().err.splitlines()
     assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training goes on from step 5")
     assert not local_states(lost), "update 6 is made again: no later start may take the old one"
+
+
+def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> None:
+    assert saved_here(str(lost / "disk"), lost / "run") == 6
+    shutil.copytree(*(next(lost.glob("disk/run-*/host-0")) / step for step in ("6", "8")))
+    assert saved_here(str(lost / "disk"), lost / "run") == 6, "another host may not have written the newer one"
+    config = config_of(lost)
+    assert last_saved_of(config) == 6
+    shutil.rmtree(lost / "disk")
+    assert last_saved_of(config) == 5
+    config.enable_checkpointing = False
+    assert last_saved_of(config) is None
 
 
 def test_a_damaged_checkpoint_in_run_dir_gives_way_to_an_older_local_one(lost: Path) -> None:
