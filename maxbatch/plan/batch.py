@@ -249,8 +249,8 @@ class BatchPlan:
         """Returns what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
-        for part in filter(None, (self.rl, self.experts)):
-            plan |= {name: _json(value) for name, value in part._asdict().items()}
+        plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
+        plan |= {name: _json(value) for name, value in self.experts._asdict().items()} if self.experts else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"} | decays._asdict()
