@@ -1,7 +1,8 @@
-"""(p) An update of a model with 8 experts, 2 of them a token's, against a dense model with as many active parameters.
+"""(p) An update of a model with 8 experts, 2 of them a token's, against two others of the same rows.
 
-The two experts of a token are together as wide as the dense MLP. The vocabulary is small, so that the layers are what
-is measured.
+One is that of a dense model with as many active parameters: the two experts of a token are together as wide as its
+MLP. The other is the update of the same model, written by hand. The vocabulary is small, so that the layers are what is
+measured.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable
 
 import jax
 
+from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
-from benchmarks.trainer import MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
+from benchmarks.step import check_equal
+from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.parallel.mesh import make_mesh
@@ -20,38 +23,56 @@ from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 
-BAR = 0.75
+DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
+_PER_TOKEN, _BALANCE = 2, 0.01
 _EXPERTS = (
     "decoder_block=mixtral",
     "num_experts=8",
-    "num_experts_per_tok=2",
+    f"num_experts_per_tok={_PER_TOKEN}",
     "norm_topk_prob=true",
-    "load_balance_loss_weight=0.01",
+    f"load_balance_loss_weight={_BALANCE}",
 )
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """The ratio of tokens/s, with experts over dense."""
+    """The ratios of tokens/s, with experts over dense and over the same by hand."""
     rows, turns = (2, 3) if quick else (8, 9)
     model, width = (QUICK_MODEL, 64) if quick else ((*MODEL, "vocab_size=2048"), 1536)
-    sides = {
-        "dense": _update(rows, *model, f"base_mlp_dim={width}"),
-        "experts": _update(rows, *model, *_EXPERTS, f"base_moe_mlp_dim={width // 2}"),
-    }
-    for side in sides.values():
-        side()
-    seconds = seconds_in_turns(sides, turns)
-    title = f"tokens/s, 8 experts of which 2 active / dense, {rows} rows"
-    return [ratio(title, seconds["dense"], seconds["experts"], bar=BAR, sense="at least")]
+    dense = _Side(rows, *model, f"base_mlp_dim={width}")
+    experts = _Side(rows, *model, *_EXPERTS, f"base_moe_mlp_dim={width // 2}")
+    by_hand = experts.by_hand()
+    check_equal(by_hand, experts)
+    dense()
+    seconds = seconds_in_turns({"dense": dense, "experts": experts, "by hand": by_hand}, turns)
+    title = f"tokens/s, 8 experts of which {_PER_TOKEN} active / "
+    return [
+        ratio(title + f"dense, {rows} rows", seconds["dense"], seconds["experts"], bar=DENSE_BAR, sense="at least"),
+        ratio(
+            title + f"the same by hand, {rows} rows", seconds["by hand"], seconds["experts"], bar=HANDWRITTEN_BAR,
+            sense="at least",
+        ),
+    ]  # fmt: skip
 
 
-def _update(num_rows: int, *overrides: str) -> Callable[[], object]:
-    """Returns a compiled update of a model, on rows in memory."""
-    config = load_config(overrides=[*overrides, *RUN])
-    keys, mesh = UpdateConfig.of(config), make_mesh(config)
-    abstract, shape = abstract_state(keys, mesh), BatchShape(num_rows, 1)
-    batch = Placement(batch_sharding(mesh), config.max_target_length).abstract_batch(shape)
-    scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
-    lowered = make_train_step(keys, mesh, abstract).lower(abstract, batch, *scalars)
-    step, rows = TrainerStep(config, mesh, abstract, lowered.compile(), shape), rows_of_documents(num_rows, config)
-    return lambda: step(rows, 1)
+class _Side:
+    """The compiled update of a model, on rows in memory."""
+
+    def __init__(self, num_rows: int, *overrides: str) -> None:
+        self._config = config = load_config(overrides=[*overrides, *RUN])
+        keys, self._mesh = UpdateConfig.of(config), make_mesh(config)
+        abstract, shape = abstract_state(keys, self._mesh), BatchShape(num_rows, 1)
+        batch = Placement(batch_sharding(self._mesh), config.max_target_length).abstract_batch(shape)
+        scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
+        lowered = make_train_step(keys, self._mesh, abstract).lower(abstract, batch, *scalars)
+        self._step = TrainerStep(config, self._mesh, abstract, lowered.compile(), shape)
+        self._rows = rows_of_documents(num_rows, config)
+
+    def __call__(self) -> tuple[float, float]:
+        return self._step(self._rows, 1)
+
+    def by_hand(self) -> Callable[[], tuple[float, float]]:
+        """Returns the hand-written update from the same parameters."""
+        params = parameters_of_trainer(jax.device_get(self._step.state.params))
+        form = Form(self._config.base_num_query_heads, _PER_TOKEN, _BALANCE)
+        step = HandwrittenStep(params, self._mesh, form, (1, *self._rows["tokens"].shape), LEARNING_RATE)
+        return lambda: step(self._rows)

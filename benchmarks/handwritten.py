@@ -17,7 +17,7 @@ N devices, T tokens of a micro-batch.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.handwritten_experts import experts_mlp
 from maxbatch.data.stream.rows import Rows
 
 Params = dict[str, Any]
@@ -41,13 +42,24 @@ _LAYER_SPECS = {
     "out_HhxD": P(None, "fsdp"),
     "gate_up_Dx2F": P("fsdp", None),
     "down_FxD": P(None, "fsdp"),
+    "router_DxE": P(),
+    "gate_up_ExDx2F": P(None, "fsdp", None),
+    "down_ExFxD": P(None, None, "fsdp"),
 }
+
+
+class Form(NamedTuple):
+    """What the shapes of the parameters do not show."""
+
+    num_heads: int  # H; as many key heads
+    experts_per_token: int = 0  # k; 0: a dense model
+    balance_weight: float = 0.0  # of the balance loss of each row
 
 
 def parameters_of_trainer(params: Any) -> Params:
     """The trainer's parameters, on the host, in this file's form: projections joined, layers in a list."""
     tree = jax.tree.map(np.asarray, params.to_pure_dict())
-    layers, attention, mlp = tree["layers"], tree["layers"]["attention"], tree["layers"]["mlp"]
+    layers, attention = tree["layers"], tree["layers"]["attention"]
     num_layers, width = layers["attention_norm"]["scale"].shape
     heads = [attention[name].reshape(num_layers, width, -1) for name in ("query", "key", "value")]
     stacked = {
@@ -55,9 +67,14 @@ def parameters_of_trainer(params: Any) -> Params:
         "mlp_norm": layers["mlp_norm"]["scale"],
         "qkv_Dx3Hh": np.concatenate(heads, axis=2),
         "out_HhxD": attention["out"].reshape(num_layers, -1, width),
-        "gate_up_Dx2F": np.concatenate([mlp["gate"], mlp["up"]], axis=2),
-        "down_FxD": mlp["down"],
     }
+    if "experts" in layers:
+        experts = layers["experts"]
+        stacked["router_DxE"], stacked["down_ExFxD"] = experts["router"], experts["expert_down"]
+        stacked["gate_up_ExDx2F"] = np.concatenate([experts["expert_gate"], experts["expert_up"]], axis=3)
+    else:
+        mlp = layers["mlp"]
+        stacked["gate_up_Dx2F"], stacked["down_FxD"] = np.concatenate([mlp["gate"], mlp["up"]], axis=2), mlp["down"]
     return {
         "embedding_VxD": tree["embedding"],
         "output_DxV": tree["output"],
@@ -72,23 +89,23 @@ class HandwrittenStep:
     Args:
       params: as `parameters_of_trainer` makes them.
       mesh: its axis `fsdp` spans all devices.
-      num_heads: H; as many key heads.
+      form: of the model.
       batch_shape: (A, M, L).
       learning_rate: of every update.
     """
 
     def __init__(
-        self, params: Params, mesh: Mesh, num_heads: int, batch_shape: tuple[int, int, int], learning_rate: np.float32
+        self, params: Params, mesh: Mesh, form: Form, batch_shape: tuple[int, int, int], learning_rate: np.float32
     ) -> None:
         self._batch_shape, self._learning_rate = batch_shape, learning_rate
         specs = {
             "embedding_VxD": P(None, "fsdp"),
             "output_DxV": P(None, "fsdp"),
             "final_norm": P(),
-            "layers": [_LAYER_SPECS] * len(params["layers"]),
+            "layers": [{name: _LAYER_SPECS[name] for name in layer} for layer in params["layers"]],
         }
         gradients = jax.shard_map(
-            partial(_gradients, specs, num_heads),
+            partial(_gradients, specs, form),
             mesh=mesh,
             in_specs=(specs, (_BATCH,) * 3),
             out_specs=(P(), specs, P()),
@@ -141,7 +158,7 @@ def _update(gradients: Any, state: Any, batch: Any, learning_rate: jax.Array) ->
     return (jax.tree.map(stepped, params, first, second), first, second, count), (loss / weight, norm)
 
 
-def _gradients(specs: Any, num_heads: int, params: Params, batch: Any) -> Gradients:
+def _gradients(specs: Any, form: Form, params: Params, batch: Any) -> Gradients:
     """Loss sum, gradient sums and weight sum of the whole batch; on one device's shards, with its own collectives."""
 
     def gather(spec: P, shard: jax.Array) -> jax.Array:
@@ -160,8 +177,13 @@ def _gradients(specs: Any, num_heads: int, params: Params, batch: Any) -> Gradie
 
         return {name: tree[name] if name in _NEVER_GATHERED else over(name) for name in tree}
 
+    # The balance loss is divided by all tokens and by the layers, and the sum of both losses by the weight.
+    of_balance = form.balance_weight * jax.lax.psum(jnp.sum(batch[2]), "fsdp") / len(params["layers"])
+    of_balance /= jax.lax.psum(jnp.sum(batch[1] != 0), "fsdp")
+
     def micro_batch(rows: Any) -> Gradients:
-        loss, gradient = jax.value_and_grad(_loss_sum)(over_specs(gather, params), rows, num_heads)
+        differentiated = jax.value_and_grad(_loss_sums, has_aux=True)
+        (_, loss), gradient = differentiated(over_specs(gather, params), rows, form, of_balance)
         return loss, over_specs(scatter, gradient), jnp.sum(rows[2])
 
     if batch[0].shape[0] == 1:
@@ -174,15 +196,19 @@ def _gradients(specs: Any, num_heads: int, params: Params, batch: Any) -> Gradie
     return jax.lax.psum(loss, "fsdp"), gradient, jax.lax.psum(weight, "fsdp")
 
 
-def _loss_sum(params: Params, rows: Any, num_heads: int) -> jax.Array:
+def _loss_sums(params: Params, rows: Any, form: Form, of_balance: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum that is differentiated, and the sum of the token losses."""
     tokens_MxL, segments_MxL, weights_MxL = rows
-    x_MxLxD = _hidden(params, tokens_MxL, segments_MxL, num_heads)
+    x_MxLxD, balance = _hidden(params, tokens_MxL, segments_MxL, form)
     targets_MxL, weights_MxL = (jnp.roll(array, -1, axis=1) for array in (tokens_MxL, weights_MxL))
-    return _fused_loss(x_MxLxD, params["output_DxV"], targets_MxL, weights_MxL)
+    loss = _fused_loss(x_MxLxD, params["output_DxV"], targets_MxL, weights_MxL)
+    return loss + of_balance * balance, loss
 
 
-def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, num_heads: int) -> jax.Array:
+def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, form: Form) -> tuple[jax.Array, jax.Array]:
+    """Returns the hidden states, and the sum of the balance losses of the layers."""
     rows, length = tokens_MxL.shape
+    num_heads, balance = form.num_heads, jnp.float32(0)
     head_dim = params["layers"][0]["out_HhxD"].shape[0] // num_heads
     frequencies = 10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.outer(np.arange(length), frequencies)[None, :, None, :]
@@ -205,10 +231,14 @@ def _hidden(params: Params, tokens_MxL: jax.Array, segments_MxL: jax.Array, num_
         attention_MxHxLxL = jax.nn.softmax(jnp.where(visible_Mx1xLxL, logits_MxHxLxL, -1e30))
         attended = jnp.einsum("mnqk,mknh->mqnh", attention_MxHxLxL, v).reshape(rows, length, -1)
         x_MxLxD = x_MxLxD + attended @ layer["out_HhxD"]
-        gate_up_Dx2xF = layer["gate_up_Dx2F"].reshape(x_MxLxD.shape[-1], 2, -1)
-        inner = jnp.einsum("mld,dgf->mlgf", _normed(x_MxLxD, layer["mlp_norm"]), gate_up_Dx2xF)
+        y_MxLxD = _normed(x_MxLxD, layer["mlp_norm"])
+        if form.experts_per_token:
+            y_MxLxD, of_layer = experts_mlp(y_MxLxD, layer, form.experts_per_token)
+            x_MxLxD, balance = x_MxLxD + y_MxLxD, balance + of_layer
+            continue
+        inner = jnp.einsum("mld,dgf->mlgf", y_MxLxD, layer["gate_up_Dx2F"].reshape(x_MxLxD.shape[-1], 2, -1))
         x_MxLxD = x_MxLxD + (jax.nn.silu(inner[:, :, 0]) * inner[:, :, 1]) @ layer["down_FxD"]
-    return _normed(x_MxLxD, params["final_norm"])
+    return _normed(x_MxLxD, params["final_norm"]), balance
 
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:

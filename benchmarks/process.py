@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from benchmarks.commands import finish, metrics_of, start
-from benchmarks.handwritten import HandwrittenStep, parameters_of_trainer
+from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN
 from maxbatch.config.loading import load_config
@@ -75,7 +75,7 @@ def _update_by_hand(output: str, num_micro_batches: str, updates: str, *keys: st
     params = parameters_of_trainer(
         jax.device_get(init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params)
     )
-    step = HandwrittenStep(params, mesh, config.base_num_query_heads, shape, LEARNING_RATE)
+    step = HandwrittenStep(params, mesh, Form(config.base_num_query_heads), shape, LEARNING_RATE)
     rng = np.random.default_rng(0)
     seconds = []
     for _ in range(int(updates)):

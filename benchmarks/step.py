@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import jax
 from ml_collections import ConfigDict
 
-from benchmarks.handwritten import HandwrittenStep, parameters_of_trainer
+from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
 from maxbatch.config.loading import load_config
@@ -110,13 +110,13 @@ def _seconds_in_turns(
     handwritten = HandwrittenStep(
         parameters_of_trainer(jax.device_get(session.state.params)),
         task.mesh,
-        config.base_num_query_heads,
+        Form(config.base_num_query_heads),
         (num_micro_batches, shape.micro_batch, config.max_target_length),
         LEARNING_RATE,
     )
     rows = rows_of_documents(num_micro_batches * shape.micro_batch, config)
     sides = {"hand-written": lambda: handwritten(rows), "update": lambda: trainer(rows, num_micro_batches)}
-    _check_equal(*sides.values())
+    check_equal(*sides.values())
 
     in_turns = FeedInTurns(feed, sides, updates_per_turn)
     recorder = session.open_recorder(stack.enter_context(CompileCounter()), stack)
@@ -124,7 +124,8 @@ def _seconds_in_turns(
     return in_turns.seconds
 
 
-def _check_equal(handwritten: Callable[[], tuple[float, float]], trainer: Callable[[], tuple[float, float]]) -> None:
+def check_equal(handwritten: Callable[[], tuple[float, float]], trainer: Callable[[], tuple[float, float]]) -> None:
+    """Takes three updates of both; raises BenchmarkError if a loss or a gradient norm differs."""
     for update in range(1, 4):
         theirs, ours = handwritten(), trainer()
         if not all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(theirs, ours, strict=True)):

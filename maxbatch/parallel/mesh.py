@@ -45,14 +45,18 @@ def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -
 
 
 def lay_out(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
-    """Returns the devices laid out over the axes; the compiler propagates shardings from the annotated arrays."""
+    """Returns the devices laid out over the axes; the compiler propagates shardings from the annotated arrays.
+
+    On a TPU an axis covers whole dimensions of the torus where that works, and parts of some where it does not, such as
+    8 devices of 4x4x4.
+    """
     sizes, ici, dcn = (tuple(axes.values()) for axes in (shape.sizes, shape.ici, shape.dcn))
     if num_slices(devices) > 1:
-        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=list(devices))
+        grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=list(devices), allow_split_physical_axes=True)
     elif devices[0].platform == "cpu":
         grid = np.asarray(devices).reshape(sizes)
     else:
-        grid = mesh_utils.create_device_mesh(sizes, devices=list(devices))
+        grid = mesh_utils.create_device_mesh(sizes, devices=list(devices), allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 

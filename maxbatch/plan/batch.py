@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
+from maxbatch.plan.experts import ExpertGroups
 from maxbatch.plan.mesh_shape import BATCH_AXES, MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.plan_config import PlanConfig
@@ -101,6 +102,7 @@ class BatchPlan:
     rampup_end_sample: int
     warnings: tuple[str, ...]
     rl: RLBatch | None
+    experts: ExpertGroups | None  # None: a dense model
     decays: tuple[Decays, ...]
     manager: RampupBatchManager
     meshes: RunMeshes
@@ -222,6 +224,7 @@ class BatchPlan:
                 *(rl.warnings if rl else ()),
             ),
             rl=rl,
+            experts=ExpertGroups.if_any(config.model, meshes.training, micro // parts, slots),
             decays=tuple(map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))),
             manager=manager,
             meshes=meshes,
@@ -247,6 +250,7 @@ class BatchPlan:
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
         plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
+        plan |= {name: _json(value) for name, value in self.experts._asdict().items()} if self.experts else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"} | decays._asdict()
@@ -273,7 +277,7 @@ class BatchPlan:
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_NUMBERS = ("decays", "manager", "meshes", "warnings", "rl")
+_NOT_NUMBERS = ("decays", "manager", "meshes", "warnings", "rl", "experts")
 
 
 def _json(number: Number | None) -> int | float | None:

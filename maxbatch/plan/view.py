@@ -57,6 +57,12 @@ pairs of prompt and response
   off_policy_steps               s: batch k is sampled by the policy that k - s batches made
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
+experts
+  expert_group_size              devices that share the experts
+  experts_per_device             experts of each layer that a device holds
+  expert_bytes_per_device        bytes of their weights in a device's state
+  rows_per_expert_group          rows that a group gathers in one pass
+  choices_per_expert             tokens of these rows that an expert gets if all get as many
 loading
   expansion_factor_real_data     e
   num_loading_hosts              hosts that read the source
@@ -280,7 +286,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     title = ""
     for line in _NUMBERS.strip().splitlines():
         name, meaning = line.split(maxsplit=1) if line.startswith(" ") else ("", line)
-        source = plan if hasattr(plan, name) else plan.rl
+        source = next((part for part in (plan, plan.experts, plan.rl) if hasattr(part, name)), None)
         if not name:
             title = line
         elif source:

@@ -152,7 +152,9 @@ def _fits(config: ModelConfig, is_chosen_MxLxkxE: jax.Array, tokens_M: jax.Array
     """Returns whether each choice is within the capacity of its expert; earlier tokens of a row come first."""
     rows, length, k, num_experts = is_chosen_MxLxkxE.shape
     factor = Fraction(repr(config.capacity_factor))
-    capacities = np.asarray([math.ceil(factor * tokens * k / num_experts) for tokens in range(length + 1)], np.int32)
+    capacities = np.asarray(
+        [min(tokens * k, math.ceil(factor * tokens * k / num_experts)) for tokens in range(length + 1)], np.int32
+    )
     in_order = is_chosen_MxLxkxE.reshape(rows, length * k, num_experts).astype(jnp.int32)
     places = (jnp.cumsum(in_order, axis=1) * in_order).sum(axis=2).reshape(rows, length, k)  # from 1
     fits: jax.Array = places <= jnp.asarray(capacities)[tokens_M][:, None, None]

@@ -16,7 +16,7 @@ from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.parallel.mesh import lay_out
+from maxbatch.parallel.mesh import lay_out, make_mesh
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.memory import compile_for, known_parts
@@ -68,6 +68,13 @@ def test_devices_and_hosts_are_those_of_the_slice_that_is_sold(
     assert (len(target.devices), target.num_hosts) == (devices, hosts)
     assert device_facts(target.devices)["slices"] == slices
     assert target.chip is TPUS[topology.partition(":")[0]] is chip_of(target.devices[0].device_kind)
+
+
+@pytest.mark.parametrize("axis", ["expert", "tensor"])
+def test_an_axis_may_take_a_part_of_a_dimension_of_the_torus(axis: str) -> None:
+    devices = find_target("v5p:4x4x4").devices
+    keys = (f"ici_{axis}_parallelism=8", "num_experts=8", "num_experts_per_tok=2", "decoder_block=mixtral")
+    assert dict(make_mesh(load_config(overrides=[*NARROW, *keys]), devices).shape)[axis] == 8
 
 
 @pytest.mark.parametrize("topology", ["v4:4x4x4", "v5e:16x16", "v5p:4x4x4", "v6e:16x16", "tpu7x:4x4x4"])
