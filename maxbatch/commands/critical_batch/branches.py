@@ -147,6 +147,8 @@ class Branches:
             f"checkpoint_period={-(-branch.updates // 3)}",
             "max_num_checkpoints_to_keep=1",
             "eval_interval=-1",
+            "eval_tasks=",
+            "eval_tasks_limit=null",
             "early_stopping_patience=null",
             "generate_prompt=",
             "profile_steps=",

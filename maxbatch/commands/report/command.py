@@ -19,8 +19,10 @@ from maxbatch.commands.report.runs import (
     SHORT_RUN,
     STAGE_HEADS,
     SUMMARY_HEADS,
+    TASK_HEADS,
     ReportedRun,
     fitted,
+    task_panels,
 )
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
@@ -189,12 +191,14 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
     units = {"steps": "updates", "samples": "samples", "tokens": "tokens", "time": time}
     windows = " or ".join(map(str, sorted({run.smoothing for run in runs})))
     loss = PANELS[0]._replace(title=f"Loss (faint), and its mean over {windows} updates")
-    page.panels((loss, *PANELS[1:]), [run.columns(3600 if is_long else 1) for run in runs], units)
+    page.panels((loss, *PANELS[1:], *task_panels(runs)), [run.columns(3600 if is_long else 1) for run in runs], units)
     page.add(paragraph(
         f"Smoothed loss: the mean of the last {windows} updates (a fiftieth of a run, at least 5). Time: the sum of "
         "step_time_s, which leaves evals and saves out. Diamonds: evals. Throughput, in the plot and in the medians: "
         f"without the first {FIRST_UPDATES} updates of a run of more than {SHORT_RUN}."
     ))  # fmt: skip
+    if scores := [row for run in runs for row in run.task_scores()]:
+        page.add(heading("Tasks of lm-evaluation-harness"), table(TASK_HEADS, scores))
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
         page.add(paragraph(
             f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "

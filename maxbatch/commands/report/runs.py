@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -54,6 +55,7 @@ MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
 _AXES = (M.STEP, M.SAMPLES_SEEN, M.TOKENS_SEEN)
 _ALWAYS_DRAWN = (M.EVAL_LOSS, M.EVAL_PASS_AT_1)
+_TASK = M.EVAL_TASK.of("")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,19 @@ class ReportedRun:
             if i % self.apart == 0
             or i == len(self.records) - 1
             or record[M.STAGE] != self.records[i - 1][M.STAGE]
-            or any(key in record for key in _ALWAYS_DRAWN)
+            or any(key in record for key in (*_ALWAYS_DRAWN, *self.tasks))
         ]
+
+    @functools.cached_property
+    def tasks(self) -> dict[str, tuple[int, float | None]]:
+        """The scores of tasks of lm-evaluation-harness: of each metric the step of its last eval, and the score."""
+        evals = [record for record in self.records if any(name.startswith(_TASK) for name in record)]
+        return {
+            name: (record[M.STEP], score)
+            for record in evals
+            for name, score in record.items()
+            if name.startswith(_TASK)
+        }
 
     def columns(self, seconds_per_unit: float) -> RunColumns:
         """Returns the drawn values, with time in a unit of `seconds_per_unit`."""
@@ -104,7 +117,7 @@ class ReportedRun:
         counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}
         axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
-        columns = {str(name): [records[i].get(name) for i in drawn] for name in COLUMNS}
+        columns = {str(name): [records[i].get(name) for i in drawn] for name in (*COLUMNS, *self.tasks)}
         num_left_out = sum(i < self._num_unsteady for i in drawn)
         columns[M.TOKENS_PER_SECOND][:num_left_out] = [None] * num_left_out
         smoothed_loss = self._smoothed_loss()
@@ -147,6 +160,7 @@ class ReportedRun:
             "loss": last.get(M.LOSS),
             "smoothed_loss": self._smoothed_loss()[-1] if self.records else None,
             "eval_loss": evals[-1] if evals else None,
+            **{name: score for name, (_, score) in self.tasks.items()},
             "update_seconds": self.seconds,
         }
 
@@ -168,6 +182,10 @@ class ReportedRun:
               if self.devices else [None, None]),
         ]  # fmt: skip
 
+    def task_scores(self) -> list[list[object]]:
+        """Returns the cells of `TASK_HEADS` for each score of a task, of the last eval."""
+        return [[self.name, name.removeprefix(_TASK), score, step] for name, (step, score) in self.tasks.items()]
+
     def stage_rates(self) -> list[list[object]]:
         """Returns the cells of `STAGE_HEADS` for each stage of the ramp, the medians of its updates."""
         rows: list[list[object]] = []
@@ -181,12 +199,18 @@ class ReportedRun:
         return rows
 
 
+def task_panels(runs: Sequence[ReportedRun]) -> list[Panel]:
+    """Returns a panel for each score of a task that one of the runs has."""
+    names = dict.fromkeys(name for run in runs for name in run.tasks)
+    return [Panel(name.removeprefix(_TASK), "score", ((name, "points"),)) for name in names]
+
+
 def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     """Returns the runs with as many points of each as keep their columns within `MOST_BYTES` of a page."""
     fitting = []
     for run in runs:
         sample = run.records[:: max(1, len(run.records) // 100)]
-        drawn = [[record.get(name) for name in (*_AXES, *COLUMNS)] for record in sample]
+        drawn = [[record.get(name) for name in (*_AXES, *COLUMNS, *run.tasks)] for record in sample]
         each = len(json.dumps(drawn)) / max(1, len(sample)) + 25  # and the time and the smoothed loss
         most = max(100, min(MOST_POINTS, int(MOST_BYTES / len(runs) / each)))
         fitting.append(dataclasses.replace(run, most_points=most))
@@ -198,6 +222,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(numbers) if numbers else None
 
 
+TASK_HEADS = ("run", "score of a task", "last", "after updates")
 STAGE_HEADS = ("run", "stage", "global batch", "updates", "median tokens/s", "median step time (s)", "median MFU")
 SUMMARY_HEADS = (
     "run", "steps", "samples", "tokens", "global batch", "smoothed loss", "last eval loss", "median tokens/s",
