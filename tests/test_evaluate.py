@@ -15,11 +15,12 @@ import yaml
 import maxbatch
 from maxbatch.cli import main
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.training.harness.run_model import figures
 from maxbatch.training.pretraining import train
 from maxbatch.training.weights.export import export_model
 from tests.helpers.chats import write_tokenizer
 from tests.helpers.corpus import write_jsonl
-from tests.helpers.tiny import TINY_MODEL
+from tests.helpers.tiny import TINY_MODEL, read_metrics
 
 COLOURS = ["red", "orange", "yellow", "green", "blue", "violet"]
 TEXTS = [" ".join((COLOURS * 6)[i : i + 18 + i % 5]) + "." for i in range(6)]
@@ -131,13 +132,13 @@ def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_trans
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 
-    from maxbatch.harness import _load
-    from maxbatch.harness_model import HarnessModel
+    from maxbatch.training.harness.model import HarnessModel
+    from maxbatch.training.harness.tasks import _load
 
     export_model(str(run_dir), str(tmp_path / "exported"), None)
     theirs = HFLM(pretrained=str(tmp_path / "exported"), batch_size=1, device="cpu", dtype="float32")
     names = [str(tasks)]
-    expected = evaluator.evaluate(theirs, _load(names, None, None), bootstrap_iters=1000, log_samples=False)
+    expected = evaluator.evaluate(theirs, _load(names, "--tasks ", None, None), bootstrap_iters=1000, log_samples=False)
     assert expected is not None
     scores = expected["results"]
     assert 0 < scores["made_up_choice"]["acc,none"] < 1 and 0 < scores["made_up_completion"]["exact_match,none"] < 1
@@ -178,6 +179,71 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     assert main([*by_name, "made_up_completion", "max_target_length=8"]) == 2
     error = capsys.readouterr().err
     assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_a_run_scores_tasks_at_its_evals_and_its_losses_stay_as_they_are(
+    tasks: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = [
+        str(run_dir / "config.yml"),
+        "learning_rate_schedule=constant",
+        "warmup_steps_fraction=0",
+        "eval_interval=2",
+    ]
+
+    def trained(name: str, *overrides: str) -> list[dict[str, Any]]:
+        assert main(["train", *base, f"run_dir={tmp_path / name}", *overrides]) == 0
+        return read_metrics(tmp_path / name)
+
+    plain, scored = trained("plain", "steps=4"), trained("scored", "steps=4", f"eval_tasks={tasks}")
+    assert [record["loss"] for record in scored] == [record["loss"] for record in plain]
+    found = [{name: one for name, one in record.items() if name.startswith("eval_task/")} for record in scored]
+    assert [bool(scores) for scores in found] == [False, True, False, True]
+    alone = maxbatch.evaluate(str(tmp_path / "scored"), [str(tasks)])
+    assert found[3] == pytest.approx(figures(alone["results"]), rel=1e-5)
+    assert {"eval_task/made_up_choice/acc", "eval_task/made_up_completion/exact_match"} <= found[3].keys()
+    trained("resumed", "steps=2", f"eval_tasks={tasks}")
+    resumed = trained("resumed", "steps=4", f"eval_tasks={tasks}")
+    assert [{name: record.get(name) for name in found[3]} for record in resumed[1::2]] == [found[1], found[3]]
+    capsys.readouterr()
+    page = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "scored"), "--output", str(page)]) == 0
+    assert "made_up_choice/acc_norm" in page.read_text()
+    for wrong in ("made_up_choise", str(tmp_path / "plain")):
+        capsys.readouterr()
+        assert (
+            main(
+                ["train", *base, f"run_dir={tmp_path / 'none'}", f"eval_tasks={tasks / 'made_up_choice.yaml'},{wrong}"]
+            )
+            == 2
+        )
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"maxbatch: error: eval_tasks={wrong[:20]}")
+        assert not (tmp_path / "none" / "metrics.jsonl").exists()
+
+
+def test_the_scores_of_a_run_have_the_names_of_tasks_and_filters() -> None:
+    table = {"colours": {"alias": "colours", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "f1,none": "N/A"}}
+    assert figures(table) == {"eval_task/colours/acc": 0.5, "eval_task/colours/em,strict": 1.0}
+
+
+def test_eval_tasks_need_the_harness_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["train", "run_dir=run", "eval_tasks=hellaswag", "dataset_type=synthetic"]) == 2
+    assert capsys.readouterr().err == (
+        "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'\n"
+    )
+    assert not Path("run", "config.yml").exists()
+
+
+def test_tasks_are_scored_on_one_host_alone() -> None:
+    config = maxbatch.load_config(overrides=["eval_tasks=hellaswag"])
+    assert maxbatch.BatchPlan.from_config(config, num_devices=2)
+    with pytest.raises(maxbatch.ConfigError, match=r"on 2 hosts, since one host scores tasks.*works: eval_tasks=$"):
+        maxbatch.BatchPlan.from_config(config, num_devices=2, num_hosts=2)
 
 
 def test_without_the_harness_one_line_says_what_to_install(

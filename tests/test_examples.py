@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import random
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 
@@ -44,6 +46,7 @@ def test_every_example_is_tested() -> None:
         "own_logger",
         "audit_torch",
         "balance_gradient",
+        "batch_schedules",
         *AUDITED,
     }
 
@@ -66,6 +69,46 @@ def test_a_logger_of_ones_own_has_every_record() -> None:
     with Path("run.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["data_fingerprint"] for row in rows] == [m["data_fingerprint"] for m in read_metrics("run")]
+
+
+def test_a_late_switch_has_the_updates_of_a_walk_over_the_run() -> None:
+    rng, late_switch = random.Random(0), example("batch_schedules").late_switch
+    for _ in range(50):
+        samples, small, large = rng.randrange(200, 20_000), rng.choice([8, 24, 64]), rng.choice([72, 128, 512])
+        part, whole = rng.randrange(1, 100), 100
+        keys = late_switch(samples, small, large, Fraction(part, whole))
+        plan = maxbatch.BatchPlan.from_config(maxbatch.load_config(overrides=[f"{k}={v}" for k, v in keys.items()] + [
+            "per_device_batch_size=8", "learning_rate_schedule=constant"]))  # fmt: skip
+        walked, position = [], 0
+        while position < samples:
+            walked.append((position, small if position * whole < part * samples else large))
+            position += walked[-1][1]
+        firsts = [update for update, before in zip(walked, [(0, 0), *walked], strict=False) if update[1] != before[1]]
+        stages = [stage for stage in plan.stages if stage.num_steps]
+        assert [(stage.first_sample, stage.global_batch_size) for stage in stages] == firsts
+        assert plan.total_steps == len(walked)
+
+
+def test_nanochats_batch_is_that_of_its_formula() -> None:
+    rng, nanochat = random.Random(0), example("batch_schedules").nanochat
+    for number in range(500):
+        reference, length = rng.randrange(10**8, 10**10), 2 ** rng.randrange(8, 12)
+        tokens = int(reference * 2 ** rng.uniform(-6, 12))
+        predicted, lower = 2**19 * (tokens / reference) ** 0.383, 1
+        while 2 * lower <= predicted:
+            lower *= 2
+        nearest = lower if predicted / lower < 2**0.5 else 2 * lower
+        keys = nanochat(tokens, reference, length)
+        assert int(keys["global_batch_size"]) * length == nearest
+        if number < 10:
+            config = maxbatch.load_config(overrides=[f"{k}={v}" for k, v in keys.items()])
+            scale = maxbatch.BatchPlan.from_config(config).stages[0].learning_rate_scale
+            assert scale == pytest.approx((nearest / 2**19) ** 0.5)
+
+
+def test_the_page_shows_the_commands_of_the_batch_schedules() -> None:
+    page = (EXAMPLES.parent / "docs" / "train.md").read_text()
+    assert all(command in page for command in example("batch_schedules").main())
 
 
 def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:

@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
         from maxbatch.commands.simulation import simulate_devices
 
         simulate_devices(args.simulate_devices)
-    from maxbatch.harness import check_installed, evaluate
+    from maxbatch.harness import evaluate
     from maxbatch.loaded_model import LoadedModel
+    from maxbatch.training.harness.tasks import check_installed
 
     check_installed()
     found = evaluate(

@@ -36,8 +36,8 @@ _REPLACED: dict[str, object] = {
     "dataset_type": "synthetic", "dataset_path": "", "synthetic_samples": _RECORDS, "eval_dataset_path": "",
     "tokenizer_type": "byte", "tokenizer_path": "", "use_sft": False, "grain_worker_count": 0,
     "expansion_factor_real_data": -1, "checkpoint_period": _STEPS // 2, "max_num_checkpoints_to_keep": 1,
-    "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "log_to": "", "profile_steps": "",
-    "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
+    "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "eval_tasks": "", "eval_tasks_limit": None,
+    "log_to": "", "profile_steps": "", "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
 }  # fmt: skip
 # At most so many experts, of a width, in groups; and, of a model that has them, of widths of latents.
 _MOST_OF_EXPERTS = {

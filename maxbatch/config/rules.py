@@ -224,6 +224,16 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
             raise fault("early_stopping_patience", "null beside batch_size: maxbatch rl has no eval loss", "null")
         if values["eval_interval"] == -1:
             raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
+    if values["eval_tasks"]:
+        if values["batch_size"] is not None:
+            rule = (
+                "empty beside batch_size: maxbatch rl scores held-out prompts; maxbatch evaluate scores its checkpoints"
+            )
+            raise fault("eval_tasks", rule, '""')
+        if values["eval_interval"] == -1:
+            raise fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
+    elif values["eval_tasks_limit"] is not None:
+        raise fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
     _check_local_checkpoints(values, fault)
     if values["lora_rank"]:
         _check_adapters(values, fault)

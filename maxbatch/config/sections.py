@@ -967,6 +967,19 @@ class EvaluationConfig(Section):
         unit="samples",
         maxtext=OURS,
     )
+    eval_tasks: str = key(
+        'lm-evaluation-harness tasks scored at each eval, by commas: names, patterns, files, folders; "": none',
+        fixes=_NOTHING,
+        maxtext=OURS,
+        warm_start=False,
+    )
+    eval_tasks_limit: int | None = key(
+        "most documents of each of eval_tasks, the first ones; null: all",
+        fixes=_NOTHING,
+        bounds=_COUNT,
+        unit="documents",
+        maxtext=OURS,
+    )
     early_stopping_patience: int | None = key(
         "the run ends once the eval loss has not fallen for so many evals in a row; null: it runs its whole length",
         fixes=_NOTHING,

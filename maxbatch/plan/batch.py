@@ -164,6 +164,11 @@ class BatchPlan:
         cls, config: PlanConfig, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
     ) -> BatchPlan:
         check_divides("num_hosts=", num_hosts, meshes.num_devices)
+        if config.evaluation.eval_tasks and num_hosts > 1:
+            rule = (
+                f"must be empty on {num_hosts} hosts, since one host scores tasks; maxbatch evaluate scores checkpoints"
+            )
+            raise Refusal(config, "eval_tasks", rule, {"eval_tasks": ""})
         e = expansion_factor(config, num_hosts, resume)
         check_model_fits(config, meshes.training)
         check_model_fits(config, meshes.sampling)

@@ -77,7 +77,7 @@ class PolicyTraining:
     """The task of reinforcement learning (`maxbatch.training.task.Task`)."""
 
     takes_turns = True  # the responses of a batch need the parameters of the update before
-    evaluates = False
+    evaluates = has_eval_loss = False
     executable = staticmethod(compile_here)
 
     def __init__(self, context: RunContext) -> None:

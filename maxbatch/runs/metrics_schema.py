@@ -96,6 +96,10 @@ class Metric(StrEnum):
     EVAL_LOSS_AVERAGED = (
         "eval_loss_averaged", "real or null", "nats per token",
         "That of the average of the parameters, with `parameter_average_half_life`.", _SOME_OF_TRAIN)
+    EVAL_TASK = (
+        "eval_task/{task}", "real or null", "",
+        "Score of a task of `eval_tasks`, such as `eval_task/hellaswag/acc`; a filter's name follows after a comma.",
+        _SOME_OF_TRAIN)
     REWARD = "reward", "real", "", "Mean reward of the batch's responses.", _RL
     REWARD_STD = "reward_std", "real", "", "Standard deviation of these rewards.", _RL
     REWARD_BY_FUNCTION = (

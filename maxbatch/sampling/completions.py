@@ -27,7 +27,8 @@ class Completer:
     number of rows in one pass decides nothing.
 
     Args:
-      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's.
+      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's. Others of the same
+        shapes may take their place.
       context: the most tokens of a prompt and its completion.
       most_rows: rows in one pass; None: by their length.
     """
@@ -41,7 +42,7 @@ class Completer:
         context: int,
         most_rows: int | None = None,
     ) -> None:
-        self._params, self._tokenizer, self._config, self._mesh = params, tokenizer, config, mesh
+        self.params, self._tokenizer, self._config, self._mesh = params, tokenizer, config, mesh
         self._context, self._most_rows = context, most_rows
         self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
 
@@ -101,7 +102,7 @@ class Completer:
         def is_enough(row: int, ids: Sequence[int]) -> bool:
             return row >= len(prompts) or _before(text(ids), stops) is not None
 
-        found = sampler.until(self._params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, is_enough)
+        found = sampler.until(self.params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, is_enough)
         texts = map(text, found[: len(prompts)])
         return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -10,12 +11,14 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import end_tokens
+from maxbatch.config.huggingface import context_length, end_tokens
 from maxbatch.config.loading import keys
+from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig
+from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
-from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -38,6 +41,8 @@ from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator, num_evaluated
+from maxbatch.training.harness.run_model import RunModel, RunModelConfig
+from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.own import Parts, check_parts, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
@@ -93,13 +98,14 @@ def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
 class Pretraining:
     """The task of pre-training (`maxbatch.training.task.Task`)."""
 
-    evaluates = False
+    evaluates = has_eval_loss = False
     steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
 
     def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
         self._context, config, self._parts = context, context.config, parts
         self._loss = LossConfig.of(config)
         _check(parts, config.compiled_dir, self._loss)
+        self._tasks = self._open_tasks()
         self.takes_turns = must_take_turns(context.devices)
         self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
@@ -114,12 +120,27 @@ class Pretraining:
         self._held_out: Stream | None = None  # from `feed` on, on a host that loads
         self._num_held_out = 0
         self._evaluator: Evaluator | None = None
+        self._tasks_model: RunModel | None = None  # from `build` on, if there are tasks
         self._answers: Answers | None = None  # to held-out records at each eval
         self._answers_log: AnswersLog | None = None  # on the first host
 
     def _open_stream(self) -> Stream:
         config, own = self._context.config, self._parts.stream
         return open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
+
+    def _open_tasks(self) -> Tasks | None:
+        """Returns the tasks that evals score; None if the config states none."""
+        stated = EvaluationConfig.of(self._context.config)
+        if not stated.eval_tasks:
+            return None
+        if self._parts.model or self._parts.stream:
+            raise ConfigError(
+                f"eval_tasks={shown(stated.eval_tasks)}: asks the config's own model in its tokenizer's words, and "
+                'train() was given a model or a stream; works: eval_tasks=""'
+            )
+        names = [name for name in stated.eval_tasks.split(",") if name]
+        os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
+        return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
 
     def _agree_on_data(self) -> TaskData:
         """Returns the facts of the first host; the others must read the same data."""
@@ -153,6 +174,16 @@ class Pretraining:
         self._saved = (
             SavedPrograms(config.compiled_dir, program_keys(config), self.mesh) if config.compiled_dir else None
         )
+        if self._tasks:
+            tokenizer, ends = self._tokenizer(), end_tokens(config.load_parameters_path)
+            check_vocabulary(config, tokenizer.vocab_size)
+            self._tasks_model = RunModel(
+                RunModelConfig.of(config), self.mesh, tokenizer, context_length(config), ends, self.abstract.model
+            )
+            self._tasks.check(self._tasks_model)
+
+    def _tokenizer(self) -> Tokenizer:
+        return make_tokenizer(self._context.config.tokenizer_type, self._context.config.tokenizer_path)
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self._saved is not None and name in self._saved:
@@ -241,7 +272,8 @@ class Pretraining:
         if self.abstract.frozen is not None:
             self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
         self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
-        self.evaluates = self._evaluator is not None
+        self.has_eval_loss = self._evaluator is not None
+        self.evaluates = self.has_eval_loss or self._tasks is not None
         if self._answers and self._evaluator and is_first():
             log = AnswersLog(self._context.folder, self._context.board, start.position.step)
             self._answers_log = self._context.stack.enter_context(closing(log))
@@ -306,16 +338,22 @@ class Pretraining:
             self._answers.compile(self.abstract.model, self._context.background, self.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
-        assert self._evaluator is not None, "an eval was asked for"
         params = self._merged(state)
         if self._answers:
             with suppress(TrainingError):  # answers are no part of what the run is for
                 answers = self._answers(params)
                 if self._answers_log:
                     self._answers_log.write(step, answers)
-        found: dict[str, object] = {Metric.EVAL_LOSS: self._evaluator(params).loss}
-        if state.average is not None:
-            found[Metric.EVAL_LOSS_AVERAGED] = self._evaluator(self._merged(state.averaged)).loss
+        found: dict[str, object] = {}
+        if self._evaluator:
+            found[Metric.EVAL_LOSS] = self._evaluator(params).loss
+            if state.average is not None:
+                found[Metric.EVAL_LOSS_AVERAGED] = self._evaluator(self._merged(state.averaged)).loss
+        if self._tasks and self._tasks_model:
+            try:
+                found |= self._tasks_model.ask(self._tasks, params)
+            except TrainingError as error:  # of parameters that are not finite; the run has rules of its own for them
+                warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
 
     def _merged(self, state: TrainState) -> State:
@@ -330,9 +368,8 @@ class Pretraining:
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream else [])]
         if not questions:
             return None
-        tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
         ends = end_tokens(config.load_parameters_path)
-        return Answers(DecoderConfig.of(config), tokenizer, self.mesh, ends, questions)
+        return Answers(DecoderConfig.of(config), self._tokenizer(), self.mesh, ends, questions)
 
     def ahead(self) -> None:
         """Returns None: a batch is a function of its position."""
@@ -359,8 +396,7 @@ class Pretraining:
         """Returns a text that continues `generate_prompt`."""
         config = self._context.config
         rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-        tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-        return generate_text(params, tokenizer, config.generate_prompt, TextConfig.of(config), rules, self.mesh)
+        return generate_text(params, self._tokenizer(), config.generate_prompt, TextConfig.of(config), rules, self.mesh)
 
     def _answer_sample(self, params: State) -> tuple[str, str] | None:
         """Returns an answer in the form of the data, and the flags of `generate` that ask for the like.

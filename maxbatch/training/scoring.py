@@ -39,7 +39,7 @@ class Scorer:
       config: the model; its `dtype` is used to compute; the softmax is float32.
       axes: the axes of the mesh.
       mesh: the mesh of the parameters.
-      params: parameters of a `Decoder`.
+      params: parameters of a `Decoder`; others of the same shapes may take their place.
       most_rows: rows in one pass, rounded up to what the devices divide; None: by their length.
     """
 
@@ -51,7 +51,7 @@ class Scorer:
         parts = pipeline_microbatches(axes, mesh.shape["pipeline"])
         self._row_unit = math.lcm(self._row_shards, parts * math.prod(mesh.shape[axis] for axis in BATCH_AXES))
         self._least_length = max(_SHORTEST_ROW, mesh.shape["context"])
-        self._params, self._most_rows = params, most_rows
+        self.params, self._most_rows = params, most_rows
 
         def score(
             params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array, targets_MxL: jax.Array
@@ -93,5 +93,5 @@ class Scorer:
             before = slice(len(row) - 1)
             tokens_MxL[place, before], targets_MxL[place, before] = row[:-1], row[1:]
             segments_MxL[place, before] = 1
-        found = jax.device_get(self._score(self._params, tokens_MxL, segments_MxL, targets_MxL))
+        found = jax.device_get(self._score(self.params, tokens_MxL, segments_MxL, targets_MxL))
         return cast(tuple[np.ndarray, np.ndarray], found)

@@ -257,7 +257,7 @@ class Session(Generic[B]):
 
     def _refuse_patience_without_eval(self) -> None:
         patience = self.config.early_stopping_patience
-        if patience is not None and not self.task.evaluates:
+        if patience is not None and not self.task.has_eval_loss:
             raise ConfigError(
                 f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: eval_fraction=0.1, "
                 "or eval_dataset_path"

@@ -109,7 +109,8 @@ class Task(Protocol[B]):
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
-      evaluates: whether there is held-out data to evaluate, from `prepare` on.
+      evaluates: whether there is anything to evaluate, from `prepare` on.
+      has_eval_loss: whether an eval has a loss on held-out data, from `prepare` on.
     """
 
     data: TaskData
@@ -118,6 +119,7 @@ class Task(Protocol[B]):
     abstract: TrainState
     takes_turns: bool
     evaluates: bool
+    has_eval_loss: bool
 
     def plan(self, resume: Resume) -> BatchPlan:
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""

@@ -141,6 +141,9 @@ def test_a_ramp_beside_another_batch_in_one_layer_is_refused(tmp_path: Path) -> 
         (("batch_size=8", "warm_start_steps=2", "enable_checkpointing=false"), "enable_checkpointing=true"),
         (("early_stopping_patience=3", "eval_interval=-1"), "eval_interval=100"),
         (("batch_size=8", "early_stopping_patience=3"), "early_stopping_patience=null"),
+        (("eval_tasks=hellaswag", "eval_interval=-1"), "eval_interval=100"),
+        (("batch_size=8", "eval_tasks=hellaswag"), 'eval_tasks=""'),
+        (("eval_tasks_limit=9",), "eval_tasks_limit=null"),
     ],
 )
 def test_keys_that_need_each_other_are_refused_apart(overrides: tuple[str, ...], works: str) -> None:

@@ -1,6 +1,6 @@
 """The branches of a measurement on disk, each an ordinary run folder.
 
-RUN/critical-batch/sqrt-4096/step-400-batch-64/
+RUN/critical-batch/sqrt-4096/step-400-batch-64/     (sqrt-4096-decay with --decay)
     config.yml, metrics.jsonl   as of every run; the first update is 401
     checkpoints/                starts as hard links to the fork (copies in an object store); removed once it is done
     branch.json                 the fork and the batch
@@ -58,7 +58,7 @@ class Branches:
 
     def __init__(self, run: MeasuredRun, plan: MeasurementPlan, folder: AnyPath) -> None:
         self._run, self._plan = run, plan
-        self._folder = folder / f"{plan.scaling}-{plan.samples}"
+        self._folder = folder / f"{plan.scaling}-{plan.samples}{'-decay' if plan.decays else ''}"
         self.all = [branch for fork in plan.forks for branch in plan.branches(fork)]
 
     def folder(self, branch: Branch) -> AnyPath:
@@ -141,12 +141,14 @@ class Branches:
             f"learning_rate={fork.learning_rate / self._run.scale(fork.batch_size, rule)!r}",
             f"learning_rate_scaling={rule}",
             f"reference_batch_size={self._run.reference_batch_size}",
-            "learning_rate_schedule=constant",
+            *self._schedule(branch),
             "warmup_steps_fraction=0",
             "enable_checkpointing=true",
             f"checkpoint_period={-(-branch.updates // 3)}",
             "max_num_checkpoints_to_keep=1",
             "eval_interval=-1",
+            "eval_tasks=",
+            "eval_tasks_limit=null",
             "early_stopping_patience=null",
             "generate_prompt=",
             "profile_steps=",
@@ -154,6 +156,13 @@ class Branches:
             "load_full_state_path=",
             "expansion_factor_real_data=-1",
         ]
+
+    def _schedule(self, branch: Branch) -> list[str]:
+        """Returns the keys of a rate that is constant, or falls to 0 from the fork to the end of the branch."""
+        if not self._plan.decays:
+            return ["learning_rate_schedule=constant"]
+        share = f"wsd_decay_steps_fraction={branch.samples / branch.end!r}"
+        return ["learning_rate_schedule=wsd", share, "learning_rate_final_fraction=0"]
 
 
 class BranchRuns:

@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
         help="how the learning rate scales with the batch (default: sqrt, for Adam)",
     )  # fmt: skip
+    parser.add_argument("--decay", action="store_true", help="let the rate of every branch fall to 0, as a run's does")
     parser.add_argument(
         "--tolerance", metavar="NATS", default=TOLERANCE,
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
@@ -88,21 +89,23 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> M
     plans: dict[str, dict[str, Any]] = read_json(path, "remove it", dict) or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     texts = {name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()}
+    if args.decay:
+        texts["decay"] = "yes"
     key = " ".join(f"--{name} {text}" for name, text in texts.items() if text is not None)
     plan = MeasurementPlan.from_json(plans[key]) if key in plans else None
     if plan is None or not check_plan(measured, plan):
-        plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling)
+        plan = make_plan(measured, args.checkpoints, args.factors, args.samples, args.scaling, args.decay)
         write_json(path, plans | {key: plan.to_json()})
     return plan
 
 
 def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> None:
     forks = ", ".join(f"{fork.step:,}" for fork in plan.forks)
-    total = len(branches.all) * plan.samples
+    total, rate = len(branches.all) * plan.samples, "falling to 0" if plan.decays else "constant"
     console.print(
         f"{len(branches.all)} branches ({len(branches.left())} to train): checkpoints {forks} x batch factors "
         f"{joined(plan.factors)}, {plan.samples:,} samples each, {total:,} in all\n"
-        f"rates as at the checkpoint, constant, scaled {plan.scaling}; compared: the mean loss of the last "
+        f"rates as at the checkpoint, {rate}, scaled {plan.scaling}; compared: the mean loss of the last "
         f"{plan.compared:,} samples of a branch"
     )
 

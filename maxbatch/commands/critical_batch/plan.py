@@ -55,6 +55,7 @@ class MeasurementPlan:
     scaling: str  # how the learning rate follows the batch: `none`, `linear` or `sqrt`
     samples: int  # of every branch
     chunk: int  # samples of a chunk: a multiple of every batch
+    decays: bool = False  # whether the rate of a branch falls to 0 at its end
 
     @property
     def compared(self) -> int:
@@ -72,12 +73,17 @@ class MeasurementPlan:
     def from_json(cls, record: Mapping[str, Any]) -> MeasurementPlan:
         forks = tuple(Fork(**fork) for fork in record["forks"])
         factors = tuple(Fraction(text) for text in record["factors"])
-        return cls(forks, factors, record["scaling"], record["samples"], record["chunk"])
+        return cls(forks, factors, record["scaling"], record["samples"], record["chunk"], record.get("decays", False))
 
 
 def make_plan(
-    run: MeasuredRun, steps: Sequence[int] | None, factors: Sequence[Fraction] | None, samples: int | None, scaling: str
-) -> MeasurementPlan:  # fmt: skip
+    run: MeasuredRun,
+    steps: Sequence[int] | None,
+    factors: Sequence[Fraction] | None,
+    samples: int | None,
+    scaling: str,
+    decays: bool = False,
+) -> MeasurementPlan:
     """Returns the plan of a measurement.
 
     Args:
@@ -86,6 +92,7 @@ def make_plan(
       factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices allow them.
       samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest batch.
       scaling: how the learning rate follows the batch.
+      decays: whether the rate of a branch falls to 0 at its end; else it is constant.
     """
     own = run.config.learning_rate_scaling
     if len(stated_stages(PlanConfig.of(run.config), run.num_devices)) > 1 and own != scaling:
@@ -99,7 +106,7 @@ def make_plan(
     while factors is None and chosen[-1] > 2 and _fault(forks, chosen, samples, half):
         chosen = chosen[:-1]
     chunk, largest = _chunk(forks, chosen), _largest(forks, chosen)
-    plan = MeasurementPlan(forks, chosen, scaling, _rounded(forks, chosen, samples), chunk)
+    plan = MeasurementPlan(forks, chosen, scaling, _rounded(forks, chosen, samples), chunk, decays)
     fault = _fault(forks, chosen, samples, half)
     if not fault:
         return plan

@@ -143,6 +143,7 @@ class Measurement:
             "tolerance": self.tolerance,
             "tolerance_unit": TOLERANCE_UNIT,
             "learning_rate_scaling": self.plan.scaling,
+            "decays": self.plan.decays,
             "factors": [str(factor) for factor in self.plan.factors],
             "samples_per_branch": self.plan.samples,
             "samples_compared": self.plan.compared,

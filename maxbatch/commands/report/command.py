@@ -18,6 +18,7 @@ from maxbatch.commands.report.runs import (
     SHORT_RUN,
     STAGE_HEADS,
     SUMMARY_HEADS,
+    TASK_HEADS,
     ReportedRun,
     fitted,
     panels,
@@ -196,6 +197,8 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
         "step_time_s, which leaves evals and saves out. Diamonds: evals. Throughput, in the plot and in the medians: "
         f"without the first {FIRST_UPDATES} updates of a run of more than {SHORT_RUN}."
     ))  # fmt: skip
+    if scores := [row for run in runs for row in run.task_scores()]:
+        page.add(heading("Tasks of lm-evaluation-harness"), table(TASK_HEADS, scores))
     for thinned in (run for run in runs if len(run.drawn) < len(run.records)):
         page.add(paragraph(
             f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -55,6 +56,7 @@ MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
 _AXES = (M.STEP, M.SAMPLES_SEEN, M.TOKENS_SEEN)
 _ALWAYS_DRAWN = (M.EVAL_LOSS, M.EVAL_PASS_AT_1)
+_TASK = M.EVAL_TASK.of("")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +97,19 @@ class ReportedRun:
             if i % self.apart == 0
             or i == len(self.records) - 1
             or record[M.STAGE] != self.records[i - 1][M.STAGE]
-            or any(key in record for key in _ALWAYS_DRAWN)
+            or any(key in record for key in (*_ALWAYS_DRAWN, *self.tasks))
         ]
+
+    @functools.cached_property
+    def tasks(self) -> dict[str, tuple[int, float | None]]:
+        """The scores of tasks of lm-evaluation-harness: of each metric the step of its last eval, and the score."""
+        evals = [record for record in self.records if any(name.startswith(_TASK) for name in record)]
+        return {
+            name: (record[M.STEP], score)
+            for record in evals
+            for name, score in record.items()
+            if name.startswith(_TASK)
+        }
 
     def columns(self, seconds_per_unit: float) -> RunColumns:
         """Returns the drawn values, with time in a unit of `seconds_per_unit`."""
@@ -105,7 +118,7 @@ class ReportedRun:
         counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}
         axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
-        names = (*COLUMNS, *self.reward_functions)
+        names = (*COLUMNS, *self.named_columns)
         columns = {str(name): [records[i].get(name) for i in drawn] for name in names}
         num_left_out = sum(i < self._num_unsteady for i in drawn)
         columns[M.TOKENS_PER_SECOND][:num_left_out] = [None] * num_left_out
@@ -117,6 +130,11 @@ class ReportedRun:
     def reward_functions(self) -> list[str]:
         """The metrics of the single reward functions, where there are several."""
         return [name for name in (self.records[-1] if self.records else ()) if name.startswith(_OF_FUNCTIONS)]
+
+    @property
+    def named_columns(self) -> list[str]:
+        """The metrics whose names a config or a task gave."""
+        return [*self.reward_functions, *self.tasks]
 
     @property
     def steady(self) -> list[dict[str, Any]]:
@@ -154,6 +172,7 @@ class ReportedRun:
             "loss": last.get(M.LOSS),
             "smoothed_loss": self._smoothed_loss()[-1] if self.records else None,
             "eval_loss": evals[-1] if evals else None,
+            **{name: score for name, (_, score) in self.tasks.items()},
             "update_seconds": self.seconds,
         }
 
@@ -175,6 +194,10 @@ class ReportedRun:
               if self.devices else [None, None]),
         ]  # fmt: skip
 
+    def task_scores(self) -> list[list[object]]:
+        """Returns the cells of `TASK_HEADS` for each score of a task, of the last eval."""
+        return [[self.name, name.removeprefix(_TASK), score, step] for name, (step, score) in self.tasks.items()]
+
     def stage_rates(self) -> list[list[object]]:
         """Returns the cells of `STAGE_HEADS` for each stage of the ramp, the medians of its updates."""
         rows: list[list[object]] = []
@@ -189,13 +212,15 @@ class ReportedRun:
 
 
 def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
-    """Returns the panels of runs: `PANELS`, and one of each reward function after that of the reward."""
-    names = dict.fromkeys(name for run in runs for name in run.reward_functions)
+    """Returns the panels of runs: `PANELS`, one of each reward function after that of the reward, and the tasks'."""
+    rewards = dict.fromkeys(name for run in runs for name in run.reward_functions)
     single = [
-        Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),)) for name in names
+        Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),)) for name in rewards
     ]
+    tasks = dict.fromkeys(name for run in runs for name in run.tasks)
+    scores = [Panel(name.removeprefix(_TASK), "score", ((name, "points"),)) for name in tasks]
     place = next(i for i, panel in enumerate(PANELS, 1) if panel.lines[0][0] == M.REWARD)
-    return [*PANELS[:place], *single, *PANELS[place:]]
+    return [*PANELS[:place], *single, *PANELS[place:], *scores]
 
 
 def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
@@ -203,7 +228,7 @@ def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
     fitting = []
     for run in runs:
         sample = run.records[:: max(1, len(run.records) // 100)]
-        names = (*_AXES, *COLUMNS, *run.reward_functions)
+        names = (*_AXES, *COLUMNS, *run.named_columns)
         drawn = [[record.get(name) for name in names] for record in sample]
         each = len(json.dumps(drawn)) / max(1, len(sample)) + 25  # and the time and the smoothed loss
         most = max(100, min(MOST_POINTS, int(MOST_BYTES / len(runs) / each)))
@@ -216,6 +241,7 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(numbers) if numbers else None
 
 
+TASK_HEADS = ("run", "score of a task", "last", "after updates")
 STAGE_HEADS = ("run", "stage", "global batch", "updates", "median tokens/s", "median step time (s)", "median MFU")
 SUMMARY_HEADS = (
     "run", "steps", "samples", "tokens", "global batch", "smoothed loss", "last eval loss", "median tokens/s",

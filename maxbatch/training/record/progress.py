@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.system.bars import LINE_S, Pace, progress_bar
 from maxbatch.system.folding import folded_parts
 from maxbatch.system.terminal import PlainConsole
@@ -57,6 +57,9 @@ class RunProgress:
             averaged = record.get(Metric.EVAL_LOSS_AVERAGED)
             of_average = "" if averaged is None else f" (averaged {averaged:.4f})"
             remarks.append(f"eval loss {record[Metric.EVAL_LOSS]:.4f}{of_average}")
+        for name, score in record.items():
+            if find_metric(name) is Metric.EVAL_TASK:
+                remarks.append(f"{name.removeprefix(Metric.EVAL_TASK.of(''))} {score:.4g}")
         if Metric.EVAL_PASS_AT_1 in record:
             greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")

@@ -7,11 +7,11 @@ import json
 import pytest
 from rich.console import Console
 
-from maxbatch import ConfigError
+from maxbatch import ConfigError, LearningRate, load_config
 from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns, locked
 from maxbatch.commands.critical_batch.critical_size import smoothed
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
-from maxbatch.commands.critical_batch.plan import check_plan, make_plan
+from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, make_plan
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.position import Position
 from maxbatch.runs.supervisor import ChildEnd
@@ -39,6 +39,25 @@ def test_a_branch_that_diverges_is_a_result_and_no_failure(tmp_path):
         with pytest.raises(TrainingError, match="killed by SIGKILL; the same command continues"):
             runs.ended(second, ChildEnd(Status.FAILED, "killed by SIGKILL", -9, 0.0))
         assert branches.left() == branches.all[1:]
+
+
+def test_a_branch_that_decays_falls_from_the_rate_of_the_checkpoint_to_0(tmp_path):
+    run = MeasuredRun.read(fake_run(tmp_path / "run"), 1)
+    plan = make_plan(run, [80], factors("1,2"), None, "sqrt", decays=True)
+    assert MeasurementPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    constant = make_plan(run, [80], factors("1,2"), None, "sqrt")
+    folder = tmp_path / "run" / "critical-batch"
+    branches, others = Branches(run, plan, folder), Branches(run, constant, folder)
+    for branch in branches.all:
+        assert branches.folder(branch) != others.folder(branch)
+        rate, held = (
+            LearningRate.from_config(load_config(str(run.path / "config.yml"), these.overrides(branch)))
+            for these in (branches, others)
+        )
+        first, end = branch.fork.samples_seen, branch.end
+        assert rate(first) == pytest.approx(held(first)) == pytest.approx(held(end - 1))
+        assert rate(first + branch.samples // 2) == pytest.approx(held(first) / 2)
+        assert rate(end) == pytest.approx(0, abs=1e-12)
 
 
 def test_a_branch_whose_last_losses_are_not_finite_diverged(tmp_path):

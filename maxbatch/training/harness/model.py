@@ -1,4 +1,4 @@
-"""A loaded model as lm-evaluation-harness asks it; needs the extra `eval`.
+"""A model as lm-evaluation-harness asks it; needs the extra `eval`.
 
 Requests become tokens and answers become figures by the harness's own rules, as for its models of transformers.
 """
@@ -13,22 +13,22 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from maxbatch.loaded_model import LoadedModel
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.harness.tasks import AskedModel
 
 _MAX_NEW_TOKENS = 256  # of a task that states none, as the harness has it
 
 
 class HarnessModel(TemplateLM):
-    """A loaded model that answers requests of lm-evaluation-harness.
+    """A model that answers requests of lm-evaluation-harness.
 
     Args:
       model: the model.
       batch_size: rows in one pass; None: by their length. No answer depends on it.
     """
 
-    def __init__(self, model: LoadedModel, batch_size: int | None = None) -> None:
+    def __init__(self, model: AskedModel, batch_size: int | None = None) -> None:
         super().__init__()
         self._model, self._tokenizer = model, model.tokenizer
         self._score, self._complete = model.scorer(batch_size), model.completer(batch_size)

@@ -1,0 +1,100 @@
+"""The model of a run between two of its updates, scored on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+from jax.sharding import Mesh
+
+from maxbatch.config.sections import MeshConfig
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.parallel.trees import State
+from maxbatch.runs.metrics_schema import Metric
+from maxbatch.sampling.completions import Completer
+from maxbatch.sampling.text import TextConfig
+from maxbatch.training.harness.tasks import Tasks
+from maxbatch.training.scoring import Scorer
+
+_STDERR = "_stderr"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunModelConfig(TextConfig):
+    """The keys of a text's first token, of the decoder, and the axes of its mesh."""
+
+    mesh: MeshConfig
+
+
+class RunModel:
+    """The model of a run as the harness asks it: in float32, like `maxbatch evaluate`.
+
+    Its programs stay from one eval to the next.
+
+    Args:
+      config: the run's.
+      mesh: the mesh that trains.
+      tokenizer, context, end_ids: as `maxbatch.training.harness.tasks.AskedModel` has them.
+      params: of the model, or their shapes; `ask` gives others.
+    """
+
+    def __init__(
+        self,
+        config: RunModelConfig,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        context: int,
+        end_ids: tuple[int, ...],
+        params: State,
+    ) -> None:
+        self._config = config.replaced({"dtype": "float32", "attention": "auto"})
+        self._mesh, self._params = mesh, params
+        self.tokenizer, self.context, self.end_ids = tokenizer, context, end_ids
+
+    def first_ids(self) -> list[int]:
+        """Returns the token that a text begins with, if one is put before it."""
+        has_template = self._config.use_sft or self._config.use_dpo
+        begins = self.tokenizer.begins_with_bos() if has_template else self._config.add_bos
+        return [self.tokenizer.bos_id] if begins and self.tokenizer.bos_id is not None else []
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self._config, self._config.mesh, self._mesh, self._params)
+
+    @cached_property
+    def _completer(self) -> Completer:
+        return Completer(self._params, self.tokenizer, self._config, self._mesh, self.context)
+
+    def scorer(self, most_rows: int | None = None) -> Scorer:
+        """Returns what assigns log-probabilities to tokens, in rows by their length."""
+        return self._scorer
+
+    def completer(self, most_rows: int | None = None) -> Completer:
+        """Returns what completes prompts, in rows by their length."""
+        return self._completer
+
+    def ask(self, tasks: Tasks, params: State) -> dict[str, float]:
+        """Returns the scores of parameters, by the names of the metrics.
+
+        Raises:
+          TrainingError: the parameters give no finite log-probability.
+        """
+        self._scorer.params = self._completer.params = params
+        try:
+            return figures(tasks.scores(self, has_errors=False)["results"])
+        finally:
+            self._scorer.params = self._completer.params = self._params  # the run's own may be given away
+
+
+def figures(results: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
+    """Returns the scores in the harness's table `results`, by the names of the metrics; no standard errors."""
+    found = {}
+    for task, scores in results.items():
+        for name, value in scores.items():
+            score, comma, of_filter = name.partition(",")
+            if comma and isinstance(value, int | float) and not score.endswith(_STDERR):
+                shown = score if of_filter == "none" else name
+                found[Metric.EVAL_TASK.of(f"{task}/{shown}")] = float(value) if math.isfinite(value) else math.nan
+    return found

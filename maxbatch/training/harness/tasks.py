@@ -1,0 +1,217 @@
+"""Tasks of lm-evaluation-harness: names, patterns, files and folders of tasks, and the scores of a model on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxbatch.config.values import nearest_name, shown
+from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.sampling.sampler import SamplingRules
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.scoring import RowScores
+
+# The harness's own, so that few-shot examples and shuffled documents are those of its command.
+_RANDOM_SEED, _OTHER_SEED = 0, 1234
+_BOOTSTRAPS = 1000  # samples for a standard error without a formula; the harness's 100,000 take minutes
+_LONGEST_PROBLEM = 400
+_TABLES = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
+
+
+class AskedModel(Protocol):
+    """A model that the harness asks."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    @property
+    def context(self) -> int:
+        """The most tokens that the model reads at once."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, besides the tokenizer's own end."""
+
+    def first_ids(self) -> list[int]:
+        """Returns the token that a text begins with, if one is put before it."""
+
+    def scorer(self, most_rows: int | None = None) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
+        """Returns what assigns log-probabilities to tokens."""
+
+    def completer(
+        self, most_rows: int | None = None
+    ) -> Callable[[Sequence[Sequence[int]], SamplingRules, Sequence[str]], list[str]]:
+        """Returns what completes prompts."""
+
+
+def check_installed() -> None:
+    """Raises ConfigError if lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'")
+
+
+class Tasks:
+    """Loaded tasks; the scores of a model on them do not depend on what was scored before.
+
+    Args:
+      names: of tasks, groups or tags, patterns of names, files of tasks, or folders of them.
+      option: the flag or key that states them, as a message repeats it.
+      include_path: a folder of task files whose names `names` may use, besides the harness's own.
+      num_fewshot: worked examples before each question; None: as each task states.
+      limit: most documents of a task; None: all.
+
+    Raises:
+      ConfigError: lm-eval is not installed, or a task is unknown or cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        option: str,
+        include_path: str | os.PathLike[str] | None = None,
+        num_fewshot: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        check_installed()
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness forks for standard errors, and threads run here
+        self._limit = limit
+        with _apart():
+            self._loaded = _load(names, option, include_path, num_fewshot)
+
+    def check(self, model: AskedModel) -> None:
+        """Raises ConfigError for a task that asks for longer completions than the model reads."""
+        from maxbatch.training.harness.model import HarnessModel
+
+        answering = HarnessModel(model)
+        for name, task in self._loaded["tasks"].items():
+            if task.OUTPUT_TYPE == "generate_until":
+                answering.rules(task.config.generation_kwargs or {}, name)
+
+    def scores(self, model: AskedModel, batch_size: int | None = None, has_errors: bool = True) -> dict[str, Any]:
+        """Returns the tables of the harness's results.
+
+        Args:
+          model: the model.
+          batch_size: rows in one pass; None: by their length.
+          has_errors: whether to compute standard errors.
+
+        Raises:
+          TrainingError: the model gives no finite log-probability.
+        """
+        with _apart():
+            from lm_eval import evaluator
+
+            from maxbatch.training.harness.model import HarnessModel
+
+            for task in self._loaded["tasks"].values():
+                task.set_fewshot_seed(seed=_OTHER_SEED)  # the examples of the first time
+            found = evaluator.evaluate(
+                HarnessModel(model, batch_size),
+                self._loaded,
+                limit=self._limit,
+                bootstrap_iters=_BOOTSTRAPS if has_errors else 0,
+                log_samples=False,
+            )
+        assert found is not None, "there is one process"
+        return {name: _plain(found[name]) for name in _TABLES if name in found}
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Keeps what the harness prints out of the output, and its draws out of the random numbers of others."""
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+
+
+def _load(
+    names: Sequence[str], option: str, include_path: str | os.PathLike[str] | None, num_fewshot: int | None
+) -> dict[str, Any]:
+    """Returns the loaded tasks and groups.
+
+    Raises:
+      ConfigError: one is unknown, or cannot be loaded.
+    """
+    from lm_eval.tasks import TaskManager
+
+    random.seed(_RANDOM_SEED)
+    np.random.seed(_OTHER_SEED)
+    folders = [os.fspath(path) for path in (include_path, *filter(os.path.isdir, names)) if path is not None]
+    for folder in folders:
+        if not os.path.isdir(folder):
+            raise ConfigError(f"--include-path {shown(folder)}: must be a folder of task files")
+    own = TaskManager(include_path=folders, include_defaults=False)
+    manager = own
+    if any(not _is_place(name) and name not in own.all_tasks for name in names):
+        manager = TaskManager(include_path=folders)
+    wanted = list(dict.fromkeys(task for name in names for task in _expanded(name, option, manager)))
+    try:
+        loaded: dict[str, Any] = manager.load(wanted)
+    except Exception as error:  # of a dataset, its network, a file of a task or its code
+        problem = " ".join(str(error).split())[:_LONGEST_PROBLEM] or type(error).__name__
+        raise ConfigError(f"{option}{shown(','.join(names))}: cannot be loaded: {problem}") from error
+    for name, task in loaded["tasks"].items():
+        for is_so, reason in (
+            (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
+            (getattr(task, "MULTIMODAL", False), "shows images"),
+        ):
+            if is_so:
+                raise ConfigError(f"{option}{shown(name)}: {reason}, which is not supported")
+        stated = task.get_config("num_fewshot")
+        # A task that states 0 has no examples to give, as in the harness.
+        if stated is None or (num_fewshot is not None and stated != 0):
+            task.set_config(key="num_fewshot", value=num_fewshot or 0)
+        task.set_fewshot_seed(seed=_OTHER_SEED)
+    return loaded
+
+
+def _is_place(name: str) -> bool:
+    return os.path.isdir(name) or os.path.isfile(name)
+
+
+def _expanded(name: str, option: str, manager: Any) -> list[str]:
+    """Returns the tasks that a name, a pattern, a file or a folder stands for."""
+    if name in manager.all_tasks:
+        return [name]
+    if os.path.isfile(name):
+        return [name]
+    if os.path.isdir(name):
+        return _of_folder(name, option)
+    if found := [task for task in manager.all_tasks if fnmatchcase(task, name)]:
+        return found
+    nearest = nearest_name(name, manager.all_tasks)
+    works = f"; nearest: {nearest}" if nearest else f"; works: {option}FOLDER, a folder of task files"
+    raise ConfigError(f"{option}{shown(name)}: no task, group or tag of lm-evaluation-harness, file or folder{works}")
+
+
+def _of_folder(folder: str, option: str) -> list[str]:
+    from lm_eval.tasks import TaskManager
+
+    found: list[str] = TaskManager(include_path=folder, include_defaults=False).all_subtasks
+    if not found:
+        raise ConfigError(f"{option}{shown(folder)}: has no task; works: a folder of YAML files that state task:")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Returns a table of the results in JSON's types."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
