@@ -57,6 +57,8 @@ pairs of prompt and response
   off_policy_steps               s: batch k is sampled by the policy that k - s batches made
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
+  rollout_data_parallelism       parts that the responses of a chunk are split into
+  rollout_tensor_parallelism     devices that split heads, MLP and vocabulary of the sampler's weights
 loading
   expansion_factor_real_data     e
   num_loading_hosts              hosts that read the source
