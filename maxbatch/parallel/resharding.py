@@ -58,30 +58,32 @@ def steps(shape: tuple[int, ...], source: NamedSharding, target: NamedSharding) 
 
     There are none where no dimension can be split by all devices.
     """
+    old_mesh, new_mesh = source.mesh, target.mesh
+    assert isinstance(old_mesh, Mesh) and isinstance(new_mesh, Mesh), "the devices are here"
     old, new = _axes_of(source, len(shape)), _axes_of(target, len(shape))
-    devices = source.mesh.size
+    devices = old_mesh.size
     # The dimension that all devices split for a while: one that the new placement splits, else the largest.
     dims = [dim for dim in range(len(shape)) if shape[dim] % devices == 0]
     if devices == 1 or not dims:
         return
     dim = max(dims, key=lambda i: (bool(new[i]), shape[i]))
-    old[dim] += _others(source.mesh, old)
-    yield _placement(source.mesh, old)
+    old[dim] += _others(old_mesh, old)
+    yield _placement(old_mesh, old)
     for i in range(len(shape)):
         while i != dim and old[i]:
             old[i], moved = old[i][:-1], old[i][-1:]
             old[dim] += moved
-            yield _placement(source.mesh, old)
-    repeated = _others(target.mesh, new)
+            yield _placement(old_mesh, old)
+    repeated = _others(new_mesh, new)
     elsewhere = tuple(axis for i, axes in enumerate(new) if i != dim for axis in axes)
     now: list[_Axes] = [() for _ in shape]
     now[dim] = new[dim] + repeated + elsewhere
-    yield _placement(target.mesh, now)
+    yield _placement(new_mesh, now)
     for i in range(len(shape)):
         for axis in new[i] if i != dim else ():
             now[dim] = tuple(other for other in now[dim] if other != axis)
             now[i] += (axis,)
-            yield _placement(target.mesh, now)
+            yield _placement(new_mesh, now)
 
 
 def _are_on_the_same_devices(source: jax.sharding.Sharding, target: NamedSharding) -> bool:
