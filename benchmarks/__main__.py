@@ -35,6 +35,7 @@ NUM_DEVICES = {
     "requests": 1,
     "sampler": 1,
     "overlap": 1,
+    "ahead": 1,
     "batch_warmup": 1,
     "finetune": 1,
     "reading": 8,

@@ -897,6 +897,18 @@ class MeshConfig(Section):
     sampler_devices_fraction: Exact = key(
         "share of the devices that samples", fixes=_PROGRAM, bounds=_SOME, unit="share of the devices"
     )
+    rollout_data_parallelism: int = key(
+        "copies of the weights that sample, each for a share of the responses; -1: the rest of the devices that sample",
+        fixes=_PROGRAM,
+        bounds=_COUNT_OR_OFF,
+        unit="copies of the weights",
+    )
+    rollout_tensor_parallelism: int = key(
+        "devices that hold a copy of the weights that sample between them; -1: the rest; both -1: the axes above",
+        fixes=_PROGRAM,
+        bounds=_COUNT_OR_OFF,
+        unit="devices",
+    )
     num_pipeline_microbatches: int = key(
         "parts that the micro-batch is cut into for the pipeline; a multiple of its stages; -1: the number of stages",
         fixes=_PROGRAM,

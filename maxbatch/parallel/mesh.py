@@ -60,6 +60,11 @@ def lay_out(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
+def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:
+    """Returns the devices of a mesh in its order over other axes, so that arrays move by an exchange of pieces."""
+    return Mesh(mesh.devices.reshape(tuple(shape.sizes.values())), tuple(shape.sizes), axis_types=mesh.axis_types)
+
+
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them)."""
     devices = jax.devices() if devices is None else devices

@@ -16,7 +16,15 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
-from maxbatch.plan.mesh_shape import BATCH_AXES, MOST_DEVICES, MeshShape, RunMeshes, check_divides, check_model_fits
+from maxbatch.plan.mesh_shape import (
+    BATCH_AXES,
+    MOST_DEVICES,
+    MeshShape,
+    RunMeshes,
+    check_divides,
+    check_model_fits,
+    check_sampler_fits,
+)
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.program import check_attention
@@ -171,7 +179,7 @@ class BatchPlan:
             raise Refusal(config, "eval_tasks", rule, {"eval_tasks": ""})
         e = expansion_factor(config, num_hosts, resume)
         check_model_fits(config, meshes.training)
-        check_model_fits(config, meshes.sampling)
+        check_sampler_fits(config, meshes.sampling)
         check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit, num_hosts)

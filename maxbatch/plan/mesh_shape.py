@@ -27,6 +27,8 @@ _SPLIT = {
     "expert": "num_experts",
     "tensor": "base_num_query_heads", "context": "max_target_length", "pipeline": "base_num_decoder_layers",
 }  # fmt: skip
+# The keys of the two axes of the mesh that samples, where they are stated.
+_OF_SAMPLING = {"data": "rollout_data_parallelism", "tensor": "rollout_tensor_parallelism"}
 _SHARES = ("trainer_devices_fraction", "sampler_devices_fraction")
 
 
@@ -88,7 +90,7 @@ class MeshShape:
 
 
 class RunMeshes(NamedTuple):
-    """The mesh shapes of a run; apart from reinforcement learning on shared devices, both are the same one."""
+    """The mesh shapes of a run; both are the same one unless reinforcement learning samples elsewhere or on others."""
 
     training: MeshShape
     sampling: MeshShape
@@ -102,14 +104,18 @@ class RunMeshes(NamedTuple):
           ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
         """
         check_machine(num_devices, num_slices)
-        if config.prompts.batch_size is None or all(exact(config[share]) == 1 for share in _SHARES):
-            shape = MeshShape.from_config(config, num_devices, num_slices)
-            return cls(shape, shape, num_devices)
-        per_slice = num_devices // num_slices
-        training, sampling = (
-            MeshShape.from_config(config, count, -(-count // per_slice))
-            for count in _shared_out(config, num_devices, per_slice)
-        )
+        per_slice, is_rl = num_devices // num_slices, config.prompts.batch_size is not None
+        is_shared = all(exact(config[share]) == 1 for share in _SHARES)
+        trainers = samplers = num_devices
+        if is_rl and not is_shared:
+            trainers, samplers = _shared_out(config, num_devices, per_slice)
+        training = MeshShape.from_config(config, trainers, -(-trainers // per_slice))
+        if is_rl and _states_sampling(config):
+            sampling = _sampling_shape(config, samplers, -(-samplers // per_slice))
+        elif is_rl and not is_shared:
+            sampling = MeshShape.from_config(config, samplers, -(-samplers // per_slice))
+        else:
+            sampling = training
         return cls(training, sampling, num_devices)
 
 
@@ -161,6 +167,51 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
             layers = _dimension(config, "base_num_decoder_layers")
             rule = f"{stages} stages x {repeats} repeats must divide {layers}"
         raise Refusal(config, key, rule, {key: nearest_divisor(most, repeats)})
+
+
+def check_sampler_fits(config: PlanConfig, shape: MeshShape) -> None:
+    """Raises ConfigError if an axis of the mesh that samples does not divide the dimension of the model it splits."""
+    if config.prompts.batch_size is None or not _states_sampling(config):
+        check_model_fits(config, shape)
+    elif config.model.base_num_query_heads % shape.sizes["tensor"]:
+        heads = _dimension(config, _SPLIT["tensor"])
+        name = _OF_SAMPLING["data" if config[_OF_SAMPLING["tensor"]] == -1 else "tensor"]
+        rule = f"the {shape.sizes['tensor']} devices that hold a copy of the weights between them must divide {heads}"
+        raise _sampling_refusal(config, name, rule, shape.sizes["tensor"], shape.num_devices, shape.num_slices)
+
+
+def _states_sampling(config: PlanConfig) -> bool:
+    return any(config[name] != -1 for name in _OF_SAMPLING.values())
+
+
+def _sampling_shape(config: PlanConfig, num_devices: int, num_slices: int) -> MeshShape:
+    """Returns the mesh that samples, of N devices in that many slices: copies of the weights x devices of a copy."""
+    per_slice = num_devices // num_slices
+    data, tensor = (config[name] for name in _OF_SAMPLING.values())
+    of_copy = num_devices // data if tensor == -1 else tensor
+    if of_copy < 1 or per_slice % of_copy or (data != -1 and data * of_copy != num_devices):
+        # The one that cannot be right whatever the other is.
+        name, other = _OF_SAMPLING["data"], _OF_SAMPLING["tensor"]
+        if tensor != -1 and per_slice % tensor:
+            name, other = other, name
+        beside = "" if config[other] == -1 else f"with {stated(config, other)} "
+        within = "" if num_slices == 1 else f", a copy of the weights within a slice of {per_slice}"
+        rule = f"{beside}must multiply to the {num_devices} devices that sample{within}"
+        raise _sampling_refusal(config, name, rule, of_copy, num_devices, num_slices)
+    ones = dict.fromkeys(AXES, 1)
+    ici = ones | {"data": per_slice // of_copy, "tensor": of_copy}
+    return MeshShape(ici, ones | {"data": num_slices}, num_slices)
+
+
+def _sampling_refusal(
+    config: PlanConfig, name: str, rule: str, of_copy: int, num_devices: int, num_slices: int
+) -> Refusal:
+    """Returns the refusal of a mesh that samples; it changes the keys that are stated to the nearest sizes."""
+    most = math.gcd(config.model.base_num_query_heads, num_devices // num_slices)
+    tensor = nearest_divisor(most, of_copy) or 1
+    wanted = {_OF_SAMPLING["data"]: num_devices // tensor, _OF_SAMPLING["tensor"]: tensor}
+    works = {other: size for other, size in wanted.items() if config[other] not in (-1, size)}
+    return Refusal(config, name, rule, works)
 
 
 def _room(config: PlanConfig, axis: str) -> int:

@@ -42,6 +42,8 @@ class RLBatch(NamedTuple):
     off_policy_steps: int  # batches between sampling and training
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
+    rollout_data_parallelism: int  # parts that the responses of a chunk are split into
+    rollout_tensor_parallelism: int  # devices that hold the weights of such a part between them
 
     @classmethod
     def if_stated(
@@ -83,6 +85,8 @@ class RLBatch(NamedTuple):
             off_policy_steps=config.prompts.off_policy_steps,
             num_trainer_devices=meshes.training.num_devices,
             num_sampler_devices=meshes.sampling.num_devices,
+            rollout_data_parallelism=meshes.sampling.batch_shards,
+            rollout_tensor_parallelism=meshes.sampling.sizes["tensor"],
         )
 
     @property

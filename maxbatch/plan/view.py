@@ -57,6 +57,8 @@ pairs of prompt and response
   off_policy_steps               s: batch k is sampled by the policy that k - s batches made
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
+  rollout_data_parallelism       parts that the responses of a chunk are split into
+  rollout_tensor_parallelism     devices that split heads, MLP and vocabulary of the sampler's weights
 experts
   expert_group_size              devices that share the experts
   experts_per_device             experts of each layer that a device holds

@@ -16,6 +16,7 @@ from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.resharding import Resharding
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.rl.policy_config import RolloutConfig
@@ -59,14 +60,13 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
-        self._shardings = parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh)
+        self._reshard = Resharding(parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts)
 
     def take(self, params: State) -> State:
         """Returns the parameters on the devices that sample."""
-        state: State = jax.device_put(params, self._shardings)
-        return state
+        return self._reshard(params)
 
     def start(
         self,

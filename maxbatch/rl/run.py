@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.hosts import broadcast, warn
-from maxbatch.parallel.mesh import lay_out, must_take_turns, num_slices
+from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.plan_config import PlanConfig
@@ -115,7 +115,12 @@ class PolicyTraining:
         self._shares_devices = shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
         samplers = devices if shares_devices else devices[-batch.num_sampler_devices :]
         self.mesh = lay_out(meshes.training, devices[: batch.num_trainer_devices])
-        self._sampling_mesh = lay_out(meshes.sampling, samplers)
+        if meshes.sampling is meshes.training:
+            self._sampling_mesh = self.mesh
+        elif shares_devices:
+            self._sampling_mesh = lay_out_again(meshes.sampling, self.mesh)
+        else:
+            self._sampling_mesh = lay_out(meshes.sampling, samplers)
         self._learner = Learner(config, self.mesh)
         self.abstract = self._learner.abstract
         num_pairs = batch.rollout_micro_batch_size * batch.num_generations

@@ -51,6 +51,7 @@ num_epoch: num_epochs | eval_batch_size: eval_per_device_batch_size | num_eval_p
 max_prefill_predict_length: = | max_target_length: = | max_prompt_length: max_prefill_predict_length
 trainer_devices_fraction: = | sampler_devices_fraction: = | num_trainer_slices: trainer_devices_fraction
 num_samplers_slices: sampler_devices_fraction | chips_per_vm: --devices | off_policy_steps: =
+rollout_data_parallelism: = | rollout_tensor_parallelism: = | rollout_expert_parallelism: rollout_tensor_parallelism
 rl.num_generations: num_generations | rl.num_iterations: num_iterations | rl.grpo_beta: grpo_beta
 rl.off_policy_steps: off_policy_steps | max_num_batched_tokens: can be left out | max_num_seqs: can be left out
 max_concurrency: rollout_micro_batch_size | learning_rate: = | warmup_steps_fraction: =

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch import ConfigError, load_config
+from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import AXES, MeshShape, RunMeshes
 from maxbatch.plan.plan_config import PlanConfig
 
@@ -105,3 +106,41 @@ def test_devices_that_cannot_be_shared_out_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         meshes(num_devices, num_slices, *apart(*fractions))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "num_slices", "stated", "sizes"),
+    [
+        (4, 1, ("rollout_tensor_parallelism=2",), (2, 2)),
+        (4, 1, ("rollout_data_parallelism=1", "ici_pipeline_parallelism=2", "num_pipeline_repeats=2"), (1, 4)),
+        (8, 2, ("rollout_tensor_parallelism=2", "dcn_data_parallelism=-1"), (4, 2)),
+        (8, 2, (*apart("0.5", "0.5"), "rollout_data_parallelism=2", "rollout_tensor_parallelism=2"), (2, 2)),
+    ],
+)
+def test_the_devices_that_sample_are_copies_of_the_weights_times_the_devices_of_a_copy(
+    num_devices: int, num_slices: int, stated: tuple[str, ...], sizes: tuple[int, int]
+) -> None:
+    found = meshes(num_devices, num_slices, *stated)
+    assert (found.sampling.sizes["data"], found.sampling.sizes["tensor"]) == sizes
+    assert found.sampling.num_devices == math.prod(sizes)
+    assert found.training == meshes(num_devices, num_slices, *(s for s in stated if "rollout" not in s)).training
+    BatchPlan.from_config(load_config(overrides=["batch_size=8", *stated]), num_devices, num_slices=num_slices)
+
+
+@pytest.mark.parametrize(
+    ("num_slices", "stated", "said"),
+    [
+        (1, "rollout_tensor_parallelism=3", "must multiply to the 8 devices that sample; works: "
+                                            "rollout_tensor_parallelism=[24]$"),
+        (1, "rollout_data_parallelism=4 rollout_tensor_parallelism=4", "rollout_data_parallelism=4: with "
+         "rollout_tensor_parallelism=4 must multiply to the 8 .*; works: rollout_data_parallelism=2$"),
+        (1, "rollout_data_parallelism=1", "the 8 devices that hold a copy .* must divide base_num_query_heads=4; "
+                                          "works: rollout_data_parallelism=2$"),
+        (2, "rollout_tensor_parallelism=8 dcn_data_parallelism=-1", "a copy of the weights within a slice of 4; "
+                                                                    "works: rollout_tensor_parallelism=4$"),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_samples_and_does_not_fit_is_refused(num_slices: int, stated: str, said: str) -> None:
+    overrides = ["batch_size=8", "base_num_query_heads=4", "base_num_kv_heads=4", *stated.split()]
+    with pytest.raises(ConfigError, match=said):
+        BatchPlan.from_config(load_config(overrides=overrides), 8, num_slices=num_slices)

@@ -70,6 +70,8 @@ PROMPTS = keys({
     "num_iterations": [*SIZES, *HUGE],
     "trainer_devices_fraction": ["0", "0.5", "0.75", "1/3", "1", "2"],
     "sampler_devices_fraction": ["0.25", "0.5", "1/7", "1"],
+    "rollout_data_parallelism": ["-1", *SIZES, *HUGE],
+    "rollout_tensor_parallelism": ["-1", *SIZES, *HUGE],
     "max_prefill_predict_length": ["256", "9223372036854775807"],
     "train_tokens": ["100"],
     "adam_b1": ["0"],

@@ -31,11 +31,20 @@ def assert_same_updates(records: list[dict[str, Any]], expected: list[dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "micro_batch_size"), [(1, GROUP), (2, 2 * GROUP), (4, -1), (4, GROUP)])
+@pytest.mark.parametrize(
+    ("devices", "micro_batch_size", "sampling"),
+    [
+        (1, GROUP, ()),
+        (2, 2 * GROUP, ()),
+        (4, -1, ("rollout_tensor_parallelism=2",)),
+        (4, GROUP, ()),
+        (4, GROUP, ("rollout_data_parallelism=1", "ici_data_parallelism=2")),
+    ],
+)
 def test_chunks_and_devices_give_the_same_responses_and_losses(
-    devices: int, micro_batch_size: int, reference: list[dict[str, Any]], tmp_path: Path
+    devices: int, micro_batch_size: int, sampling: tuple[str, ...], reference: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    records = train(tmp_path / "run", f"micro_batch_size={micro_batch_size}", devices=devices)
+    records = train(tmp_path / "run", f"micro_batch_size={micro_batch_size}", *sampling, devices=devices)
     assert_same_updates(records, reference)
 
 
@@ -47,14 +56,20 @@ def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> N
         "routed_bias=true", "routed_bias_update_rate=0.01", "steps=null", "train_samples=11",
     )  # fmt: skip
     whole = train(tmp_path / "whole", *keys)
-    cut = train(tmp_path / "cut", *keys, "micro_batch_size=8", "ici_expert_parallelism=2", devices=2)
+    axes = ("ici_expert_parallelism=2", "rollout_tensor_parallelism=2")
+    cut = train(tmp_path / "cut", *keys, "micro_batch_size=8", *axes, devices=2)
     assert_same_updates(cut, whole)
     same = ("expert_load_max", "routing_fingerprint")
     assert {name: cut[0][name] for name in same} == {name: whole[0][name] for name in same}
 
 
 def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str, Any]], tmp_path: Path) -> None:
-    apart = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5", "micro_batch_size=8")
+    apart = (
+        "trainer_devices_fraction=0.5",
+        "sampler_devices_fraction=0.5",
+        "micro_batch_size=8",
+        "rollout_tensor_parallelism=2",
+    )
     records = train(tmp_path / "run", *apart, devices=4)
     assert_same_updates(records, reference)
     assert all(0 <= record["busy_fraction/both"] <= 1 for record in records)

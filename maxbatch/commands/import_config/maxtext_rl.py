@@ -5,6 +5,7 @@ Facts from MaxText's `configs/post_train/rl.yml` and its documentation of the ba
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
@@ -67,6 +68,26 @@ def _batch(t: Translation) -> None:
         t.map("micro_batch_size", _PAIRS, micro_batch_size=t.text("micro_batch_size"))
     if "off_policy_steps" in t:
         t.map("off_policy_steps", off_policy_steps=t.text("off_policy_steps"))
+    _sampling_mesh(t)
+
+
+def _sampling_mesh(t: Translation) -> None:
+    """Takes the axes of the mesh that samples; its axis of experts joins the tensor axis, which splits them too."""
+    data, tensor, expert = (f"rollout_{axis}_parallelism" for axis in ("data", "tensor", "expert"))
+    if data in t:
+        t.map(data, rollout_data_parallelism=t.text(data))
+    if expert in t and t.text(expert) != "1":
+        sizes = [_number(t, name) for name in (tensor, expert) if name in t]
+        product = -1 if -1 in sizes else math.prod(sizes)
+        why = f"{tensor} x {expert}: the tensor axis splits the experts' matrices as well"
+        for name in (tensor, expert):
+            if name in t:
+                t.map(name, why, rollout_tensor_parallelism=str(product))
+        return
+    if tensor in t:
+        t.map(tensor, rollout_tensor_parallelism=t.text(tensor))
+    if expert in t:
+        t.ignore(expert, f"{tensor} splits the experts' matrices as well")
 
 
 def _number(t: Translation, name: str) -> Fraction:

@@ -75,6 +75,23 @@ def test_its_off_policy_steps_are_those_here(folder: Path) -> None:
     assert config.off_policy_steps == 2 and fates["rl.off_policy_steps"].fate == "mapped"
 
 
+@pytest.mark.parametrize(
+    ("lines", "sampling"),
+    [
+        ("rollout_data_parallelism: -1\nrollout_tensor_parallelism: 1", (8, 1)),
+        ("rollout_tensor_parallelism: 4\nrollout_expert_parallelism: 1", (2, 4)),
+        ("rollout_tensor_parallelism: 2\nrollout_expert_parallelism: 4", (1, 8)),
+        ("rollout_data_parallelism: 2\nrollout_expert_parallelism: -1", (2, 4)),
+    ],
+)
+def test_its_mesh_that_samples_is_that_here(folder: Path, lines: str, sampling: tuple[int, int]) -> None:
+    text = f"{RL.format(batch=8)}base_num_query_heads: 8\n{lines}\n"
+    config, fates = imported("maxtext", folder / "m.yml", text)
+    batch = BatchPlan.from_config(config, 8).rl
+    assert batch and (batch.rollout_data_parallelism, batch.rollout_tensor_parallelism) == sampling
+    assert not [fate for word, fate in fates.items() if "rollout" in word and fate.fate == "not supported"]
+
+
 def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
     for line in ("use_agentic_rollout: true", "system_prompt: Think.", "unheard_of: 3"):
         text = RL.format(batch=4).replace("  off_policy_steps: 0", f"  {line}")
