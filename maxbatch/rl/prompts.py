@@ -205,8 +205,9 @@ class PromptText:
     def messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
         """Returns the messages of a record whose prompt is a conversation."""
         found = record.get(self.template.only_field)
-        is_chat = isinstance(found, list) and all(isinstance(one, dict) and "role" in one for one in found)
-        return found if is_chat and found else None
+        if isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found):
+            return found
+        return None
 
     def tokens(self, prompts: Sequence[Written]) -> list[np.ndarray]:
         """Returns the tokens of each prompt, int32[n]."""

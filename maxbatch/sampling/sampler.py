@@ -324,14 +324,14 @@ def _rooms(length: int, prompt_length: int) -> list[int]:
 class _Cells(NamedTuple):
     """The rows that a device draws: cells of neighbours behind one prompt."""
 
-    count: int
+    number: int
     width: int  # rows of a cell
 
 
 def _quarters(cells: _Cells, room: int) -> list[_Cells]:
     """Returns the cells that a device goes on with as its rows end, beginning with all of them."""
     found = [cells]
-    while room >= _ROOMS[0] and len(found) <= _QUARTERS and (rows := cells.count * cells.width // 4):
+    while room >= _ROOMS[0] and len(found) <= _QUARTERS and (rows := cells.number * cells.width // 4):
         width = max(n for n in range(1, max(1, cells.width // 4) + 1) if cells.width % n == 0)
         cells = _Cells(rows // width, width)
         found.append(cells)
@@ -349,8 +349,8 @@ def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop
         def is_going_on(now: _Loop, cells: _Cells = cells, fewer: _Cells = fewer) -> jax.Array:
             assert now.cache.starts_B is not None, "rows are behind their prompts"
             is_left_B = ~now.done_B & (now.lengths_B - now.cache.starts_B <= room)
-            left_SxC = is_left_B.reshape(shards, cells.count, cells.width).sum(axis=2)
-            return jnp.any((-(-left_SxC // fewer.width)).sum(axis=1) > fewer.count)
+            left_SxC = is_left_B.reshape(shards, cells.number, cells.width).sum(axis=2)
+            return jnp.any((-(-left_SxC // fewer.width)).sum(axis=1) > fewer.number)
 
         if number == 0:
             loop = jax.lax.while_loop(is_going_on, next_token, loop)
@@ -371,11 +371,11 @@ class _Some:
     @classmethod
     def of(cls, done_B: jax.Array, whole: _Cells, cells: _Cells, shards: int) -> _Some:
         """Returns the rows that are not done, followed by others, as many as fit into the cells."""
-        done_SxQxG = done_B.reshape(shards, whole.count, whole.width)
-        order_SxQxG = jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.count)[None, :, None]
+        done_SxQxG = done_B.reshape(shards, whole.number, whole.width)
+        order_SxQxG = jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.number)[None, :, None]
         rows_SxCxW = order_SxQxG.reshape(shards, -1, cells.width)
         done_SxC = jnp.take_along_axis(done_B.reshape(shards, -1), rows_SxCxW[:, :, 0], axis=1)
-        first_SxC = jnp.argsort(done_SxC, axis=1)[:, : cells.count]
+        first_SxC = jnp.argsort(done_SxC, axis=1)[:, : cells.number]
         rows_SxCxW = jnp.take_along_axis(rows_SxCxW, first_SxC[:, :, None], axis=1)
         return cls(rows_SxCxW.reshape(shards, -1), first_SxC // (whole.width // cells.width))
 
@@ -388,11 +388,12 @@ class _Some:
         """Returns the state of these rows."""
         keys, values, prompts, starts_B = loop.cache
         assert prompts is not None, "rows are behind their prompts"
-        cache = Cache(
-            *(self._taken(x, 1, self.rows_SxR) for x in (keys, values)),
-            Cache(*(self._taken(x, 1, self.prompts_SxC) for x in prompts[:2])),
-            self._taken(starts_B, 0, self.rows_SxR),
+        shared = Cache(
+            self._taken(prompts.keys_NxBxKxLxh, 1, self.prompts_SxC),
+            self._taken(prompts.values_NxBxKxLxh, 1, self.prompts_SxC),
         )
+        own_keys, own_values = (self._taken(x, 1, self.rows_SxR) for x in (keys, values))
+        cache = Cache(own_keys, own_values, shared, self._taken(starts_B, 0, self.rows_SxR))
         return _Loop(cache, *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
 
     def put_back(self, loop: _Loop, part: _Loop) -> _Loop:
@@ -411,8 +412,8 @@ class _Some:
         def put(x: jax.Array, new: jax.Array, rows_R: jax.Array) -> jax.Array:
             return x.at[(slice(None),) * axis + (rows_R,)].set(new, unique_indices=True)
 
-        split = (self._by_device(array, axis) for array in (x, new))
-        return self._joined(jax.vmap(put, (axis, axis, 0), axis)(*split, self.rows_SxR), axis)
+        whole, some = (self._by_device(array, axis) for array in (x, new))
+        return self._joined(jax.vmap(put, (axis, axis, 0), axis)(whole, some, self.rows_SxR), axis)
 
     def _by_device(self, x: Any, axis: int) -> Any:
         return x.reshape(*x.shape[:axis], len(self.rows_SxR), -1, *x.shape[axis + 1 :])
@@ -451,7 +452,8 @@ def _begin(
     """Returns the state before the first token of responses that are drawn in pieces."""
     longest = max(1, int((limits_B - prompt_lengths_B).max()))
     slots = min(program.length, 1 << (longest - 1).bit_length())  # a power of two, so that few programs serve all
-    return _begin_with(program, slots, params, prompts_BxP, prompt_lengths_B, limits_B)
+    begun: _Loop = _begin_with(program, slots, params, prompts_BxP, prompt_lengths_B, limits_B)
+    return begun
 
 
 @partial(jax.jit, static_argnums=(0, 1))
