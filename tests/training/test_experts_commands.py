@@ -59,9 +59,7 @@ def test_a_killed_run_goes_on_elsewhere_as_if_it_had_not_been(folder: Path, kill
     assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_its_model_is_scored_and_exported(
-    folder: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_model_is_scored_and_exported(folder: Path, killed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rows.jsonl").write_text('{"tokens": [100, 101, 102, 32, 7]}\n{"tokens": [5, 6, 7]}\n')
 
     def scores(model: Path) -> list[Any]:
