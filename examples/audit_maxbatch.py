@@ -1,7 +1,5 @@
 """maxbatch's own update, for `maxbatch audit examples/audit_maxbatch.py:make --simulate-devices 4`.
 
-`make_experts` has a model with experts, their balance losses and the routers' bias.
-
 python examples/audit_maxbatch.py
 """
 
@@ -34,25 +32,13 @@ CONFIG = [
     "base_num_decoder_layers=1",
 ]
 
-EXPERTS = (
-    "decoder_block=mixtral",
-    "num_experts=4",
-    "num_experts_per_tok=2",
-    "norm_topk_prob=true",
-    "load_balance_loss_weight=0.1",
-    "load_balance_scope=global",
-    "router_z_loss_weight=0.01",
-    "routed_bias=true",
-    "routed_bias_update_rate=0.01",
-)
-
 
 @cache
-def program(num_devices: int, form: tuple[str, ...]) -> tuple[Any, Any, Any]:
+def program(num_devices: int) -> tuple[Any, Any, Any]:
     """Returns the mesh, the first state (on the host) and the compiled update of so many devices."""
     if num_devices > len(jax.devices()):
         raise ValueError(f"there are {len(jax.devices())} devices; --simulate-devices makes more")
-    config = maxbatch.load_config(overrides=[*CONFIG, *form])
+    config = maxbatch.load_config(overrides=CONFIG)
     mesh = maxbatch.make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(UpdateConfig.of(config), mesh)
     first = jax.device_get(init_state(UpdateConfig.of(config), abstract))
@@ -62,8 +48,8 @@ def program(num_devices: int, form: tuple[str, ...]) -> tuple[Any, Any, Any]:
 class Loop:
     """The update of one layout."""
 
-    def __init__(self, layout: maxbatch.Layout, form: tuple[str, ...] = ()) -> None:
-        self.mesh, (self.first, self.abstract), self.update = program(layout.num_devices, form)
+    def __init__(self, layout: maxbatch.Layout) -> None:
+        self.mesh, (self.first, self.abstract), self.update = program(layout.num_devices)
         self.micro_batch = -(-layout.rows_per_pass // layout.num_devices) * layout.num_devices
         self.placement = Placement(batch_sharding(self.mesh), LENGTH)
 
@@ -89,11 +75,6 @@ class Loop:
 def make(layout: maxbatch.Layout) -> Loop:
     """Returns the trainer of a layout."""
     return Loop(layout)
-
-
-def make_experts(layout: maxbatch.Layout) -> Loop:
-    """Returns the trainer of a layout, whose model has experts."""
-    return Loop(layout, EXPERTS)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,8 @@ def test_devices_and_hosts_are_those_of_the_slice_that_is_sold(
 @pytest.mark.parametrize("axis", ["expert", "tensor"])
 def test_an_axis_may_take_a_part_of_a_dimension_of_the_torus(axis: str) -> None:
     devices = find_target("v5p:4x4x4").devices
-    keys = (f"ici_{axis}_parallelism=8", "num_experts=8", "num_experts_per_tok=2", "decoder_block=mixtral")
+    experts = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
+    keys = (f"ici_{axis}_parallelism=8", *experts, "base_num_query_heads=8", "base_num_kv_heads=8")
     assert dict(make_mesh(load_config(overrides=[*NARROW, *keys]), devices).shape)[axis] == 8
 
 
