@@ -1,50 +1,23 @@
-"""(q) What sampling ahead (`off_policy_steps`) is worth: a modelled schedule, and `maxbatch rl` on simulated meshes.
+"""(q) What sampling ahead (`off_policy_steps`) is worth: a modelled schedule.
 
 The model has two meshes, each with its own devices. All responses of a batch are drawn at once, so sampling takes as
 long as its longest response; lengths are log-normal (sigma 1) and end at a limit of 8 or 16 times their median. A batch
 is trained on in the time that sampling takes on average, since its rows have a fixed length. Moving the weights takes
 2% of that, and both meshes wait for it. No chunks overlap within a batch.
-
-In the measured runs the two meshes share the cores of this machine, so computing side by side wins nothing there. A
-reward that sleeps takes the place of long sampling: they show that scores and training overlap as the model says.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.commands import finish, metrics_of, start
 from benchmarks.measurement import Measurement, ratio
 
 BAR = 0.55
 BATCHES, RESPONSES = 20, 256
 RESHARDING = 0.02  # of the time of a batch's training
 _STEPS = (0, 1, 2)
-_REWARD = """
-import time
-
-
-def slow(prompt, response, record):
-    time.sleep({seconds})
-    return float(sum(map(ord, response)) % 2)
-"""
-_RUN = (
-    "warm_start_steps=0",
-    "eval_interval=-1",
-    "enable_checkpointing=false",
-    "batch_size=8",
-    "num_generations=8",
-    "base_num_decoder_layers=2",
-    "gradient_noise_scale=false",
-    "reward_worker_count=1",
-    "trainer_devices_fraction=0.5",
-    "sampler_devices_fraction=0.5",
-)
 
 
 def seconds_until_trained(
@@ -86,28 +59,4 @@ def measure(quick: bool) -> list[Measurement]:
             )
             for s in _STEPS[1:]
         ]
-    return found + _measured(quick)
-
-
-def _measured(quick: bool) -> list[Measurement]:
-    steps, seconds = (4, 0.002) if quick else (BATCHES + 2, 0.01)
-    times: dict[int, list[float]] = {}
-    waits: dict[int, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        rewards = Path(folder) / "rewards.py"
-        rewards.write_text(_REWARD.format(seconds=seconds))
-        for s in _STEPS:
-            run_dir = Path(folder) / f"ahead{s}"
-            log = run_dir.with_suffix(".log")
-            own = (f"reward={rewards}:slow", f"off_policy_steps={s}", f"steps={steps}", f"run_dir={run_dir}")
-            cache = Path(folder) / "cache"
-            finish(start("maxbatch", "rl", *_RUN, *own, "--simulate-devices", "2", log=log, cache=cache), log)
-            records = metrics_of(run_dir)[2:]  # the first two compile
-            times[s] = [record["step_time_s"] for record in records]
-            waits[s] = [record["data_wait_s"] for record in records]
-    both = [ratio(f"measured with a reward that sleeps, s={s} / s=0", times[s], times[0]) for s in _STEPS[1:]]
-    waited = [
-        Measurement(f"seconds that an update waited for its batch, s={s}", statistics.median(waits[s]), "s", waits[s])
-        for s in _STEPS
-    ]
-    return both + waited
+    return found

@@ -194,9 +194,9 @@ def _sampling_shape(config: PlanConfig, num_devices: int, num_slices: int) -> Me
         name, other = _OF_SAMPLING["data"], _OF_SAMPLING["tensor"]
         if tensor != -1 and per_slice % tensor:
             name, other = other, name
-        beside = "" if config[other] == -1 else f"with {stated(config, other)} "
+        beside = other if config[other] == -1 else stated(config, other)
         within = "" if num_slices == 1 else f", a copy of the weights within a slice of {per_slice}"
-        rule = f"{beside}must multiply to the {num_devices} devices that sample{within}"
+        rule = f"x {beside} must be the {num_devices} devices that sample{within}"
         raise _sampling_refusal(config, name, rule, of_copy, num_devices, num_slices)
     ones = dict.fromkeys(AXES, 1)
     ici = ones | {"data": per_slice // of_copy, "tensor": of_copy}

@@ -85,7 +85,7 @@ def test_its_off_policy_steps_are_those_here(folder: Path) -> None:
     ],
 )
 def test_its_mesh_that_samples_is_that_here(folder: Path, lines: str, sampling: tuple[int, int]) -> None:
-    text = f"{RL.format(batch=8)}base_num_query_heads: 8\n{lines}\n"
+    text = f"{RL.format(batch=8)}{lines}\n"
     config, fates = imported("maxtext", folder / "m.yml", text)
     batch = BatchPlan.from_config(config, 8).rl
     assert batch and (batch.rollout_data_parallelism, batch.rollout_tensor_parallelism) == sampling
