@@ -51,7 +51,10 @@ _SITE = """
     if host is not None:
         os.environ["HOME"] = os.path.join(os.environ["DISKS"], host)
 """
-_STEP, _RESUMED = re.compile(r"(?m)^step (\d+)/"), re.compile(r"resumed at step (\d+), .* from (\w+ )?checkpoints")
+_STEP, _RESUMED = (
+    re.compile(r"(?m)^step (\d+)/\d+ \| loss"),
+    re.compile(r"resumed at step (\d+), .* from (\w+ )?checkpoints"),
+)
 
 
 class LossError(Exception):

@@ -22,6 +22,7 @@ from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import Pretraining, train
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import RunContext, Session
+from maxbatch.training.update.balance import BalancedState
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights import local_checkpoints, shard_files
 from maxbatch.training.weights.shard_files import saved_here
@@ -99,6 +100,23 @@ def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
     assert_same_run(read_metrics(lost / "run"), read_metrics(tmp_path / "whole"))
     assert len({line["compiles"] for line in read_metrics(lost / "run")[LOST_AT:]}) == 1
     assert not local_states(lost), "a run that is complete has its last checkpoint in run_dir"
+
+
+@pytest.mark.processes  # it compiles as much as those
+def test_the_average_and_the_bias_and_counts_of_experts_come_back_from_a_local_checkpoint(tmp_path: Path) -> None:
+    keys = (
+        "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=48",
+        "routed_bias=true", "routed_bias_update_rate=0.01", "load_balance_loss_weight=0.1", "load_balance_scope=global",
+        "parameter_average_half_life=500t",
+    )  # fmt: skip
+    lose(tmp_path, 3, *keys)
+    step, state = restart(tmp_path, ONE, *keys)
+    assert step == 2 and state is not None and isinstance(state.opt_state, BalancedState)
+    (bias,) = (x for path, x in jax.tree.leaves_with_path(state.params) if "bias" in jax.tree_util.keystr(path))
+    assert np.abs(bias).max() == np.float32(0.02), "two steps of one expert the same way"
+    assert np.sum(state.opt_state.last_counts_NxE) > 0
+    pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(state.average), strict=True)
+    assert any(np.abs(x - np.asarray(average)).max() > 0 for x, average in pairs)
 
 
 def test_a_local_checkpoint_is_resharded_onto_another_mesh(lost: Path) -> None:
