@@ -35,9 +35,9 @@ from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
-# A device whose unfinished rows fit into a quarter of its rows goes on with that quarter, and so once more. A quarter
-# has a loop of its own in every room, which rooms smaller than the first are not worth.
-_QUARTERS = 2
+# In rooms from this on, a device whose unfinished rows fit into a quarter of its rows goes on with that quarter. The
+# quarter has a loop of its own, which takes as long to compile as the first.
+_LEAST_QUARTERED = 256
 # Tokens of a response that is drawn in pieces, for one who reads along and for a batch; weights are cast once for each.
 _PIECE_TOKENS = 4
 _BATCH_PIECE_TOKENS = 16
@@ -328,14 +328,13 @@ class _Cells(NamedTuple):
     width: int  # rows of a cell
 
 
-def _quarters(cells: _Cells, room: int) -> list[_Cells]:
+def _levels(cells: _Cells, room: int) -> list[_Cells]:
     """Returns the cells that a device goes on with as its rows end, beginning with all of them."""
-    found = [cells]
-    while room >= _ROOMS[0] and len(found) <= _QUARTERS and (rows := cells.number * cells.width // 4):
-        width = max(n for n in range(1, max(1, cells.width // 4) + 1) if cells.width % n == 0)
-        cells = _Cells(rows // width, width)
-        found.append(cells)
-    return found
+    rows = cells.number * cells.width // 4
+    if room < _LEAST_QUARTERED or not rows:
+        return [cells]
+    width = max(n for n in range(1, max(1, cells.width // 4) + 1) if cells.width % n == 0)
+    return [cells, _Cells(rows // width, width)]
 
 
 def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop:
@@ -343,7 +342,7 @@ def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop
     prompts = loop.cache.prompts
     assert prompts is not None and loop.cache.starts_B is not None, "rows are behind their prompts"
     num_prompts, rows = prompts.keys_NxBxKxLxh.shape[1], loop.done_B.size
-    levels = _quarters(_Cells(num_prompts // shards, rows // num_prompts), room)
+    levels = _levels(_Cells(num_prompts // shards, rows // num_prompts), room)
     for number, (cells, fewer) in enumerate(zip(levels, [*levels[1:], _Cells(0, 1)], strict=True)):
 
         def is_going_on(now: _Loop, cells: _Cells = cells, fewer: _Cells = fewer) -> jax.Array:

@@ -170,9 +170,10 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
 
     with monkeypatch.context() as patched:
         patched.setattr(sampler._NextToken, "__call__", counting)
+        patched.setattr(sampler, "_LEAST_QUARTERED", 64)
         compacted = respond(*inputs, end_ids=a_sixteenth)
         jax.effects_barrier()
-        patched.setattr(sampler, "_QUARTERS", 0)
+        patched.setattr(sampler, "_LEAST_QUARTERED", 256)
         sampler._respond.clear_cache()
         in_vain = len(rows_drawn)
         plain = respond(*inputs, end_ids=a_sixteenth)
@@ -183,6 +184,7 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
     assert in_vain == steps and sum(rows_drawn[steps:]) == 32 * steps
     assert sum(rows_drawn[:steps]) < 0.7 * 32 * steps, rows_drawn
     sampler._respond.clear_cache()
+    monkeypatch.setattr(sampler, "_LEAST_QUARTERED", 64)
     on_two = respond(*inputs, end_ids=a_sixteenth, mesh=make_mesh(config, jax.devices()[:2]))
     np.testing.assert_array_equal(on_two.tokens_BxL, plain.tokens_BxL)
 

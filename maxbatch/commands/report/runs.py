@@ -36,10 +36,10 @@ PANELS = (
     Panel("Model FLOPs utilisation", "share of the peak", ((M.MFU, "line"),)),
     Panel("Margin of the chosen answers", "mean over the pairs (nats)", ((M.MARGIN, "line"),)),
     Panel("Pairs whose margin is above 0", "share of the pairs", ((M.PAIR_ACCURACY, "line"),)),
-    # Of reinforcement learning.
     Panel("Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)),
     Panel("Balance loss", "1 where all is even", ((M.LOAD_BALANCE_LOSS, "line"),)),
     Panel("Choices beyond capacity", "choices", ((M.DROPPED_TOKENS, "line"),)),
+    # Of reinforcement learning.
     Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),
     Panel("pass@1 on held-out prompts, sampled", "share of the responses", ((M.EVAL_PASS_AT_1, "points"),)),
     Panel("pass@1 on held-out prompts, greedy", "share of the responses", ((M.EVAL_GREEDY_PASS_AT_1, "points"),)),
