@@ -45,6 +45,7 @@ def test_every_example_is_tested() -> None:
         "own_loss",
         "own_logger",
         "audit_torch",
+        "audit_transformers",
         "balance_gradient",
         "batch_schedules",
         *AUDITED,
@@ -153,6 +154,17 @@ def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, 
     found = maxbatch.audit(getattr(example("audit_torch"), make), updates=2)
     assert {each.promise for each in found.broken} == broken, str(found)
     assert all(each.fault == "mean of means" for each in found.broken)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize(("make", "broken"), [("make", {}), ("make_of_means", MEANS)])
+def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_items(
+    make: str, broken: dict[str, str]
+) -> None:
+    pytest.importorskip("transformers")
+    found = maxbatch.audit(getattr(example("audit_transformers"), make), updates=2)
+    assert {each.promise: each.fault for each in found.broken} == broken, str(found)
 
 
 def check_audit(name: str) -> None:

@@ -59,7 +59,7 @@ def _print(found: Audit) -> None:
     console = PipeConsole(highlight=False, soft_wrap=True)
     table = PlainTable("promise", "verdict", "parameters", "loss", "smallest case")
     for verdict in found.verdicts:
-        by = (f"{100 * gap:.2g}%" if gap else "" for gap in (verdict.by, verdict.loss_by))
+        by = map(_percent, (verdict.by, verdict.loss_by))
         table.add_row(verdict.promise, verdict.status, *by, str(verdict.case or ""))
     console.print(table)
     for verdict in found.verdicts:
@@ -70,6 +70,11 @@ def _print(found: Audit) -> None:
     console.print(f"a NaN, not judged: {found.nan}")
     names = ", ".join(verdict.promise for verdict in found.broken)
     console.print(f"broken: {names}" if names else "no promise is broken")
+
+
+def _percent(share: float | None) -> str:
+    """Returns a share as a percentage of two digits at least, nothing for none."""
+    return "" if not share else f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def _reason(verdict: Verdict) -> str:
