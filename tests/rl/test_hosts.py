@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.command import maxbatch
+from tests.helpers.command import Hold, recorded, start
 from tests.helpers.policies import KEYS, RL, reward_file, train
+from tests.helpers.processes import wait_for
 from tests.helpers.tiny import assert_same_run, read_metrics
 
 # Batches of 4 groups in two updates, sampled by the policy before the last batch; each host has two devices.
@@ -17,23 +21,55 @@ CUT = (
     "off_policy_steps=1", "learning_rate_schedule=constant", "micro_batch_size=4", "warm_start_steps=1",
     "eval_interval=4", "eval_steps=1", "eval_num_generations=2", "checkpoint_period=2",
 )  # fmt: skip
-HOSTS = ("--simulate-devices", "4", "--simulate-hosts", "2")
+HOSTS = ("rollout_tensor_parallelism=2", "--simulate-devices", "4", "--simulate-hosts", "2")
 SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint", "reward", "response_length", "groups_missing")
 
 
+# The same scores, but one host is slow, and every seventh response takes long.
+SLOW = """
+import os
+import time
+
+calls = 0
+
+
+def digits(prompt, response, record):
+    global calls
+    calls += 1
+    time.sleep(0.02 * (os.environ["JAX_PROCESS_ID"] == "1") + 0.2 * (calls % 7 == 0))
+    return sum(c.isdigit() for c in response) / 10
+"""
+
+
 @pytest.mark.processes
-def test_two_hosts_give_the_responses_rewards_and_losses_of_one_which_goes_on_with_them(tmp_path: Path) -> None:
-    """Mini-batches, filtered groups, a batch ahead, the warm start and evals included."""
+def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them(tmp_path: Path) -> None:
+    """Mini-batches, filtered groups, a batch ahead, the warm start, evals, and weights split over two devices."""
     one, two = tmp_path / "one", tmp_path / "two"
-    expected = train(one, *CUT, "steps=8")
-    done = maxbatch("rl", RL, *KEYS, reward_file(tmp_path), f"run_dir={two}", *CUT, "steps=6", *HOSTS, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((two / "devices.json").read_text())[-1]["num_hosts"] == 2
-    train(two, *CUT, "steps=8")
+    expected = train(one, *CUT, "steps=12")
+    reward = reward_file(tmp_path)
+    (tmp_path / "rewards.py").write_text(SLOW)
+
+    def held_after(step: int) -> tuple[subprocess.Popen[str], Hold]:
+        hold = Hold(step, tmp_path)
+        process = start("rl", RL, *KEYS, reward, f"run_dir={two}", *CUT, "steps=12", *HOSTS, **hold.variables)
+        wait_for(lambda: recorded(two) >= step, process)
+        return process, hold
+
+    killed, _ = held_after(3)
+    killed.kill()
+    killed.communicate(timeout=60)  # the pipe of its output closes with the last of its hosts
+    stopped, hold = held_after(5)
+    stopped.send_signal(signal.SIGTERM)
+    time.sleep(1)  # from the command to its hosts
+    hold.release()
+    said, _ = stopped.communicate(timeout=300)
+    assert stopped.returncode == 75 and recorded(two) < 12, said
+    train(two, *CUT, "steps=12")
+    assert [used["num_hosts"] for used in json.loads((two / "devices.json").read_text())] == [2, 1]
     found = read_metrics(two)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "entropy", "old_policy_kl"))
     first, second = (
         {line["step"]: line["transcripts"] for line in map(json.loads, file.read_text().splitlines())}
         for file in (one / "transcripts.jsonl", two / "transcripts.jsonl")
     )
-    assert list(first) == [1, 4, 8] and first == {step: second[step] for step in first}, "6 is the end of the other run"
+    assert list(first) == [1, 4, 8, 12] and first == {step: second[step] for step in first}
