@@ -18,7 +18,7 @@ def pretend_slices(monkeypatch: pytest.MonkeyPatch, devices_per_slice: int) -> N
     def attribute(device: jax.Device, name: str, default: Any) -> Any:
         return device.id // devices_per_slice if name == "slice_index" else getattr(device, name, default)
 
-    def hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
+    def hybrid(ici: tuple[int, ...], dcn: tuple[int, ...], devices: list[jax.Device], **_: bool) -> np.ndarray:
         return np.asarray(devices).reshape(np.multiply(ici, dcn))
 
     monkeypatch.setattr("maxbatch.parallel.mesh.getattr", attribute, raising=False)
