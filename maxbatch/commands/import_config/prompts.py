@@ -81,3 +81,9 @@ def only(t: Translation, word: str, allowed: Sequence[str], needed: str, is_esse
         t.ignore(word, f"{shown(t.text(word)) or 'empty'}: that is so here")
     elif t.is_left(word):
         t.refuse(word, needed, is_essential)
+
+
+def without_balance(t: Translation) -> None:
+    """Leaves out the loss of a preset's router, which reinforcement learning does not add."""
+    if "model_name" in t.settings:
+        t.settings["load_balance_loss_weight"] = "0"

@@ -17,11 +17,12 @@ from maxbatch.commands.import_config.prompts import (
     take_sampling,
     take_target_length,
     whole,
+    without_balance,
 )
 from maxbatch.commands.import_config.translation import Translation
 
 DEFAULTS = trainers.HF_DEFAULTS | {
-    "learning_rate": "1e-6", "bf16": "true", "gradient_checkpointing": "true", "logging_steps": "10",
+    "learning_rate": "1e-6", "bf16": "true", "logging_steps": "10",
     "num_generations": "8", "num_iterations": "1", "max_completion_length": "512", "temperature": "1.0",
     "top_k": "0", "top_p": "1.0", "beta": "0.0", "epsilon": "0.2", "loss_type": "dapo",
     "importance_sampling_level": "token", "scale_rewards": "group", "reward_funcs": "", "model_name_or_path": "",
@@ -57,7 +58,9 @@ def translate(t: Translation) -> None:
     _lengths(t)
     _objective(t)
     _data(t)
+    t.settings["remat_policy"] = "full"  # its default
     trainers.arguments(t)
+    without_balance(t)
     steps = t.settings.get("steps", "")
     if updates > 1 and steps.isdigit() and int(steps) % updates:
         t.refuse("max_steps", f"a multiple of {updates}, the updates per batch", is_essential=True)

@@ -16,6 +16,7 @@ from maxbatch.commands.import_config.prompts import (
     take_sampling,
     take_target_length,
     whole,
+    without_balance,
 )
 from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.trainers import betas, optimizer
@@ -79,8 +80,10 @@ _IGNORED = tuple((pattern, why) for why, patterns in {
         f"{_ACTOR}fsdp_config.*offload*", f"{_ACTOR}fsdp_config.reshard_after_forward",
         f"{_ACTOR}fsdp_config.forward_prefetch", f"{_ACTOR}fsdp_config.use_orig_params",
         f"{_ACTOR}fsdp_config.wrap_policy.*", "*.strategy", "*use_torch_compile", "*use_remove_padding",
-        "*use_fused_kernels", "*fused_kernel_options.*", "*.entropy_checkpointing", "*entropy_from_logits_with_chunking",
-        f"{_ACTOR}calculate_*", f"{_ACTOR}use_prefix_grouper", "actor_rollout_ref.ref.*", "actor_rollout_ref.hybrid_engine",
+        "*use_fused_kernels", "*fused_kernel_options.*", "*.entropy_checkpointing",
+        "*entropy_from_logits_with_chunking",
+        f"{_ACTOR}calculate_*", f"{_ACTOR}use_prefix_grouper", "actor_rollout_ref.ref.*",
+        "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.nccl_timeout", f"{_OPTIM}override_optimizer_config.*offload*", f"{_MODEL}use_shm",
         f"{_OPTIM}override_optimizer_config.overlap_*", f"{_MODEL}enable_activation_offload", f"{_MODEL}use_liger",
         f"{_ACTOR}megatron.*offload", f"{_ACTOR}megatron.*mbridge", f"{_ACTOR}megatron.*dist_checkpointing*",
@@ -92,10 +95,12 @@ _IGNORED = tuple((pattern, why) for why, patterns in {
         f"{_ACTOR}megatron.override_transformer_config.deallocate_pipeline_outputs",
         f"{_ACTOR}megatron.override_transformer_config.persist_layer_norm",
         f"{_ACTOR}megatron.override_transformer_config.attention_backend",
-        f"{_OPTIM}override_optimizer_config.use_precision_aware_optimizer", f"{_ACTOR}megatron.seed", "trainer.use_legacy_worker_impl",
+        f"{_OPTIM}override_optimizer_config.use_precision_aware_optimizer", f"{_ACTOR}megatron.seed",
+        "trainer.use_legacy_worker_impl",
         "ray_init.*", "ray_kwargs.*", "transfer_queue.*", "data.dataloader_num_workers", "*trust_remote_code"),
     "where parameters lie; ici_fsdp_parallelism and its like say it here": (
-        f"{_ACTOR}fsdp_config.fsdp_size", f"{_ACTOR}megatron.*parallel_size", f"{_ACTOR}*ulysses_sequence_parallel_size",
+        f"{_ACTOR}fsdp_config.fsdp_size", f"{_ACTOR}megatron.*parallel_size",
+        f"{_ACTOR}*ulysses_sequence_parallel_size",
         f"{_ACTOR}megatron.override_transformer_config.account_for_*",
         f"{_ACTOR}megatron.override_transformer_config.num_layers_in_*"),
     "where the sampler's weights lie; rollout_tensor_parallelism says it here": (
@@ -415,6 +420,7 @@ def _model(t: Translation) -> None:
     if path in t:
         take_parameters(t, path, t.text(path))
         t.settings |= {"tokenizer_type": "huggingface", "tokenizer_path": t.text(path)}
+        without_balance(t)
     t.map(checkpointing, remat_policy="full" if t.is_true(checkpointing) else "none")
     t.settings |= {"dtype": "bfloat16", "weight_dtype": "float32"}
     kinds = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
