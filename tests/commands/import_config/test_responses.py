@@ -28,7 +28,8 @@ python3 -m verl.trainer.main_ppo \\
     data.train_batch_size=${total} data.max_prompt_length=512 data.max_response_length=1024 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
     actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
-    actor_rollout_ref.rollout.n=5 +actor_rollout_ref.rollout.engine_kwargs.vllm.x=1 trainer.logger='["console","wandb"]' \\
+    actor_rollout_ref.rollout.n=5 +actor_rollout_ref.rollout.engine_kwargs.vllm.x=1 \\
+    trainer.logger='["console","wandb"]' \\
     trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.test_freq=5 trainer.total_epochs=15 $@
 """
 _SIZES = ("batch_size", "num_generations", "num_minibatches", "num_iterations", "micro_batch_size")
