@@ -233,7 +233,7 @@ _TARGETS = (
     "v5p:1000000000x1x1",
     "v5p:2x2x2x2x2",
 )
-_FORMATS = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "auto", "", "tf")
+_FORMATS = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl", "verl", "auto", "", "tf")
 
 
 def make_line(seed: int, base: Path, number: int) -> Case:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.commands.arguments import count, local_path, note
-from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers
+from maxbatch.commands.arguments import check_at_most, count, local_path, note
+from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers, trl, verl
 from maxbatch.commands.import_config.translation import (
+    BESIDE,
     IGNORED,
     MAPPED,
     NEEDS_YOU,
@@ -31,6 +32,7 @@ from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.plan.mesh_shape import MOST_DEVICES
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
@@ -56,6 +58,8 @@ FORMATS = {
     "axolotl": _Format("axolotl", trainers.AXOLOTL_DEFAULTS, trainers.axolotl, lambda t:
         trainers.per_device_equation(t, "micro_batch_size", "gradient_accumulation_steps")),
     "megatron": _Format("megatron", megatron.DEFAULTS, megatron.translate, megatron.equation),
+    "trl": _Format("trl", trl.DEFAULTS, trl.translate, trl.equation),
+    "verl": _Format("verl", verl.DEFAULTS, verl.translate, verl.equation),
 }  # fmt: skip
 
 
@@ -71,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
+    devices = "processes that TRL or verl runs on, one for each device; its batch or its passes are counted on each"
+    parser.add_argument("--devices", metavar="N", type=count, help=devices)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
 
@@ -84,9 +90,14 @@ def run(args: argparse.Namespace) -> int:
     reading.text_of(path)
     if args.command is not None and reading.is_yaml(path):
         raise ConfigError(f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON")
+    if args.devices is not None:
+        check_at_most("--devices", args.devices, MOST_DEVICES)
     known = {"auto": None, "nemo": "megatron"}.get(args.format, args.format)
     name = known or _recognised(path, args.command)
-    translation, notes = translated(name, path, args.command)
+    translation, notes = translated(name, path, args.command, args.devices)
+    name = translation.framework
+    if args.devices is not None and name not in _PER_DEVICE:
+        raise ConfigError(f"--devices {args.devices}: is for {', '.join(_PER_DEVICE)}; works: --devices left out")
     _print(translation, name)
     for line in notes:
         note(line)
@@ -101,13 +112,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def translated(name: str, path: Path, command: int | None = None) -> tuple[Translation, list[str]]:
-    """Returns a file in our words, and notes on how it was read; `command` chooses one of a shell file, from 1 on."""
-    form = FORMATS[name]
+def translated(
+    name: str, path: Path, command: int | None = None, devices: int | None = None
+) -> tuple[Translation, list[str]]:
+    """Returns a file in our words, and notes on how it was read; GRPOConfig's are TRL's under `hf` as well.
+
+    Args:
+      name: a format.
+      path: the file.
+      command: which one of a shell file, from 1 on; None: the only one.
+      devices: those that the other program runs on; None: unknown.
+    """
     words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
+    if name == "hf" and trl.is_of_responses(words):
+        name = "trl"
+    form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
-    translation = Translation(words, form.defaults, name)
+    translation = Translation(words, form.defaults, name, devices)
     form.translate(translation)
     translation.finish()
     return translation, notes
@@ -131,21 +153,25 @@ def _recognised(path: Path, command: int | None = None) -> str:
     if not found or not max(found.values()):
         raise ConfigError(f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format")
     name = max(IMPORTED, key=lambda name: found[name])
+    if name in ("hf", "trl"):
+        return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
 
 
+_PER_DEVICE = ("trl", "verl")  # formats that --devices is for
 _SIGNS = {
     "hf": ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
     "deepspeed": ("train_micro_batch_size_per_gpu", "zero_optimization.stage", "train_batch_size"),
     "axolotl": ("base_model", "datasets", "sequence_len", "sample_packing"),
     "megatron": ("train_iters", "tensor_model_parallel_size", "lr_decay_style", "trainer.max_steps"),
+    "verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size"),
     "maxtext": ("per_device_batch_size", "base_emb_dim", "base_output_directory"),
 }  # fmt: skip
 
 
 def _is_known(word: str, name: str) -> bool:
     """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
-    names = (name, "nemo") if name == "megatron" else (name,)
+    names = (name, BESIDE.get(name, name))
     return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
 
 

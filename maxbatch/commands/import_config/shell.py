@@ -15,7 +15,9 @@ from maxbatch.system.errors import ConfigError
 
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_PRODUCT = re.compile(r"\$\(\(\s*(\d{1,18}(?:\s*\*\s*\d{1,18}){0,7})\s*\)\)")  # integers alone; others stay as they are
+_FACTOR = r"(?:\d{1,18}|[A-Za-z_]\w{0,63})"
+_PRODUCT = re.compile(rf"\$\(\(\s*({_FACTOR}(?:\s*\*\s*{_FACTOR}){{0,7}})\s*\)\)")  # others stay as they are
+_INTEGER = re.compile(r"[0-9]{1,18}")
 _QUOTED = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.'
 _QUOTE_OR_COMMENT = re.compile(rf"{_QUOTED}|(?:^|(?<=\s))#[^\n]*", re.M | re.S)
 # What parts a line: the end of a command, or a redirection with its target; not in quotes nor in a substitution.
@@ -152,7 +154,13 @@ class _Script:
             text, before = _VARIABLE.sub(value, whole), text
             if text == before:
                 break
-        return _PRODUCT.sub(lambda found: str(math.prod(map(int, found[1].split("*")))), text)
+        return _PRODUCT.sub(self._product, text)
+
+    def _product(self, found: re.Match[str]) -> str:
+        """Returns the product of integers, by themselves or as variables; what holds anything else stays as it is."""
+        names = [name.strip() for name in found[1].split("*")]
+        factors = [self._variables.get(name, name).strip() for name in names]
+        return str(math.prod(map(int, factors))) if all(_INTEGER.fullmatch(one) for one in factors) else found[0]
 
 
 def _of_run(words: list[str]) -> list[str]:

@@ -33,9 +33,14 @@ _AUTO = "auto is filled in from the Trainer's arguments; needed: the value"
 
 def hf(t: Translation) -> None:
     """Takes the words of TrainingArguments."""
-    _old_words(t)
+    old_words(t)
     _preferences(t)
     _batch_per_device(t, "per_device_train_batch_size")
+    arguments(t)
+
+
+def arguments(t: Translation) -> None:
+    """Takes the words of TrainingArguments that state no batch, and those of the model and its adapters."""
     steps = _length(t, "max_steps", "num_train_epochs")
     _rates(t, "lr_scheduler_type", steps, math.ceil)
     if "model_name_or_path" in t:
@@ -93,7 +98,7 @@ def _preferences(t: Translation) -> None:
         t.ignore("padding_free", "padding has no weight")
 
 
-def _old_words(t: Translation) -> None:
+def old_words(t: Translation) -> None:
     """Takes the older names of words for newer ones."""
     for old, new in (("per_gpu_train_batch_size", "per_device_train_batch_size"),
                      ("evaluation_strategy", "eval_strategy")):  # fmt: skip

@@ -20,6 +20,7 @@ from maxbatch.system.errors import ConfigError
 
 Stated = str | list[object]  # a value as it is written, or a list
 
+BESIDE = {"megatron": "nemo", "trl": "hf"}  # whose words are read with those of a framework
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
@@ -54,11 +55,14 @@ class Translation:
 
     Attributes:
       settings: our config, as texts.
+      devices: those that the other program runs on, if they are stated.
       fates: what became of the words.
     """
 
-    def __init__(self, words: Mapping[str, Stated], defaults: Mapping[str, str], framework: str) -> None:
-        self.framework = framework
+    def __init__(
+        self, words: Mapping[str, Stated], defaults: Mapping[str, str], framework: str, devices: int | None = None
+    ) -> None:
+        self.framework, self.devices = framework, devices
         self.settings: dict[str, str] = {}
         self.fates: list[Fate] = []
         self._stated, self._defaults = dict(words), dict(defaults)
@@ -233,8 +237,8 @@ class Translation:
             self.map(word, **settings)
 
     def _row(self, word: str) -> Word | None:
-        row = look_up(word, self.framework)
-        return look_up(word, "nemo") if row is None and self.framework == "megatron" else row
+        row, beside = look_up(word, self.framework), BESIDE.get(self.framework)
+        return look_up(word, beside) if row is None and beside else row
 
     def _tell(self, word: str, fate: str, says: str, is_essential: bool = False) -> None:
         if word in self._left:

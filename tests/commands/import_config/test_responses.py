@@ -1,0 +1,131 @@
+"""Configs of generated responses: TRL's GRPOConfig and verl's trainer of policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maxbatch import load_config
+from maxbatch.commands.import_config.command import _recognised, translated, written
+from maxbatch.commands.import_config.translation import Fate, Translation
+
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 2
+num_generations: 8
+max_prompt_length: 512
+max_completion_length: 1024
+max_steps: 400
+"""
+VERL = """
+bsz=128
+total=$(( bsz * 8 ))
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="['/data/a.parquet', '/data/b.parquet']" \\
+    data.train_batch_size=${total} data.max_prompt_length=512 data.max_response_length=1024 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.rollout.n=5 +actor_rollout_ref.rollout.engine_kwargs.vllm.x=1 \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.test_freq=5 trainer.total_epochs=15 $@
+"""
+_SIZES = ("batch_size", "num_generations", "num_minibatches", "num_iterations", "micro_batch_size")
+
+
+def _read(name: str, path: Path, text: str, devices: int | None = 8) -> tuple[Translation, dict[str, Fate]]:
+    path.write_text(text)
+    translation, _ = translated(name, path, devices=devices)
+    return translation, {fate.word: fate for fate in translation.fates}
+
+
+def _sizes(translation: Translation) -> tuple[int, ...]:
+    return tuple(int(translation.settings[name]) for name in _SIZES)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "expected"),
+    [
+        ("", 8, (16, 8, 1, 1, 64)),
+        ("", 4, (8, 8, 1, 1, 32)),
+        ("steps_per_generation: 8\n", 8, (64, 8, 4, 1, 64)),
+        ("generation_batch_size: 512\nnum_iterations: 2\n", 8, (64, 8, 4, 2, 64)),
+        ("steps_per_generation: 1\n", 8, (16, 8, 1, 1, 64)),  # an update of two batches of one policy
+    ],
+)
+def test_trls_completions_become_prompts(tmp_path: Path, text: str, devices: int, expected: tuple[int, ...]) -> None:
+    for name in ("trl", "hf"):
+        translation, fates = _read(name, tmp_path / "t.yml", TRL + text, devices)
+        assert _sizes(translation) == expected and translation.framework == "trl"
+        assert not [fate for fate in fates.values() if fate.fate == "not supported"]
+    assert translation.settings["loss_agg_mode"] == "token-mean" and translation.settings["grpo_beta"] == "0.0"
+    run = tmp_path / "run.yml"
+    run.write_text(written(translation, "t.yml"))
+    config = load_config(run)
+    assert config.max_target_length == 1536 and config.steps == 400 and config.learning_rate == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "word", "why"),
+    [
+        ("", None, "per_device_train_batch_size", "--devices N"),
+        ("steps_per_generation: 3\n", 8, "steps_per_generation", "updates of 128 completions"),
+        ("generation_batch_size: 100\n", 8, "generation_batch_size", "devices divide"),
+        ("steps_per_generation: 2\ngeneration_batch_size: 128\n", 8, "generation_batch_size", "one of"),
+        ("loss_type: dr_grpo\n", 8, "loss_type", "grpo, bnpo, dapo"),
+        ("num_iterations: 3\n", 8, "max_steps", "a multiple of 3"),
+    ],
+)
+def test_a_word_of_trls_that_states_a_batch_is_never_skipped(
+    tmp_path: Path, text: str, devices: int | None, word: str, why: str
+) -> None:
+    _, fates = _read("trl", tmp_path / "t.yml", TRL + text, devices)
+    assert fates[word].is_essential and why in fates[word].says
+
+
+def test_verls_command_becomes_its_batch(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    translation, fates = _read("verl", path, VERL, None)
+    assert _recognised(path) == "verl"
+    assert _sizes(translation) == (1024, 5, 4, 1, 80)  # 16 x 8 pairs would cut groups of 5
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
+    settings = translation.settings
+    assert settings["dataset_path"] == "/data/a.parquet;/data/b.parquet" and settings["log_to"] == "wandb"
+    assert (settings["max_target_length"], settings["grpo_beta"], settings["eval_interval"]) == ("1536", "0.001", "20")
+    assert (settings["loss_algo"], settings["loss_agg_mode"]) == ("grpo", "token-mean")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
+        ("data.train_batch_size=1000", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("data.train_batch_size=$UNKNOWN", "data.train_batch_size"),
+        ("data.gen_batch_size=2048", "data.gen_batch_size"),
+        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.multi_turn.enable"),
+        ("--config-name=other", "config_name"),
+    ],
+)
+def test_a_word_of_verls_that_states_a_batch_is_never_skipped(tmp_path: Path, text: str, word: str) -> None:
+    lines = {"algorithm.adv_estimator": "grpo", "data.train_batch_size": "1024"}
+    lines.pop(text.partition("=")[0], None)
+    stated = " ".join([*(f"{name}={value}" for name, value in lines.items()), text])
+    _, fates = _read("verl", tmp_path / "run.sh", f"python3 -m verl.trainer.main_ppo {stated}\n")
+    assert fates[word].is_essential
+
+
+def test_verls_filter_and_length_count_batches(tmp_path: Path) -> None:
+    text = """
+algorithm: {adv_estimator: grpo, filter_groups: {enable: true, metric: seq_reward, max_num_gen_batches: 10}}
+data: {train_batch_size: 512, gen_batch_size: 1536}
+actor_rollout_ref: {actor: {ppo_mini_batch_size: 128, clip_ratio_low: 0.2, clip_ratio_high: 0.28}, rollout: {n: 16}}
+trainer: {total_training_steps: 30}
+"""
+    translation, fates = _read("verl", tmp_path / "v.yml", text, None)
+    settings = translation.settings
+    assert settings["filter_groups"] == "true" and settings["max_prompts_per_batch"] == "15360"
+    assert (settings["steps"], settings["num_minibatches"], settings["epsilon_high"]) == ("120", "4", "0.28")
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
