@@ -32,8 +32,8 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PROGRAM_LIMIT_S = 5.0  # of a program with its tests
 PROGRAM_MEMORY_BYTES = 1 << 30
 
-# Takes the folder of maxbatch as its argument, and the bounds, two tokens, the program and its tests as a literal in one
-# line of standard input. Writes the first token once the bounds hold, and the second once the last test has passed.
+# Takes the folder of maxbatch as its argument, and the bounds, two tokens, the program and its tests as a literal in
+# one line of standard input. Writes the first token once the bounds hold, and the second once the last test has passed.
 _RUNNER = """
 import ast, os, resource, signal, sys
 sys.path.append(sys.argv.pop())
