@@ -244,6 +244,12 @@ for _row in (row for table in TABLES.values() for row in table if row.is_stacked
     MATRICES.setdefault(_row.path[-1], _row)
 
 
+# The names by which rematerialisation keeps the products of experts.
+KEPT_OF_EXPERTS = tuple(
+    dict.fromkeys(row.kept for table in TABLES.values() for row in table if row.per_expert and row.kept)
+)
+
+
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Returns the parameters of a decoder, in the order of their creation."""
     return [row for row in TABLES[model.decoder_block] if row.has(model)]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
+from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.sections import customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
@@ -216,8 +217,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     flags = str(values["libtpu_flags"])
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
+    has_experts = FAMILIES[str(values["decoder_block"])].has_experts
     for name in customised_tensors(values):
-        if values["remat_policy"] != "custom":
+        if values["remat_policy"] != "custom" and (has_experts or name not in KEPT_OF_EXPERTS):
             raise ConfigError(f"{name}={values[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
     if values["early_stopping_patience"] is not None:
         if values["batch_size"] is not None:
@@ -331,7 +333,7 @@ def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
 _OF_EXPERTS = (
     "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias",
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
-    "capacity_factor",
+    "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 # Keys of DeepSeek's form alone, and keys of forms that it does not have.

@@ -20,6 +20,8 @@ from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.store.chat_rendering import ConversationError
+from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
@@ -63,6 +65,7 @@ class Prompts:
     skipped_records: int  # records of the whole dataset that were left out (`skip_bad_records`)
     shuffle: tuple[int, str] | None  # seed and name that key the permutations; None: in order
     is_endless: bool  # whether the stream continues after its first epoch
+    has_chats: bool  # whether any record of the whole dataset is a conversation
 
     @property
     def num_prompts(self) -> int:
@@ -76,9 +79,8 @@ class Prompts:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end the assistant's turn, if the prompts are conversations."""
-        has_chats = bool(self.records) and self.text.messages(json.loads(self.records[0])) is not None
-        return self.text.chat.end_ids if has_chats else ()
+        """The ids that end the assistant's turn, if there are conversations among the prompts."""
+        return self.text.chat.end_ids if self.has_chats else ()
 
     def read(self, first: int, count: int) -> list[Prompt]:
         """Returns prompts first to first + count - 1. O(count), whatever `first`.
@@ -154,7 +156,9 @@ class PromptSource:
             identity |= order_identity(DataConfig.of(config))
         is_shuffled = trains and config.enable_data_shuffling
         shuffle = (config.data_shuffle_seed, dataset.content) if is_shuffled else None
-        return Prompts(records, self._text, identity, dataset.skipped, shuffle, is_endless=trains)
+        return Prompts(
+            records, self._text, identity, dataset.skipped, shuffle, is_endless=trains, has_chats=dataset.has_chats
+        )
 
 
 class Written(NamedTuple):
@@ -189,10 +193,13 @@ class PromptText:
         Raises:
           ConfigError: the template or the chat template does not fit the record.
         """
-        messages = self.messages(record)
+        where = f"prompt_template={shown(repr(self.template.text))}: {place}"
+        try:
+            messages = self._messages(record)
+        except ConversationError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if messages is None:
             return Written(self.template.fill(record, place), is_chat=False)
-        where = f"prompt_template={shown(repr(self.template.text))}: {place}"
         if messages[-1]["role"] == "assistant":
             raise ConfigError(f"{where}: the last message is the assistant's, which is no prompt; works: the messages "
                               "before it")  # fmt: skip
@@ -202,11 +209,12 @@ class PromptText:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
 
-    def messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
-        """Returns the messages of a record whose prompt is a conversation."""
-        found = record.get(self.template.only_field)
-        if isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found):
-            return found
+    def _messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
+        """Returns the messages of a record whose prompt is a conversation; raises ConversationError for broken ones."""
+        field = self.template.only_field
+        found = record.get(field) if field else None
+        if isinstance(found, list) and any(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found):
+            return messages_of(found, field)
         return None
 
     def tokens(self, prompts: Sequence[Written]) -> list[np.ndarray]:
@@ -225,6 +233,7 @@ class _Dataset(NamedTuple):
     records: list[bytes]  # JSON objects, in order
     content: str  # a hash of the records and of the prompts they make
     skipped: int  # records that were left out
+    has_chats: bool  # whether any is a conversation
 
 
 def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
@@ -253,7 +262,8 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
         numbers, _, prompts = zip(*kept[begin : begin + _TEXTS_AT_ONCE], strict=True)
         lengths |= zip(numbers, map(len, text.tokens(prompts)), strict=True)
     _check_lengths(config, where, lengths)
-    return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept))
+    has_chats = any(prompt.is_chat for _, _, prompt in kept)
+    return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept), has_chats)
 
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:

@@ -2,13 +2,15 @@
 
 `reward="maxbatch.rl.verifiers:right_number"` and `reward="maxbatch.rl.verifiers:passes_tests"`.
 
-Limits: a program runs with the rights of its user. Its bounds stop endless loops and large allocations; they are no
-wall against a program that is out to do harm.
+Limits: a program runs with the rights of its user. The bounds are those of each process that it starts, and one that
+leaves its process group outlives it. They stop endless loops and large allocations, and are no wall against a program
+that is out to do harm.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import secrets
@@ -17,35 +19,44 @@ import subprocess
 import sys
 import tempfile
 from fractions import Fraction
+from pathlib import Path
 
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
-_NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:(?:{_WHOLE})(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{{1,3}})?")
+_NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:(?:{_WHOLE})(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_MOST_DIGITS, _MOST_EXPONENT = 1000, 1000  # beyond them it is no number
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\{(\s*[-+]?\d+\s*)\}\{(\s*\d+\s*)\}")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PROGRAM_LIMIT_S = 5.0  # of a program with its tests
 PROGRAM_MEMORY_BYTES = 1 << 30
 
-# Reads the token, the bounds, the program and its tests as one literal from standard input; writes the token once the
-# last test has passed. The program has no way to standard output of its own.
+# Takes the folder of maxbatch as its argument, and the bounds, two tokens, the program and its tests as a literal in
+# one line of standard input. Writes the first token once the bounds hold, and the second once the last test has passed.
 _RUNNER = """
 import ast, os, resource, signal, sys
-token, seconds, memory, program, tests = ast.literal_eval(sys.stdin.read())
-answer = os.dup(1)
+sys.path.append(sys.argv.pop())
+from maxbatch.system.child_process import end_with_parent
+sys.path.pop()
+seconds, bounds, ready, passed, program, tests = ast.literal_eval(sys.stdin.readline())
+parent, answer = os.dup(0), os.dup(1)
 for stream in (0, 1, 2):
     os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+end_with_parent(parent, with_group=True)
+for name, bound in bounds.items():
+    kind = getattr(resource, name)
+    hard = resource.getrlimit(kind)[1]
+    bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+    resource.setrlimit(kind, (bound, bound))
 signal.alarm(seconds)
+os.write(answer, ready.encode())
 names = {"__name__": "__main__"}
 exec(compile(program, "response", "exec"), names)
 for test in tests:
     exec(compile(test, "test", "exec"), names)
-os.write(answer, token.encode())
+os.write(answer, passed.encode())
 os._exit(0)
 """
+_ROOT = str(Path(__file__).parents[2])
 
 
 def right_number(prompt: str, response: str, record: dict[str, object]) -> float:
@@ -72,13 +83,20 @@ def _last_number(text: str) -> Fraction | None:
     if not found:
         return None
     last = _fraction(found[-1][0])
+    if last is None:
+        return None
     if len(found) > 1 and stated[found[-2].end() : found[-1].start()].strip() == "/" and last:
-        return _fraction(found[-2][0]) / last
+        first = _fraction(found[-2][0])
+        return None if first is None else first / last
     return last / 100 if stated[found[-1].end() :].lstrip(" \\").startswith("%") else last
 
 
-def _fraction(text: str) -> Fraction:
-    return Fraction(text.replace(",", ""))
+def _fraction(text: str) -> Fraction | None:
+    """Returns the value of a number; None for one that is too long or too large to compute with."""
+    digits, _, exponent = text.replace(",", "").lower().partition("e")
+    if len(digits) > _MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > _MOST_EXPONENT:
+        return None
+    return Fraction(digits) * Fraction(10) ** int(exponent or 0)
 
 
 def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float:
@@ -90,6 +108,7 @@ def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float
 
     Raises:
       ValueError: the record has no `tests`.
+      RuntimeError: the process could not begin with the program.
     """
     tests = record.get("tests")
     tests = [tests] if isinstance(tests, str) else tests
@@ -100,26 +119,35 @@ def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float
 
 
 def _passes(program: str, tests: list[str]) -> bool:
-    token = secrets.token_hex(16)
-    asked = repr((token, int(PROGRAM_LIMIT_S), PROGRAM_MEMORY_BYTES, program, tests)).encode(
-        "utf-8", "backslashreplace"
-    )
-    with tempfile.TemporaryDirectory(prefix="maxbatch-program-", ignore_cleanup_errors=True) as folder:
+    ready, passed = secrets.token_hex(16), secrets.token_hex(16)
+    seconds = math.ceil(PROGRAM_LIMIT_S)
+    bounds = {"RLIMIT_AS": PROGRAM_MEMORY_BYTES, "RLIMIT_CPU": seconds, "RLIMIT_FSIZE": 1 << 20, "RLIMIT_CORE": 0}
+    asked = repr((seconds, bounds, ready, passed, program, tests)).encode("utf-8", "backslashreplace")
+    # The answer goes to a file, whose size RLIMIT_FSIZE bounds too, whatever the program writes to it.
+    with (
+        tempfile.TemporaryDirectory(prefix="maxbatch-program-", ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile() as answer,
+    ):
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _RUNNER],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder}, start_new_session=True,
+            [sys.executable, "-I", "-c", _RUNNER, _ROOT],
+            stdin=subprocess.PIPE, stdout=answer, stderr=subprocess.DEVNULL, cwd=folder, start_new_session=True,
+            env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
+        assert process.stdin is not None
         try:
-            answer, _ = process.communicate(asked, timeout=PROGRAM_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            answer = b""
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(asked + b"\n")
+                process.stdin.flush()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PROGRAM_LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):  # also what the program has started
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
-    return answer == token.encode()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        answer.seek(0)
+        found = answer.read(len(ready + passed) + 1).decode(errors="replace")
+    if not found.startswith(ready):
+        raise RuntimeError(f"the process of a program did not begin with it within {PROGRAM_LIMIT_S:g} s")
+    return found == ready + passed

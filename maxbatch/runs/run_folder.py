@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import contextlib
+import os
+from pathlib import Path, PurePosixPath
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.system.atomic_files import write_atomically
@@ -29,7 +31,7 @@ class RunFolder:
     """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock, or its lease.
 
     The lock goes with the process, also when it is killed, so nothing is left that blocks the next start. The lease of
-    a folder in an object store lapses.
+    a folder in an object store lapses. A start that is refused removes the folder that it made.
 
     Raises:
       ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
@@ -37,6 +39,7 @@ class RunFolder:
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
         self.path: AnyPath = as_path(run_dir)
+        self._is_new = isinstance(self.path, Path) and not self.path.exists()
         self._hold = self._taken(run_dir) if writes else None
 
     def check(self) -> None:
@@ -71,4 +74,14 @@ class RunFolder:
         if self._hold:
             if isinstance(error, DivergedError):
                 write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
+            if isinstance(error, ConfigError) and self._is_new:
+                self._remove_empty()
             self._hold.close()
+
+    def _remove_empty(self) -> None:
+        """Removes a folder of a disk in which nothing but the lock is."""
+        assert isinstance(self.path, Path), "an object store has no empty folders"
+        with contextlib.suppress(OSError):  # the refusal is what the user is told
+            if os.listdir(self.path) == [LOCK_FILE]:
+                (self.path / LOCK_FILE).unlink()
+                self.path.rmdir()

@@ -46,20 +46,23 @@ def last_line(output: IO[bytes]) -> str:
     return lines[-1].removeprefix("maxbatch: error: ") if lines else ""
 
 
-def end_with_parent(pipe: int = 0) -> None:
+def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
     """Ends this process as soon as its parent ends.
 
     Args:
       pipe: the file descriptor of a pipe whose other end only the parent has open, and writes nothing to.
+      with_group: ends all processes of its group, which it leads.
     """
 
     def watch() -> None:
         os.read(pipe, 1)
+        if with_group:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         os._exit(1)
 
     if sys.platform == "linux":
         # The thread below cannot run while an extension module holds the interpreter; the kernel's signal does.
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp() if with_group else os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
     threading.Thread(target=watch, name="maxbatch-parent", daemon=True).start()

@@ -352,7 +352,7 @@ class Pretraining:
         if self._tasks and self._tasks_model:
             try:
                 found |= self._tasks_model.ask(self._tasks, params)
-            except TrainingError as error:  # of parameters that are not finite; the run has rules of its own for them
+            except (ConfigError, TrainingError) as error:  # of a task, or of parameters that are not finite
                 warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
 

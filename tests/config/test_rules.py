@@ -49,6 +49,8 @@ DEEPSEEK = ("model_name=tiny-deepseek",)
         ((*MIXTRAL, "routed_score_func=sigmoid"), "routed_score_func=sigmoid: must be softmax beside decoder_block"),
         ((*MIXTRAL, "n_routing_groups=2"), "n_routing_groups=2: must be -1 beside decoder_block=mixtral"),
         (("num_experts=8", "num_experts_per_tok=2"), "num_experts=8: must be 1 beside decoder_block=llama2"),
+        (("remat_policy=custom", "moe_mlpwo=device"), "moe_mlpwo=device: must be remat beside decoder_block=llama2"),
+        (("moe_mlpwo=device",), "moe_mlpwo=device: must be remat beside decoder_block=llama2"),
         (("load_balance_loss_weight=0.1",), "load_balance_loss_weight=0.1: must be 0.0 beside decoder_block=llama2"),
         (("decoder_block=mixtral",), "num_experts=1: must be at least 2 beside decoder_block=mixtral"),
         ((*MIXTRAL, "num_experts_per_tok=9"), "num_experts_per_tok=9: must be at most num_experts=8"),

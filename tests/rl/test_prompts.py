@@ -252,6 +252,12 @@ def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_tur
     write_jsonl(path, [{"messages": [user]}])
     with pytest.raises(ConfigError, match="has no chat template"):
         PromptSource(config(path, "prompt_template={messages}"))
+    write_jsonl(path, [{"messages": "text"}] * 2 + [{"messages": [{"from": "human", "value": "What is 1 + 1?"}]}])
+    mixed = PromptSource(config(path, *keys, "eval_fraction=0", "enable_data_shuffling=false")).train()
+    assert mixed.end_ids and mixed.read(2, 1)[0].text.startswith("<|im_start|>user\nWhat")
+    write_jsonl(path, [{"messages": [user, {"role": 5}]}])
+    with pytest.raises(ConfigError, match="message 2 of field messages is not an object with a role"):
+        PromptSource(config(path, *keys))
     plain = write_jsonl(tmp_path / "plain.jsonl", [{"messages": "text"}])
     plain_prompts = PromptSource(config(plain, "prompt_template={messages}", "eval_fraction=0")).train()
     assert texts(plain_prompts, 0, 1) == ["text"] and plain_prompts.end_ids == ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,9 @@ from maxbatch.rl.verifiers import passes_tests, right_number
         ("1/0", 0, 1.0),
         ("no number", 0, 0.0),
         ("", 0, 0.0),
+        ("9" * 5000, 9, 0.0),
+        ("1e1000000000", 0, 0.0),
+        ("1e-2", "0.01", 1.0),
     ],
 )
 def test_the_last_number_is_compared_exactly(response: str, answer: object, score: float) -> None:
@@ -49,9 +55,42 @@ def test_a_program_passes_all_of_its_tests_or_has_no_score(monkeypatch: pytest.M
     assert passes_tests("", "def double(x):\n    return x + 2", {"tests": TESTS["tests"][0]}) == 1.0
     monkeypatch.setattr(verifiers, "PROGRAM_MEMORY_BYTES", 1 << 28)
     wrong = ("def double(x):\n    return x + 2", "import os\nos._exit(0)", "raise SystemExit", "double = (",
-             "double = lambda x: 2 * x\nlist(range(1 << 26))", "print('x' * 10)")  # fmt: skip
+             "double = lambda x: 2 * x\nlist(range(1 << 26))", "print('x' * 10)",
+             "import os\nfor i in range(3, 20):\n    try:\n        while True: os.write(i, b'x' * 65536)\n"
+             "    except OSError: pass")  # fmt: skip
     for program in wrong:
         assert passes_tests("", program, TESTS) == 0.0, program
+
+
+def test_a_program_passes_whatever_it_leaves_behind() -> None:
+    forks = "import os\nif not os.fork():\n    import time\n    time.sleep(61.3)\ndef double(x):\n    return 2 * x"
+    assert passes_tests("", forks, TESTS) == 1.0
+
+
+def test_a_process_that_cannot_begin_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers, "_ROOT", "/nowhere")
+    monkeypatch.setattr(verifiers.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="did not begin"):
+        passes_tests("", RIGHT, TESTS)
+
+
+def test_a_program_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    program = (
+        "import os, signal, time\nsignal.alarm(0)\nos.fork()\nwhile True:\n"
+        f"    open({str(marks)!r}, 'ab').write(b'x')\n    time.sleep(0.02)"
+    )
+    asking = f"from maxbatch.rl.verifiers import passes_tests\npasses_tests('', {program!r}, {{'tests': 'pass'}})"
+    process = subprocess.Popen([sys.executable, "-c", asking])
+    end = time.monotonic() + 60
+    while not marks.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    time.sleep(0.2)
+    size = marks.stat().st_size
+    time.sleep(0.3)
+    assert marks.stat().st_size == size
 
 
 def test_a_program_that_never_ends_is_stopped_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:

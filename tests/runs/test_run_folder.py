@@ -86,3 +86,17 @@ def test_links_to_files_and_folders_of_the_right_kind_are_fine(tmp_path: Path) -
     (tmp_path / "run/metrics.jsonl").symlink_to(tmp_path / "elsewhere/log")
     with RunFolder(str(tmp_path / "run")):
         pass
+
+
+def test_a_refused_start_removes_the_folder_that_it_made_and_no_other(tmp_path: Path) -> None:
+    def refuse(content: str = "") -> None:
+        with pytest.raises(ConfigError), RunFolder(str(tmp_path / "run")) as folder:
+            if content:
+                folder.write("config.yml", content)
+            raise ConfigError("refused")
+
+    refuse()
+    assert not (tmp_path / "run").exists()
+    refuse("steps: 1")
+    refuse()
+    assert (tmp_path / "run" / "config.yml").exists()

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import moe_mlp_dim
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import Value
@@ -78,7 +79,10 @@ def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
 def _divides_model(config: ConfigDict, tensor: int) -> bool:
     model = ModelConfig.of(config)
     width = model.base_mlp_dim if model.num_experts == 1 else moe_mlp_dim(model)
-    return all(size % tensor == 0 for size in (model.base_num_query_heads, model.base_num_kv_heads, width))
+    heads = [model.base_num_query_heads]
+    if not FAMILIES[model.decoder_block].has_latents:  # whose heads share one latent
+        heads.append(model.base_num_kv_heads)
+    return all(size % tensor == 0 for size in (*heads, width))
 
 
 def _is_fixed(config: ConfigDict, fixed: Collection[str], key: str) -> bool:

@@ -18,6 +18,7 @@ from maxbatch.commands.import_config.shell import config_file_of, read_line, set
 from maxbatch.commands.import_config.steps import take_orbax
 from maxbatch.commands.import_config.translation import NameOfFile, Stated, Translation
 from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
@@ -255,10 +256,13 @@ def _scale(t: Translation) -> None:
     t.map("global_parameter_scale", **scaled)
 
 
+def _is_dense(t: Translation) -> bool:
+    return (t.number("num_experts") or 1) <= 1 and t.text("model_name") not in MODEL_CHOICES
+
+
 def _mesh(t: Translation) -> None:
     """Takes the axes that MaxText has beside ours and that split the same things as one of ours."""
-    is_dense = (t.number("num_experts") or 1) <= 1 and t.text("model_name") not in MODEL_CHOICES
-    same = {"fsdp": ("fsdp_transpose", *(["expert"] if is_dense else [])), "tensor": ("tensor_sequence",)}
+    same = {"fsdp": ("fsdp_transpose", *(["expert"] if _is_dense(t) else [])), "tensor": ("tensor_sequence",)}
     for net in ("ici", "dcn"):
         for axis, beside in same.items():
             ours = axis_key(net, axis)
@@ -378,6 +382,8 @@ def _remat(t: Translation) -> None:
     for word in REMAT_TENSORS:
         if word in t and policy != "custom":
             t.ignore(word, f"it is read with remat_policy=custom, not with {shown(policy)}")
+        elif word in t and word in KEPT_OF_EXPERTS and _is_dense(t):
+            t.ignore(word, "the model has no experts")
     if "qkv_proj" in t and policy == "custom" and t.is_true("fused_qkv"):
         t.map("qkv_proj", "ours are three products", **dict.fromkeys(_QKV, t.text("qkv_proj")))
         for word in _QKV:

@@ -209,7 +209,7 @@ class Conversations:
                             _extras(record))  # fmt: skip
         if form == "completion":
             return _prompted(record)
-        messages = _messages(record[fields[form][0]], fields[form][0])
+        messages = messages_of(record[fields[form][0]], fields[form][0])
         system = _text(record, "system", "") if form == "sharegpt" else ""
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
@@ -248,9 +248,9 @@ def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _Texts(prompt, chosen), _Texts(prompt, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None):
-        answers = [_messages(chosen, "chosen"), _messages(rejected, "rejected")]
+        answers = [messages_of(chosen, "chosen"), messages_of(rejected, "rejected")]
         if prompt is not None:
-            asked = _messages(prompt, "prompt")
+            asked = messages_of(prompt, "prompt")
         else:
             asked = list(_common(*answers))
             answers = [answer[len(asked) :] for answer in answers]
@@ -267,7 +267,7 @@ def _prompted(record: Mapping[str, object]) -> Question | _Texts:
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Texts(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
-        asked, answered = _messages(prompt, "prompt"), _messages(completion, "completion")
+        asked, answered = messages_of(prompt, "prompt"), messages_of(completion, "completion")
         return Question([*asked, *answered], _extras(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
@@ -313,7 +313,7 @@ def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
     return next(iter(found), None)
 
 
-def _messages(value: object, field: str) -> list[dict[str, object]]:
+def messages_of(value: object, field: str) -> list[dict[str, object]]:
     """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
     if not isinstance(value, list) or not value:
         raise ConversationError(f"field {field} is {_kind(value)}, not a list of messages")

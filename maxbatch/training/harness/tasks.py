@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -12,11 +13,12 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import numpy as np
+from jax.errors import JaxRuntimeError
 
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.sampling.sampler import SamplingRules
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.scoring import RowScores
 
 # The harness's own, so that few-shot examples and shuffled documents are those of its command.
@@ -83,8 +85,8 @@ class Tasks:
     ) -> None:
         check_installed()
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness forks for standard errors, and threads run here
-        self._limit = limit
-        with _apart():
+        self._limit, self._stated = limit, f"{option}{shown(','.join(names))}"
+        with _apart(), _without_remarks():
             self._loaded = _load(names, option, include_path, num_fewshot)
 
     def check(self, model: AskedModel) -> None:
@@ -105,6 +107,7 @@ class Tasks:
           has_errors: whether to compute standard errors.
 
         Raises:
+          ConfigError: a task's files or code do not fit its documents.
           TrainingError: the model gives no finite log-probability.
         """
         with _apart():
@@ -114,13 +117,18 @@ class Tasks:
 
             for task in self._loaded["tasks"].values():
                 task.set_fewshot_seed(seed=_OTHER_SEED)  # the examples of the first time
-            found = evaluator.evaluate(
-                HarnessModel(model, batch_size),
-                self._loaded,
-                limit=self._limit,
-                bootstrap_iters=_BOOTSTRAPS if has_errors else 0,
-                log_samples=False,
-            )
+            try:
+                found = evaluator.evaluate(
+                    HarnessModel(model, batch_size),
+                    self._loaded,
+                    limit=self._limit,
+                    bootstrap_iters=_BOOTSTRAPS if has_errors else 0,
+                    log_samples=False,
+                )
+            except (ConfigError, TrainingError, JaxRuntimeError):
+                raise
+            except Exception as error:  # of a task's templates or code
+                raise ConfigError(f"{self._stated}: cannot be scored: {_in_words(error)}") from error
         assert found is not None, "there is one process"
         return {name: _plain(found[name]) for name in _TABLES if name in found}
 
@@ -135,6 +143,18 @@ def _apart() -> Iterator[None]:
     finally:
         random.setstate(drawn)
         np.random.set_state(drawn_by_numpy)
+
+
+@contextlib.contextmanager
+def _without_remarks() -> Iterator[None]:
+    """Keeps back what the harness logs about each metric of a task that states only its name."""
+    logger = logging.getLogger("lm_eval.api.task")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _load(
@@ -161,8 +181,7 @@ def _load(
     try:
         loaded: dict[str, Any] = manager.load(wanted)
     except Exception as error:  # of a dataset, its network, a file of a task or its code
-        problem = " ".join(str(error).split())[:_LONGEST_PROBLEM] or type(error).__name__
-        raise ConfigError(f"{option}{shown(','.join(names))}: cannot be loaded: {problem}") from error
+        raise ConfigError(f"{option}{shown(','.join(names))}: cannot be loaded: {_in_words(error)}") from error
     for name, task in loaded["tasks"].items():
         for is_so, reason in (
             (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
@@ -176,6 +195,10 @@ def _load(
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
     return loaded
+
+
+def _in_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:_LONGEST_PROBLEM] or type(error).__name__
 
 
 def _is_place(name: str) -> bool:

@@ -84,7 +84,8 @@ def state_folders(folder: Path) -> Iterator[Path]:
 def saved_here(directory: str, run_dir: AnyPath) -> int | None:
     """Returns the newest step that local checkpoints hold, as far as this host knows; None if there is none.
 
-    A state is removed once all hosts have written the next one. The oldest is thus one that all of them wrote.
+    A state is removed once all hosts have written the next one. The oldest is thus one that all of them wrote, unless
+    it is the first of a run.
     """
     folder = Path(str(as_path(directory))) / run_name(run_dir)
     return min((int(state.name) for state in state_folders(folder)), default=None)

@@ -69,3 +69,8 @@ def test_over_slices_it_is_the_data_axis_unless_another_is_stated() -> None:
 
 def test_one_device_has_one_mesh() -> None:
     assert meshes(devices=1) == ["fsdp=1"]
+
+
+def test_attention_over_latents_has_no_key_value_heads_that_the_tensor_axis_must_divide() -> None:
+    deepseek = load_config(overrides=["model_name=deepseek3-671b", "base_num_kv_heads=1"])
+    assert {2, 4, 8} <= {axes["ici_tensor_parallelism"] for axes in proposals(deepseek, (), 64, 1)}
