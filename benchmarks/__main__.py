@@ -40,6 +40,7 @@ NUM_DEVICES = {
     "finetune": 1,
     "reading": 8,
     "experts": 1,
+    "quality": 1,
     "gpu": 1,  # its children see the GPU
 }
 

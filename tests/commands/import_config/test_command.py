@@ -66,7 +66,10 @@ def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["maxtex", "m.yml"], "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, nemo, auto"),
+        (
+            ["maxtex", "m.yml"],
+            "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, trl, verl, nemo, auto",
+        ),
         (["maxtext", "gone.yml"], "gone.yml: cannot be read"),
         (["auto", "empty.yml"], "empty.yml: no words of maxtext"),
         (["hf", "empty.yml"], "empty.yml: states nothing"),
