@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.harness.tasks import AskedModel
+from maxbatch.training.harness.asked_model import AskedModel
 
 _MAX_NEW_TOKENS = 256  # of a task that states none, as the harness has it
 

@@ -36,7 +36,7 @@ class RunModel:
     Args:
       config: the run's.
       mesh: the mesh that trains.
-      tokenizer, context, end_ids: as `maxbatch.training.harness.tasks.AskedModel` has them.
+      tokenizer, context, end_ids: as `maxbatch.training.harness.asked_model.AskedModel` has them.
       params: of the model, or their shapes; `ask` gives others.
     """
 

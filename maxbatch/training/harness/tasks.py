@@ -8,51 +8,22 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax.errors import JaxRuntimeError
 
 from maxbatch.config.values import nearest_name, shown
-from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.training.scoring import RowScores
+from maxbatch.training.harness.asked_model import AskedModel
 
 # The harness's own, so that few-shot examples and shuffled documents are those of its command.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
 _BOOTSTRAPS = 1000  # samples for a standard error without a formula; the harness's 100,000 take minutes
 _LONGEST_PROBLEM = 400
 _TABLES = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
-
-
-class AskedModel(Protocol):
-    """A model that the harness asks."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model."""
-
-    @property
-    def context(self) -> int:
-        """The most tokens that the model reads at once."""
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, besides the tokenizer's own end."""
-
-    def first_ids(self) -> list[int]:
-        """Returns the token that a text begins with, if one is put before it."""
-
-    def scorer(self, most_rows: int | None = None) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
-        """Returns what assigns log-probabilities to tokens."""
-
-    def completer(
-        self, most_rows: int | None = None
-    ) -> Callable[[Sequence[Sequence[int]], SamplingRules, Sequence[str]], list[str]]:
-        """Returns what completes prompts."""
 
 
 def check_installed() -> None:
