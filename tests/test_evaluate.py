@@ -179,6 +179,12 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     assert main([*by_name, "made_up_completion", "max_target_length=8"]) == 2
     error = capsys.readouterr().err
     assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
+    fails = {"task": "fails", "doc_to_text": "{{text if 'red' in text else text.first.letter}}"}  # at a later document
+    task = yaml.safe_load((tasks / "made_up_continuation.yaml").read_text())
+    Path("fails.yaml").write_text(yaml.safe_dump(task | fails))
+    assert main(["evaluate", str(run_dir), "--tasks", "fails.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "fails.yaml: cannot be scored: " in error and "Traceback" not in error
 
 
 @pytest.mark.slow
