@@ -26,7 +26,7 @@ class ExpertGroups(NamedTuple):
     expert_group_size: int  # devices along the experts axis
     experts_per_device: int  # of each layer
     expert_bytes_per_device: int  # of the experts' weights in the state of a device; an optimizer's moments are more
-    rows_per_expert_group: Number  # that the group gathers in one pass
+    rows_per_expert_group: Number  # of all devices of the group in one pass
     choices_per_expert: Number  # of these rows, if all experts get as many
 
     @classmethod

@@ -63,7 +63,7 @@ experts
   expert_group_size              devices that share the experts
   experts_per_device             experts of each layer that a device holds
   expert_bytes_per_device        bytes of their weights in a device's state
-  rows_per_expert_group          rows that a group gathers in one pass
+  rows_per_expert_group          rows of a group in one pass
   choices_per_expert             tokens of these rows that an expert gets if all get as many
 loading
   expansion_factor_real_data     e

@@ -1,11 +1,10 @@
 """The experts of a decoder's layer, in place of its MLP.
 
 Every device computes the experts of its own rows by grouped products. With an axis of experts it holds some of them
-only: the rows travel by a gather within the axis, and their outputs by a reduce-scatter back. No buffer is smaller
-than all choices of these rows, so nothing is dropped here.
+only, and the rows travel (`travel.py`); where the axis does not split the rows, a device computes what its experts add.
 
 Shapes: M micro-batch, L length, D model, F hidden width of an expert, E experts, k experts of a token; T = M x L
-tokens, n = T x k choices.
+tokens, n = T x k choices, token by token.
 """
 
 from __future__ import annotations
@@ -22,7 +21,9 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.experts.grouped import grouped_product
+from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
+from maxbatch.model.experts.travel import Compute, sum_over_axis
 from maxbatch.model.mlp import ACTIVATIONS, Activation
 from maxbatch.model.parameters import add_parameters
 from maxbatch.parallel.remat import kept
@@ -103,41 +104,41 @@ class Experts(nnx.Module):
         if self.has_biases:
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
-        mesh, platform = self.constrain.mesh, self.constrain.platform
-        run = partial(_of_rows, combine=self.combine, platform=platform)
+        mesh = self.constrain.mesh
+        compute = _computed_by(self.combine, self.constrain.platform)
         if mesh is None:
-            return run(x_MxLxD, *routes, *weights, num_local=self.config.num_experts)
+            return _by_token(partial(_sum_of_held, axis=None, compute=compute), x_MxLxD, *routes, *weights)
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
-        rows = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
+        rows: tuple[str, ...] = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
         rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
         tensor = self.constrain.spec(weights[0].shape[1:], (None, "moe_mlp"))[1]
         axis = _AXIS if mesh.shape.get(_AXIS, 1) > 1 else None
         of_rows, into, out_of = P(rows or None, spec[1], None), P(axis, None, tensor), P(axis, tensor, None)
         of_biases = (P(axis, tensor),) * (len(weights) - 3)
+        if axis in rows:
+            num_experts = self.config.num_experts
+            run = partial(sum_over_axis, num_experts=num_experts, axis=_AXIS, mesh=mesh, compute=compute)
+        else:
+            run = partial(_sum_of_held, axis=axis, compute=compute)
 
         def here(x_MxLxD: jax.Array, experts: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
-            gathers = axis is not None and axis in rows
-            if gathers:
-                x_MxLxD, experts, shares = (
-                    jax.lax.all_gather(array, _AXIS, axis=0, tiled=True) for array in (x_MxLxD, experts, shares)
-                )
-            num_local = weights[0].shape[0]
-            if axis is not None:
-                experts = experts - jax.lax.axis_index(_AXIS) * num_local
-            y_MxLxD = run(x_MxLxD, experts, shares, *weights, num_local=num_local)
-            if tensor is not None:
-                y_MxLxD = jax.lax.psum(y_MxLxD, tensor)
-            if gathers:
-                y_MxLxD = jax.lax.psum_scatter(y_MxLxD, _AXIS, scatter_dimension=0, tiled=True)
-            elif axis is not None:
-                y_MxLxD = jax.lax.psum(y_MxLxD, _AXIS)
-            return y_MxLxD
+            y_MxLxD = _by_token(run, x_MxLxD, experts, shares, *weights)
+            return y_MxLxD if tensor is None else jax.lax.psum(y_MxLxD, tensor)
 
         y_MxLxD: jax.Array = jax.shard_map(
             here, mesh=mesh, in_specs=(of_rows, of_rows, of_rows, into, into, out_of, *of_biases), out_specs=of_rows,
             check_vma=False,  # kernels do not say over which axes their results vary
         )(x_MxLxD, *routes, *weights)  # fmt: skip
         return y_MxLxD
+
+
+def _by_token(
+    run: Callable[..., jax.Array], x_MxLxD: jax.Array, experts_MxLxk: jax.Array, shares_MxLxk: jax.Array,
+    *weights: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Returns what a function makes of tokens and their choices, which it takes without rows: [T, D] and twice [n]."""
+    flat = x_MxLxD.reshape(-1, x_MxLxD.shape[-1]), experts_MxLxk.reshape(-1), shares_MxLxk.reshape(-1)
+    return run(*flat, *weights).reshape(x_MxLxD.shape)
 
 
 def _gated(gate_nxF: jax.Array, up_nxF: jax.Array, *, activation: Activation) -> jax.Array:
@@ -150,57 +151,49 @@ def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Arr
     return (jnp.clip(up_nxF, -limit, limit) + 1) * gate_nxF * jax.nn.sigmoid(1.702 * gate_nxF)
 
 
-def _of_rows(
-    x_MxLxD: jax.Array, experts_MxLxk: jax.Array, shares_MxLxk: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
-    down_ExFxD: jax.Array, *biases_ExF: jax.Array, num_local: int, combine: Combine, platform: str,
-) -> jax.Array:  # fmt: skip
-    """Returns the weighted sum of the outputs of experts 0 to `num_local`; others add nothing."""
-    rows, length, width = x_MxLxD.shape
-    k = experts_MxLxk.shape[-1]
-    experts_n = experts_MxLxk.reshape(-1)
-    experts_n = jnp.where((experts_n >= 0) & (experts_n < num_local), experts_n, num_local)
-    order_n = jnp.argsort(experts_n, stable=True)
-    place_n = (
-        jnp.zeros_like(order_n).at[order_n].set(jnp.arange(order_n.size, dtype=order_n.dtype), unique_indices=True)
-    )
-    sizes_E = jnp.sum(experts_n[:, None] == jnp.arange(num_local)[None], axis=0, dtype=jnp.int32)
-    x_nxD = _sorted(x_MxLxD.reshape(-1, width), order_n, place_n, k)
+def _sum_of_held(
+    x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, axis: str | None, compute: Compute
+) -> jax.Array:
+    """Returns of each token the weighted sum of its experts' outputs, where no axis splits the tokens.
 
-    def product(x: jax.Array, w: jax.Array, name: str, bias_ExF: jax.Array | None = None) -> jax.Array:
-        y = grouped_product(x, w, sizes_E, platform)
-        if bias_ExF is not None:  # as a product, whose gradient is one too
-            y += jax.nn.one_hot(experts_n[order_n], num_local, dtype=y.dtype) @ bias_ExF
-        return kept(y, MATRICES[name].kept)
-
-    gate_bias, up_bias = biases_ExF or (None, None)
-    gate_nxF = product(x_nxD, gate_ExDxF, "expert_gate", gate_bias)
-    inner_nxF = combine(gate_nxF, product(x_nxD, up_ExDxF, "expert_up", up_bias))
-    y_nxD = product(inner_nxF, down_ExFxD, "expert_down")
-    y_TxkxD = _unsorted(y_nxD, order_n, place_n).reshape(-1, k, width)
-    shares_Txk = shares_MxLxk.reshape(-1, k).astype(x_MxLxD.dtype)
-    return jnp.einsum("tkd,tk->td", y_TxkxD, shares_Txk).reshape(rows, length, width)
+    With an axis, each device adds what the experts that it holds make of all tokens.
+    """
+    num_local = weights[0].shape[0]
+    if axis is not None:
+        experts_n = experts_n - jax.lax.axis_index(axis) * num_local
+    k = experts_n.size // x_TxD.shape[0]
+    order = sorted_by(jnp.where((experts_n >= 0) & (experts_n < num_local), experts_n, num_local), num_local)
+    y_nxD = compute(in_order(x_TxD, order, k), in_order(shares_n[:, None], order, 1), order.sizes_E, *weights)
+    y_TxD = summed(y_nxD, order, k)
+    return y_TxD if axis is None else jax.lax.psum(y_TxD, axis)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _sorted(x_TxD: jax.Array, order_n: jax.Array, place_n: jax.Array, k: int) -> jax.Array:
-    """Returns the token of each choice, sorted by expert; its gradient is a gather too, and no scatter."""
-    del place_n
-    return x_TxD[order_n // k]
+def _computed_by(combine: Combine, platform: str) -> Compute:
+    """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))).
+
+    The shares stand before the last product, so the backward pass needs none of that product's outputs.
+    """
+
+    def compute(
+        x_nxD: jax.Array, shares_nx1: jax.Array, sizes_E: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
+        down_ExFxD: jax.Array, *biases_ExF: jax.Array,
+    ) -> jax.Array:  # fmt: skip
+        def product(x: jax.Array, w: jax.Array, name: str, bias_ExF: jax.Array | None = None) -> jax.Array:
+            y = grouped_product(x, w, sizes_E, platform)
+            if bias_ExF is not None:  # as a product, whose gradient is one too
+                y += _one_hot(sizes_E, x.shape[0], y.dtype) @ bias_ExF
+            return kept(y, MATRICES[name].kept)
+
+        gate_bias, up_bias = biases_ExF or (None, None)
+        gate_nxF = product(x_nxD, gate_ExDxF, "expert_gate", gate_bias)
+        inner_nxF = combine(gate_nxF, product(x_nxD, up_ExDxF, "expert_up", up_bias))
+        return product(inner_nxF * shares_nx1.astype(inner_nxF.dtype), down_ExFxD, "expert_down")
+
+    return compute
 
 
-_sorted.defvjp(
-    lambda x_TxD, order_n, place_n, k: (x_TxD[order_n // k], place_n),
-    lambda k, place_n, grad_nxD: (grad_nxD[place_n].reshape(-1, k, grad_nxD.shape[-1]).sum(axis=1), None, None),
-)
-
-
-@jax.custom_vjp
-def _unsorted(y_nxD: jax.Array, order_n: jax.Array, place_n: jax.Array) -> jax.Array:
-    """Returns rows that are sorted by expert in the order of the choices."""
-    del order_n
-    return y_nxD[place_n]
-
-
-_unsorted.defvjp(
-    lambda y_nxD, order_n, place_n: (y_nxD[place_n], order_n), lambda order_n, grad_nxD: (grad_nxD[order_n], None, None)
-)
+def _one_hot(sizes_E: jax.Array, num_rows: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns the group of each of the sorted rows, as [n, E]; zeros behind the groups."""
+    ends_E = jnp.cumsum(sizes_E)
+    rows_nx1 = jnp.arange(num_rows, dtype=ends_E.dtype)[:, None]
+    return ((rows_nx1 >= (ends_E - sizes_E)[None]) & (rows_nx1 < ends_E[None])).astype(dtype)
