@@ -11,6 +11,7 @@ C places for choices of each other; E experts, e of them on a device; D model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -135,8 +136,7 @@ class _Journey(NamedTuple):
         num_local = way.num_experts // num_devices
         order = sorted_by(experts_n, way.num_experts)
         sizes_A = order.sizes_E.reshape(num_devices, num_local).sum(axis=1)
-        even = experts_n.size / num_devices
-        room = min(-(-int(_ROOM * even) // _MULTIPLE) * _MULTIPLE, experts_n.size)
+        room = min(math.ceil(_ROOM * experts_n.size / num_devices / _MULTIPLE) * _MULTIPLE, experts_n.size)
         num_rounds = jax.lax.pmax(-(-jnp.max(sizes_A) // room), way.mesh.axis_names)
         sizes_Axe = jax.lax.all_to_all(order.sizes_E.reshape(num_devices, num_local), axis, 0, 0)
         first_A = jnp.cumsum(sizes_A) - sizes_A

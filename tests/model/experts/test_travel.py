@@ -58,3 +58,12 @@ def test_however_uneven_the_choices_are_nothing_is_dropped(sums, choices):
     for one, four in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(four, one, rtol=1e-5, atol=1e-5)
     assert bool(np.any(np.asarray(expected[1]))) == (choices != "all to none")
+
+
+def test_a_device_may_have_fewer_choices_than_there_are_devices(sums):
+    """As in sampling, where it has one token of a row."""
+    rng = np.random.default_rng(2)
+    shapes = (_DEVICES, _WIDTH), (_DEVICES,), *((_EXPERTS, _WIDTH, _HIDDEN),) * 2, (_EXPERTS, _HIDDEN, _WIDTH)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    expected, got = (of(jnp.asarray([7, 7, 0, 3], jnp.int32), *arrays)[1] for of in sums)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
