@@ -5,7 +5,8 @@ differ in one way, which the compiler turns into an exchange of pieces: all mesh
 axes split it in the place of the old ones, and what the new placement repeats is gathered last.
 
 On the way to other devices the pieces are copied while one dimension is split evenly. Every host has devices of both
-meshes and holds the same block of that dimension on either, so a copy stays within a host.
+meshes and holds the same block of that dimension on either, so a copy stays within a host. It goes from device to
+device where a host has as many of either, else through the host's memory.
 """
 
 from __future__ import annotations
