@@ -24,7 +24,6 @@ from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
-
 _BLOCK_TOKENS = 128  # of a prompt that are read at a time
 
 
@@ -124,8 +123,8 @@ def attend_to_cache(
 ) -> jax.Array:
     """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype.
 
-    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it. Of many tokens
-    only those of a block have their scores in memory.
+    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it. Many tokens
+    are processed in blocks, so that only the scores of one block are in memory.
     """
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
     if tokens > _BLOCK_TOKENS:
@@ -138,8 +137,8 @@ def attend_to_cache(
         def attended_of(block: tuple[jax.Array, jax.Array]) -> jax.Array:
             return attend_to_cache(block[0], cache, block[1], scores, sinks_H)
 
-        found = jax.lax.map(attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT))).swapaxes(0, 1)
-        return found.reshape(rows, tokens + more, heads, -1)[:, :tokens]
+        found: jax.Array = jax.lax.map(attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT)))
+        return found.swapaxes(0, 1).reshape(rows, tokens + more, heads, -1)[:, :tokens]
     kv_heads = cache.keys_NxBxKxLxh.shape[1]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
     logits, visible_BxTxL = _cache_logits(q_BxTxKxGxh, cache, positions_BxT, scores)

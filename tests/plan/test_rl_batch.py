@@ -181,8 +181,10 @@ def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(capsys: pytest.Captu
         assert main([command, RL, *apart, devices, "4", hosts, "2"]) == 2
         errors.append(capsys.readouterr().err)
     assert errors[0] == errors[1] and errors[0].count("\n") == 1
-    rule = "x 2 devices of each host = 3/2 must be a whole number that leaves devices to the others"
-    assert rule in errors[0] and errors[0].endswith("works: trainer_devices_fraction=0.5\n")
+    rule = "x 2 devices of each host = 1.5 must be a whole number that leaves devices to the others"
+    assert rule in errors[0] and errors[0].endswith(
+        "works: trainer_devices_fraction=0.5 sampler_devices_fraction=0.5\n"
+    )
     assert main(["plan", RL, *apart, "batch_padding=true", "--devices", "8", "--hosts", "2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["num_trainer_devices"], planned["num_sampler_devices"]) == (6, 2)
