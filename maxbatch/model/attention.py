@@ -24,6 +24,8 @@ from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.plan.program import Kernel, attention_rules
 from maxbatch.system.errors import ConfigError
 
+_BLOCK_TOKENS = 128  # of a prompt that are read at a time
+
 
 def choose_implementation(config: DecoderConfig, platform: str, context: int) -> Kernel:
     """Returns the implementation on a platform ("cpu", "gpu" or "tpu") whose context axis has that size.
@@ -121,9 +123,22 @@ def attend_to_cache(
 ) -> jax.Array:
     """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype.
 
-    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it.
+    The cache is of one layer (`Cache.layer`). The slots of a prompt are read once for all rows behind it. Many tokens
+    are processed in blocks, so that only the scores of one block are in memory.
     """
     rows, tokens, heads, head_dim = q_BxTxHxh.shape
+    if tokens > _BLOCK_TOKENS:
+        more = -tokens % _BLOCK_TOKENS
+
+        def blocks(array: jax.Array) -> jax.Array:
+            padded = jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)])
+            return padded.reshape(rows, -1, _BLOCK_TOKENS, *array.shape[2:]).swapaxes(0, 1)
+
+        def attended_of(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return attend_to_cache(block[0], cache, block[1], scores, sinks_H)
+
+        found: jax.Array = jax.lax.map(attended_of, (blocks(q_BxTxHxh), blocks(positions_BxT)))
+        return found.swapaxes(0, 1).reshape(rows, tokens + more, heads, -1)[:, :tokens]
     kv_heads = cache.keys_NxBxKxLxh.shape[1]
     q_BxTxKxGxh = q_BxTxHxh.reshape(rows, tokens, kv_heads, heads // kv_heads, head_dim)
     logits, visible_BxTxL = _cache_logits(q_BxTxKxGxh, cache, positions_BxT, scores)

@@ -2,7 +2,8 @@
 
 Their messages here (facts, failures) are small. They go through the key-value store of JAX's coordination service and
 not through the devices: no program runs, nothing compiles, and no timeout of a collective applies while a host
-tokenises its data. All hosts call `broadcast` and `gather` in the same order; the values are sent as JSON.
+tokenises its data. All hosts call `broadcast` and `gather` in the same order, the calls of each channel by themselves;
+the values are sent as JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, TypeVar
@@ -28,8 +30,8 @@ T = TypeVar("T")
 _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_sequence = count()
-_gathered: list[str] = []  # the key of this host's last gathered value, which the others may still read
+_sequences: defaultdict[str, Iterator[int]] = defaultdict(count)  # numbers of the messages, by channel
+_gathered: dict[str, str] = {}  # by channel the key of this host's last gathered value, which the others may still read
 
 
 def join(heartbeat_timeout_s: int) -> None:
@@ -129,7 +131,7 @@ def broadcast(make: Callable[[], T]) -> T:
     """Returns on every host the result of `make` on the first one."""
     if jax.process_count() == 1:
         return make()
-    key = f"maxbatch/{next(_sequence)}"
+    key = _next_key()
     if is_first():
         value = make()
         _store().key_value_set(key, json.dumps(value))
@@ -138,19 +140,27 @@ def broadcast(make: Callable[[], T]) -> T:
     return agreed
 
 
-def gather(value: T) -> list[T]:
-    """Returns the values of all hosts, by their index."""
+def gather(value: T, channel: str = "") -> list[T]:
+    """Returns the values of all hosts, by their index.
+
+    Args:
+      channel: a name for the calls of a thread that runs beside others, whose order differs between hosts.
+    """
     if jax.process_count() == 1:
         return [value]
-    key, store = f"maxbatch/{next(_sequence)}", _store()
+    key, store = _next_key(channel), _store()
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     keys = [f"{key}/{host}" for host in range(jax.process_count())]
     values = [json.loads(store.blocking_key_value_get(key, _LONGEST_WAIT_MS)) for key in keys]
     # Every host has written this value, so every host has read the one that was gathered before.
-    if _gathered:
-        store.key_value_delete(_gathered.pop())
-    _gathered.append(f"{key}/{jax.process_index()}")
+    if channel in _gathered:
+        store.key_value_delete(_gathered[channel])
+    _gathered[channel] = f"{key}/{jax.process_index()}"
     return values
+
+
+def _next_key(channel: str = "") -> str:
+    return "/".join(filter(None, ("maxbatch", channel, str(next(_sequences[channel])))))
 
 
 def _store() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import jax
@@ -44,20 +45,41 @@ def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -
     return shape
 
 
+def share_out(devices: Sequence[jax.Device], num_first: int, num_last: int) -> tuple[list[jax.Device], ...]:
+    """Returns the first and the last so many devices; of several hosts, as many of each host and slice."""
+    hosts: dict[tuple[int, int], list[jax.Device]] = defaultdict(list)
+    several = len({device.process_index for device in devices}) > 1
+    for device in devices:
+        hosts[(device.process_index, slice_of(device)) if several else (0, 0)].append(device)
+    first, last = num_first // len(hosts), num_last // len(hosts)
+    return [d for own in hosts.values() for d in own[:first]], [d for own in hosts.values() for d in own[-last:]]
+
+
 def lay_out(shape: MeshShape, devices: Sequence[jax.Device]) -> Mesh:
     """Returns the devices laid out over the axes; the compiler propagates shardings from the annotated arrays.
 
     On a TPU an axis covers whole dimensions of the torus where that works, and parts of some where it does not, such as
-    8 devices of 4x4x4.
+    8 devices of 4x4x4. Devices that fill no box of the torus, such as half of each host's, stay in their order.
     """
     sizes, ici, dcn = (tuple(axes.values()) for axes in (shape.sizes, shape.ici, shape.dcn))
-    if num_slices(devices) > 1:
+    if devices[0].platform == "tpu" and not _fill_a_box_each(devices):
+        blocks = np.asarray(sorted(devices, key=slice_of)).reshape(*dcn, *ici)
+        grid = blocks.transpose([net + axis for axis in range(len(ici)) for net in (0, len(ici))]).reshape(sizes)
+    elif num_slices(devices) > 1:
         grid = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices=list(devices), allow_split_physical_axes=True)
     elif devices[0].platform == "cpu":
         grid = np.asarray(devices).reshape(sizes)
     else:
         grid = mesh_utils.create_device_mesh(sizes, devices=list(devices), allow_split_physical_axes=True)
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _fill_a_box_each(devices: Sequence[jax.Device]) -> bool:
+    """Returns whether the devices of every slice fill a box of its torus."""
+    cores: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for device in devices:
+        cores[slice_of(device)].add((*device.coords, device.core_on_chip))
+    return all(np.prod(np.ptp(np.array(list(own)), axis=0) + 1) == len(own) for own in cores.values())
 
 
 def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:

@@ -141,7 +141,7 @@ class BatchPlan:
         """
 
         def meshes(tried: PlanConfig) -> RunMeshes:
-            return RunMeshes.from_config(tried, num_devices, num_slices)
+            return RunMeshes.from_config(tried, num_devices, num_slices, num_hosts)
 
         stated = PlanConfig.of(config)
         return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
@@ -157,8 +157,8 @@ class BatchPlan:
         resume: Resume = NEW_RUN,
     ) -> BatchPlan:
         """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
-
         stated = PlanConfig.of(config)
+        check_divides("num_hosts=", num_hosts, shape.num_devices)
 
         def meshes(tried: PlanConfig) -> RunMeshes:
             if tried is stated:
@@ -171,7 +171,6 @@ class BatchPlan:
     def _on(
         cls, config: PlanConfig, meshes: RunMeshes, num_hosts: int, samples_per_epoch: int | None, resume: Resume
     ) -> BatchPlan:
-        check_divides("num_hosts=", num_hosts, meshes.num_devices)
         if config.evaluation.eval_tasks and num_hosts > 1:
             rule = (
                 f"must be empty on {num_hosts} hosts, since one host scores tasks; maxbatch evaluate scores checkpoints"
@@ -182,7 +181,7 @@ class BatchPlan:
         check_sampler_fits(config, meshes.sampling)
         check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
-        rl = RLBatch.if_stated(config, meshes, unit, num_hosts)
+        rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
         last, total = manager.stages[-1], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None

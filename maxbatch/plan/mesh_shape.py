@@ -97,23 +97,32 @@ class RunMeshes(NamedTuple):
     num_devices: int  # N, all devices of the run
 
     @classmethod
-    def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1) -> RunMeshes:
+    def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1, num_hosts: int = 1) -> RunMeshes:
         """Resolves the axis sizes on N devices in that many slices.
+
+        Where some devices train and others sample, each of several hosts shares out its own devices, and one host of
+        several slices shares out the slices.
 
         Raises:
           ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
         """
         check_machine(num_devices, num_slices)
-        per_slice, is_rl = num_devices // num_slices, config.prompts.batch_size is not None
+        check_divides("num_hosts=", num_hosts, num_devices)
+        is_rl = config.prompts.batch_size is not None
         is_shared = all(exact(config[share]) == 1 for share in _SHARES)
-        trainers = samplers = num_devices
+        counts, slices = (num_devices, num_devices), (num_slices, num_slices)
         if is_rl and not is_shared:
-            trainers, samplers = _shared_out(config, num_devices, per_slice)
-        training = MeshShape.from_config(config, trainers, -(-trainers // per_slice))
+            parts = math.lcm(num_hosts, num_slices) if num_hosts > 1 else 1
+            per_slice = num_devices // max(parts, num_slices)
+            counts = _shared_out(config, num_devices // parts, per_slice, of_host=parts > 1)
+            if parts == 1:
+                slices = -(-counts[0] // per_slice), -(-counts[1] // per_slice)
+            counts = counts[0] * parts, counts[1] * parts
+        training = MeshShape.from_config(config, counts[0], slices[0])
         if is_rl and _states_sampling(config):
-            sampling = _sampling_shape(config, samplers, -(-samplers // per_slice))
+            sampling = _sampling_shape(config, counts[1], slices[1])
         elif is_rl and not is_shared:
-            sampling = MeshShape.from_config(config, samplers, -(-samplers // per_slice))
+            sampling = MeshShape.from_config(config, counts[1], slices[1])
         else:
             sampling = training
         return cls(training, sampling, num_devices)
@@ -272,10 +281,15 @@ def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]
     return works
 
 
-def _shared_out(config: PlanConfig, num_devices: int, per_slice: int) -> tuple[int, int]:
-    """Returns how many devices train and how many others sample; with several slices, each part has whole slices."""
+def _shared_out(config: PlanConfig, num_devices: int, per_slice: int, of_host: bool) -> tuple[int, int]:
+    """Returns how many devices train and how many others sample; with several slices, each part has whole slices.
+
+    Args:
+      of_host: whether the devices are those of each host, or those of a slice where a host has several.
+    """
+    whose = " of each host" if of_host else ""
     if num_devices == 1:
-        rule = f"must be 1, and {_SHARES[1]} too, since one device trains and samples"
+        rule = f"must be 1, and {_SHARES[1]} too, since the one device{whose} trains and samples"
         raise Refusal(config, _SHARES[0], rule, dict.fromkeys(_SHARES, 1))
     counts = {name: exact(config[name]) * num_devices for name in _SHARES}
     for name, count in counts.items():
@@ -288,8 +302,8 @@ def _shared_out(config: PlanConfig, num_devices: int, per_slice: int) -> tuple[i
                 nearest = min(round(nearest / per_slice) * per_slice, num_devices - per_slice)
             slices = f", or of slices of {per_slice}," if per_slice != num_devices else ""
             rule = (
-                f"x {num_devices} devices = {in_words(count)} must be a whole number{slices} that leaves devices to "
-                "the others"
+                f"x {num_devices} devices{whose} = {in_words(count)} must be a whole number{slices} that leaves "
+                "devices to the others"
             )
             raise Refusal(config, name, rule, {name: Fraction(nearest, num_devices)})
     trainers, samplers = (int(count) for count in counts.values())

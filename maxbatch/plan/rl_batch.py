@@ -46,23 +46,16 @@ class RLBatch(NamedTuple):
     rollout_tensor_parallelism: int  # devices that hold the weights of such a part between them
 
     @classmethod
-    def if_stated(
-        cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit, num_hosts: int = 1
-    ) -> RLBatch | None:
+    def if_stated(cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
         """Returns the batch of the config, or None without `batch_size`; `unit` is that of the devices that train.
 
         Raises:
-          ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices; several
-            hosts have devices that train and others that sample.
+          ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
         """
         if config.prompts.batch_size is None:
             return None
         batch, group = config.prompts.batch_size, config.prompts.num_generations
         _check_other_keys(config, batch)
-        if num_hosts > 1 and meshes.training.num_devices < meshes.num_devices:
-            name, other = "trainer_devices_fraction", "sampler_devices_fraction"
-            rule = f"must be 1, and {other} too, on {num_hosts} hosts, whose devices all train and sample in turns"
-            raise Refusal(config, name, rule, {name: 1, other: 1})
         minibatch = batch // config.prompts.num_minibatches
         if config.batch.batch_padding:
             train, passes, rollout = _padded_chunks(config.prompts, batch, unit.rows)

@@ -11,13 +11,17 @@ import io
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
+import jax
 import numpy as np
 
 from maxbatch.parallel.trees import State
 from maxbatch.rl.collecting import CollectedBatch, Rollouts, Workshop
 
 _ARRAYS = Rollouts._fields[:-1]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class BatchesAhead:
@@ -61,7 +65,7 @@ class BatchesAhead:
         if not is_filtered:
             rollouts = rollouts.pairs(slice(wanted * group))
         batch = CollectedBatch(self._workshop, first, wanted, rollouts)
-        self._waiting.append(_done(batch))
+        self._waiting.append(_done(lambda: batch))
         self._end = batch.end
 
     def next(self, params: State) -> CollectedBatch:
@@ -77,17 +81,20 @@ class BatchesAhead:
             self._end = self._last.end if self._last else self._end
             self._last = CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
             return self._last
-        params = self._workshop.roller.take(params)
+        # The thread runs every program of the devices that sample, so that their order is the same on all hosts.
+        roller = self._workshop.roller
+        taken = self._begun(roller.receive, roller.hand_over(params))
         while len(self._waiting) <= steps:
-            if self._pool:
-                self._waiting.append(self._pool.submit(self._sampled, params))
-            else:
-                self._waiting.append(_done(self._sampled(params)))
+            self._waiting.append(self._begun(self._sampled, taken))
         return self._waiting.popleft().result()
 
-    def _sampled(self, params: State) -> CollectedBatch:
+    def _begun(self, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Future[T]:
+        """Has the thread do the work after what it was given before; without a thread, does it."""
+        return (self._pool.submit if self._pool else _done)(work, *arguments, **keywords)
+
+    def _sampled(self, taken: Future[State]) -> CollectedBatch:
         batch = CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
-        for _ in batch.collecting(params):
+        for _ in batch.collecting(taken.result()):
             if self._is_closed:
                 raise CancelledError
         self._end = batch.end
@@ -116,7 +123,9 @@ class BatchesAhead:
     def __enter__(self) -> BatchesAhead:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None and jax.process_count() > 1:
+            self.settle()  # a host that stopped earlier than another would leave it waiting
         self._is_closed = True
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
@@ -136,7 +145,7 @@ def _read(saved: str) -> list[tuple[int, int, Rollouts]]:
     return found
 
 
-def _done(batch: CollectedBatch) -> Future[CollectedBatch]:
-    done: Future[CollectedBatch] = Future()
-    done.set_result(batch)
+def _done(work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Future[T]:
+    done: Future[T] = Future()
+    done.set_result(work(*arguments, **keywords))
     return done

@@ -2,7 +2,9 @@
 
 A function takes (prompt, response, record), the texts without special tokens and the fields of the prompt's record,
 and returns a number. If it raises, crashes, takes more than `reward_timeout_s` or returns no finite number, this one
-response scores `reward_on_failure` and is counted. Every response is scored once.
+response scores `reward_on_failure` and is counted. Every response is scored once, unless its worker is killed from
+outside (with SIGKILL: by a person, or where the machine's memory runs out). Then a new worker scores it again; it fails
+when that has happened three times.
 
 Each worker may use an equal share of the machine's memory, one share being left to the trainer; an allocation beyond it
 raises MemoryError in the function.
@@ -27,6 +29,8 @@ from maxbatch.rl.reward_functions import Question, scorer
 from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
+
+_ATTEMPTS = 3  # of a response whose worker is killed
 
 
 class Scores(NamedTuple):
@@ -128,7 +132,9 @@ class Rewards:
         setup = functools.partial(scorer, [term.spec for term in self._terms])
         workers = config.reward_worker_count
         share = host_memory() // (workers + 1)
-        self._pool = WorkerPool(setup, workers, limit_s=float(config.reward_timeout_s), memory_bytes=share)
+        self._pool = WorkerPool(
+            setup, workers, limit_s=float(config.reward_timeout_s), memory_bytes=share, attempts=_ATTEMPTS
+        )
         try:
             self._pool.wait_for_setup()
         except BaseException as error:

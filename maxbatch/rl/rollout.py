@@ -16,7 +16,7 @@ from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.hosts import gather
-from maxbatch.parallel.resharding import Resharding
+from maxbatch.parallel.resharding import HandedOver, Resharding
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.rl.policy_config import RolloutConfig
@@ -63,6 +63,14 @@ class Roller:
         self._reshard = Resharding(parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts)
+
+    def hand_over(self, params: State) -> HandedOver:
+        """Copies parameters from the devices that train, for `receive`; runs programs of those devices only."""
+        return self._reshard.hand_over(params)
+
+    def receive(self, handed: HandedOver) -> State:
+        """Returns the parameters on the devices that sample; runs programs of those devices only."""
+        return self._reshard.receive(handed)
 
     def take(self, params: State) -> State:
         """Returns the parameters on the devices that sample."""
@@ -112,7 +120,10 @@ class Roller:
 
 
 def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
-    """Returns the scores of the pairs of a chunk; each host scores its own share of the rows."""
+    """Returns the scores of the pairs of a chunk; each host scores its own share of the rows.
+
+    It is called by one thread at a time, which may run beside others.
+    """
     group, count = len(sampled.texts) // len(sampled.prompts), len(sampled.texts)
     begin, end = (count * host // jax.process_count() for host in (jax.process_index(), jax.process_index() + 1))
     questions = [
@@ -120,7 +131,7 @@ def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
         for row in range(begin, end)
     ]
     own = rewards.submit(questions).result()
-    return own if jax.process_count() == 1 else Scores.joined(gather(own.to_json()))
+    return own if jax.process_count() == 1 else Scores.joined(gather(own.to_json(), "scores"))
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.hosts import broadcast, warn
-from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices
+from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.plan_config import PlanConfig
@@ -113,8 +113,8 @@ class PolicyTraining:
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
         self._shares_devices = shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
-        samplers = devices if shares_devices else devices[-batch.num_sampler_devices :]
-        self.mesh = lay_out(meshes.training, devices[: batch.num_trainer_devices])
+        trainers, samplers = share_out(devices, batch.num_trainer_devices, batch.num_sampler_devices)
+        self.mesh = lay_out(meshes.training, trainers)
         if meshes.sampling is meshes.training:
             self._sampling_mesh = self.mesh
         elif shares_devices:
@@ -134,7 +134,8 @@ class PolicyTraining:
             rewards=self._rewards,
             learner=self._learner,
             timeline=self._timeline,
-            takes_turns=shares_devices and must_take_turns(samplers),
+            # Two threads of several hosts may dispatch the programs of two meshes in different orders.
+            takes_turns=must_take_turns(samplers) and (shares_devices or jax.process_count() > 1),
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
         )

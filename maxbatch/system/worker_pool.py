@@ -42,6 +42,10 @@ class WorkerEnded(Exception):
     """The worker ended during the call; the message is one line."""
 
 
+class Killed(WorkerEnded):
+    """The worker was killed with SIGKILL, which a call does not do: a person did, or the system ran out of memory."""
+
+
 class TimedOut(WorkerEnded):
     """The call took longer than the limit, and the worker was killed."""
 
@@ -62,6 +66,7 @@ class WorkerPool(Generic[Item, Answer]):
         *,
         limit_s: float = math.inf,
         memory_bytes: int | None = None,
+        attempts: int = 1,
         variables: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the workers and does not wait for them.
@@ -73,10 +78,11 @@ class WorkerPool(Generic[Item, Answer]):
           limit_s: seconds that a call may take.
           memory_bytes: bound on the private memory of each worker and of what it starts, where the system has such a
             bound (Linux); an allocation beyond it raises MemoryError in the function.
+          attempts: how often an item is called while its worker is killed (`Killed`), each time in a new one.
           variables: environment variables of the workers, besides the caller's.
         """
         self._parts: queue.SimpleQueue[_Part[Answer, Item] | None] = queue.SimpleQueue()
-        self._is_closed = False
+        self._is_closed, self._attempts = False, attempts
         pickled, environment = pickle.dumps(setup), {**os.environ, **(variables or {})}
         start = functools.partial(_spawn, environment, memory_bytes or 0)
         self._workers = [_Worker(pickled, limit_s, start) for _ in range(workers)]
@@ -139,21 +145,35 @@ class WorkerPool(Generic[Item, Answer]):
         worker.end()
 
     def _call(self, worker: _Worker, part: _Part[Answer, Item]) -> None:
+        killed = 0  # over the first item
+
+        def final(error: Exception) -> Exception | None:
+            """Returns the error of the first item, or None if it is called again."""
+            nonlocal killed
+            killed += isinstance(error, Killed)
+            if not isinstance(error, Killed) or self._attempts == 1:
+                return error
+            return None if killed < self._attempts else Killed(f"{error}, {killed} times")
+
         while part and not self._is_closed:
             try:
                 worker.start()
             except Exception as error:
+                if (told := final(error)) is None:
+                    continue
                 for future, _ in part:
-                    future.set_exception(error)
+                    future.set_exception(told)
                 return
             try:
                 for value, raised in worker.answers([item for _, item in part]):
                     future, _ = part.popleft()
+                    killed = 0
                     future.set_result(value) if raised is None else future.set_exception(raised)
             except Exception as error:  # the worker ended, or an item or its answer cannot be pickled
                 worker.end()
-                if not self._is_closed:
-                    part.popleft()[0].set_exception(error)
+                if (told := final(error)) is not None and not self._is_closed:
+                    part.popleft()[0].set_exception(told)
+                    killed = 0
         for future, _ in part:
             future.cancel()
 
@@ -238,12 +258,12 @@ class _Worker:
             yield
         except (EOFError, ConnectionError):
             assert self._process is not None
-            how = "closed its connection"
+            how, code = "closed its connection", None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(_END_S)  # the connection closes a moment before the process ends
                 how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
             self.end()
-            raise WorkerEnded(f"the process {how}") from None
+            raise (Killed if code == -signal.SIGKILL else WorkerEnded)(f"the process {how}") from None
         except (OSError, pickle.UnpicklingError) as error:
             self.end()
             raise WorkerEnded(f"the process sent an answer that cannot be read ({error})") from None

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model.attention import attend
+from maxbatch.model.attention import _BLOCK_TOKENS, attend, attend_to_cache
+from maxbatch.model.cache import Cache
 from maxbatch.model.rope import apply_rope, rope_tables
 
 M, L, H, HEAD_DIM = 2, 16, 4, 8
@@ -104,3 +105,14 @@ def test_a_document_does_not_see_its_neighbour() -> None:
     segments = jnp.asarray([[1] * 6 + [2] * 10] * M)
     changed = [x.at[:, :6].set(7.0) for x in (q, k, v)]
     np.testing.assert_array_equal(attend(q, k, v, segments)[:, 6:], attend(*changed, segments)[:, 6:])
+
+
+def test_a_prompt_is_read_in_blocks_as_if_it_were_read_at_once() -> None:
+    length = 2 * _BLOCK_TOKENS + 44
+    q, k, v = (jax.random.normal(jax.random.key(i), (M, length, H, HEAD_DIM), jnp.float32) for i in range(3))
+    cache = Cache(*(x.swapaxes(1, 2) for x in (k, v)))
+    positions = jnp.broadcast_to(jnp.arange(length), (M, length))
+    in_blocks = jax.jit(attend_to_cache).lower(q, cache, positions).compile()
+    at_once = attend(q, k, v, jnp.ones((M, length), jnp.int32))
+    np.testing.assert_allclose(in_blocks(q, cache, positions), at_once, atol=1e-5)
+    assert in_blocks.memory_analysis().temp_size_in_bytes < M * H * length * length * 4, "less than all scores"

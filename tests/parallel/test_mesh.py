@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxbatch import BatchPlan, ConfigError, load_config
-from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.mesh import lay_out, make_mesh, share_out
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
+from maxbatch.plan.mesh_shape import AXES, MeshShape
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import bytes_of
@@ -139,3 +142,24 @@ def test_layers_that_the_stages_do_not_divide_are_refused_before_any_device_is_t
     works = str(refused.value).partition("works: ")[2]
     plan = BatchPlan.from_config(load_config(overrides=["model_name=llama3-405b", works]), 64)
     assert plan.num_pipeline_stages == 2
+
+
+class _Chip(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def test_half_of_the_chips_of_each_host_make_a_mesh_though_they_fill_no_box_of_the_torus() -> None:
+    """Two slices of 4 x 2 chips, of two hosts with 2 x 2 chips each: the first half of every host trains."""
+    chips = [
+        _Chip(
+            id=number, platform="tpu", device_kind="TPU v5p", process_index=number // 4, slice_index=number // 8,
+            core_on_chip=0, coords=(number // 4 % 2 * 2 + number % 2, number // 2 % 2, 0),
+        )
+        for number in range(16)
+    ]  # fmt: skip
+    first, last = share_out(cast(list[jax.Device], chips), 8, 4)
+    assert [chip.id for chip in first] == [0, 1, 4, 5, 8, 9, 12, 13] and [chip.id for chip in last] == [3, 7, 11, 15]
+    columns = [chip for chip in first if chip.coords[0] % 2 == 0]
+    shape = MeshShape(dict.fromkeys(AXES, 1) | {"fsdp": 2}, dict.fromkeys(AXES, 1) | {"data": 2}, num_slices=2)
+    rows = lay_out(shape, columns).devices.reshape(2, 2)
+    assert [[chip.id for chip in row] for row in rows] == [[0, 4], [8, 12]], "data over slices, fsdp within"

@@ -63,9 +63,9 @@ def test_sizes_multiply_to_the_devices_or_the_error_leads_to_sizes_that_do(
     pytest.fail(f"{sizes} still do not fit {num_devices} devices")
 
 
-def meshes(num_devices: int, num_slices: int = 1, *overrides: str) -> RunMeshes:
+def meshes(num_devices: int, num_slices: int = 1, *overrides: str, num_hosts: int = 1) -> RunMeshes:
     return RunMeshes.from_config(
-        PlanConfig.of(load_config(overrides=["batch_size=8", *overrides])), num_devices, num_slices
+        PlanConfig.of(load_config(overrides=["batch_size=8", *overrides])), num_devices, num_slices, num_hosts
     )
 
 
@@ -86,6 +86,18 @@ def test_fractions_give_each_side_its_devices_and_their_slices() -> None:
     four = meshes(8, 4, *apart("0.75", "0.25"), "dcn_data_parallelism=-1")
     assert (four.training.num_slices, four.training.dcn["data"], four.training.ici["fsdp"]) == (3, 3, 2)
     assert (four.sampling.num_slices, four.sampling.num_devices) == (1, 2)
+
+
+def test_of_several_hosts_each_shares_out_its_own_devices_so_that_both_sides_span_the_slices() -> None:
+    two = meshes(16, 2, *apart("0.75", "0.25"), "dcn_data_parallelism=-1", num_hosts=4)
+    assert (two.training.num_slices, two.training.dcn["data"], two.training.ici["fsdp"]) == (2, 2, 6)
+    assert (two.sampling.num_slices, two.sampling.dcn["data"], two.sampling.ici["fsdp"]) == (2, 2, 2)
+    with pytest.raises(ConfigError, match=r"x 2 devices of each host = 1.5 must .* trainer_devices_fraction=0.5$"):
+        meshes(8, 1, *apart("0.75", "0.25"), num_hosts=4)
+    with pytest.raises(ConfigError, match="since the one device of each host trains and samples"):
+        meshes(4, 1, *apart("0.5", "0.5"), num_hosts=4)
+    with pytest.raises(ConfigError, match="num_hosts=3: must divide the 4 devices"):
+        meshes(4, 1, *apart("0.5", "0.5"), num_hosts=3)
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,19 @@ def test_plan_takes_hosts_and_refuses_those_that_rl_refuses(capsys: pytest.Captu
     planned = json.loads(capsys.readouterr().out)
     assert planned["num_hosts"] == 2 and planned["num_trainer_devices"] == planned["num_sampler_devices"] == 4
     assert planned["rows_per_loading_host"] == planned["batch_size"], "every host reads all prompts"
-    apart = ["trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5"]
+    apart = ["trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25"]
     errors = []
     for command, devices, hosts in (("plan", "--devices", "--hosts"), ("rl", "--simulate-devices", "--simulate-hosts")):
         assert main([command, RL, *apart, devices, "4", hosts, "2"]) == 2
         errors.append(capsys.readouterr().err)
     assert errors[0] == errors[1] and errors[0].count("\n") == 1
-    assert errors[0].endswith("works: trainer_devices_fraction=1 sampler_devices_fraction=1\n")
-    assert main(["plan", RL, *apart, "--devices", "4"]) == 0
+    rule = "x 2 devices of each host = 1.5 must be a whole number that leaves devices to the others"
+    assert rule in errors[0] and errors[0].endswith(
+        "works: trainer_devices_fraction=0.5 sampler_devices_fraction=0.5\n"
+    )
+    assert main(["plan", RL, *apart, "batch_padding=true", "--devices", "8", "--hosts", "2", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["num_trainer_devices"], planned["num_sampler_devices"]) == (6, 2)
 
 
 def test_only_an_override_of_a_config_of_pretraining_is_noted_as_prompts(capsys: pytest.CaptureFixture[str]) -> None:

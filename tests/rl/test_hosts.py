@@ -22,13 +22,25 @@ CUT = (
     "eval_interval=4", "eval_steps=1", "eval_num_generations=2", "checkpoint_period=2",
 )  # fmt: skip
 HOSTS = ("rollout_tensor_parallelism=2", "--simulate-devices", "4", "--simulate-hosts", "2")
-SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint", "reward", "response_length", "groups_missing")
+APART = ("trainer_devices_fraction=0.5", "sampler_devices_fraction=0.5")  # one device of each host each
+SAME = (
+    "step",
+    "samples_seen",
+    "global_batch_size",
+    "data_fingerprint",
+    "reward",
+    "rewards_failed",
+    "response_length",
+    "groups_missing",
+)
 
 
-# The same scores, but one host is slow, and every seventh response takes long.
+# The same scores, but one host is slow, every seventh response takes long, and one worker is killed.
 SLOW = """
 import os
+import signal
 import time
+from pathlib import Path
 
 calls = 0
 
@@ -36,6 +48,10 @@ calls = 0
 def digits(prompt, response, record):
     global calls
     calls += 1
+    killed = Path(__file__).with_name("killed")
+    if calls == 5 and os.environ["JAX_PROCESS_ID"] == "0" and not killed.exists():
+        killed.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.02 * (os.environ["JAX_PROCESS_ID"] == "1") + 0.2 * (calls % 7 == 0))
     return sum(c.isdigit() for c in response) / 10
 """
@@ -43,29 +59,33 @@ def digits(prompt, response, record):
 
 @pytest.mark.processes
 def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_on_with_them(tmp_path: Path) -> None:
-    """Mini-batches, filtered groups, a batch ahead, the warm start, evals, and weights split over two devices."""
+    """Mini-batches, filtered groups, a batch ahead, the warm start, evals, and weights split over two devices.
+
+    First all devices train and sample in turns; then half of them train while the others sample.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
     expected = train(one, *CUT, "steps=12")
     reward = reward_file(tmp_path)
     (tmp_path / "rewards.py").write_text(SLOW)
 
-    def held_after(step: int) -> tuple[subprocess.Popen[str], Hold]:
+    def held_after(step: int, *more: str) -> tuple[subprocess.Popen[str], Hold]:
         hold = Hold(step, tmp_path)
-        process = start("rl", RL, *KEYS, reward, f"run_dir={two}", *CUT, "steps=12", *HOSTS, **hold.variables)
+        process = start("rl", RL, *KEYS, reward, f"run_dir={two}", *CUT, "steps=12", *more, *HOSTS, **hold.variables)
         wait_for(lambda: recorded(two) >= step, process)
         return process, hold
 
     killed, _ = held_after(3)
     killed.kill()
     killed.communicate(timeout=60)  # the pipe of its output closes with the last of its hosts
-    stopped, hold = held_after(5)
+    assert (tmp_path / "killed").exists(), "a worker was"
+    stopped, hold = held_after(5, *APART)
     stopped.send_signal(signal.SIGTERM)
     time.sleep(1)  # from the command to its hosts
     hold.release()
     said, _ = stopped.communicate(timeout=300)
     assert stopped.returncode == 75 and recorded(two) < 12, said
     train(two, *CUT, "steps=12")
-    assert [used["num_hosts"] for used in json.loads((two / "devices.json").read_text())] == [2, 1]
+    assert [used["num_hosts"] for used in json.loads((two / "devices.json").read_text())] == [2, 2, 1]
     found = read_metrics(two)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "entropy", "old_policy_kl"))
     first, second = (

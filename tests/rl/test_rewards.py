@@ -202,14 +202,19 @@ def test_workers_do_not_import_jax(functions: Path) -> None:
     assert score("functions:imports_jax", ["a"]).rewards.tolist() == [0]
 
 
-def test_batches_are_handed_in_at_once_and_keep_their_order(functions: Path) -> None:
+def test_batches_are_handed_in_at_once_and_keep_their_order_and_lose_nothing_when_all_workers_are_killed(
+    functions: Path,
+) -> None:
     with rewards("functions:waits;functions:process;functions:obeys", "reward_worker_count=2") as scorer:
         go = Path("go")
         pending = [scorer.submit(questions(["x" * (n + i) for n in range(8)], log=go)) for i in range(3)]
+        for pid in pids_of(scorer._pool):
+            os.kill(pid, signal.SIGKILL)
         go.touch()  # which the functions waited for
         results = [each.result() for each in reversed(pending)][::-1]
         assert scorer.submit([]).result().rewards.tolist() == []
     for i, scores in enumerate(results):
+        assert not scores.num_failed
         assert scores.by_name["obeys"].tolist() == [n + i for n in range(8)]
     assert len({value for scores in results for value in scores.by_name["process"].tolist()}) == 2
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
+from maxbatch.system.worker_pool import Killed, TimedOut, WorkerEnded, WorkerPool
 from tests.helpers.processes import alive, pids_of, wait_for
 
 FUNCTIONS = """
@@ -30,6 +30,8 @@ FUNCTIONS = """
             os._exit(3)
         if word == "crashes":
             os.kill(os.getpid(), 11)
+        if word == "is killed":
+            os.kill(os.getpid(), 9)
         if word == "leaves":
             sys.exit(4)
         if word == "sleeps":
@@ -109,6 +111,20 @@ def test_what_goes_wrong_fails_one_call_and_no_other(setup: Callable[..., Any]) 
         found = outcomes(pool.submit([item for word in ends for item in (word, f"not {word}")]))
     assert [(type(error), str(error)) for error in found[::2]] == list(ends.values())
     assert found[1::2] == [len(f"not {word}") for word in ends]
+
+
+def test_an_item_whose_worker_is_killed_is_called_again_and_the_last_death_is_its_error(
+    setup: Callable[..., Any], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    with WorkerPool(functools.partial(setup, log), 1, attempts=2) as pool:
+        pool.wait_for_setup()
+        os.kill(pids_of(pool)[0], signal.SIGKILL)
+        first, never, dies, last = outcomes(pool.submit(["a", "is killed", "dies", "bb"]))
+    assert (first, last) == (1, 2)
+    assert (type(never), str(never)) == (Killed, "the process ended with signal SIGKILL, 2 times")
+    assert str(dies) == "the process ended with exit code 3", "its own end is not tried again"
+    assert log.read_text().count("set up") == 5, "at first, after three kills, and after the end of its own"
 
 
 def test_the_limit_is_per_call_and_kills_its_worker_at_once(setup: Callable[..., Any]) -> None:
