@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -165,7 +165,12 @@ def _report(ended: Mapping[str, Sequence[Ended]], output: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(runs, tests)
 
-    written = {arm: {"updates": of_arm[0].updates, "losses": losses[arm]} for arm, of_arm in ended.items()}
+    written: dict[str, dict[str, Any]] = {
+        arm: {"updates": of_arm[0].updates, "losses": losses[arm]} for arm, of_arm in ended.items()
+    }
+    for arm, found in differences.items():
+        written[arm]["less_constant"] = found._asdict() | {"p_holm": p[arm], "p_equal_holm": p_equal[arm]}
+    written[EQUAL_UPDATES[0]][f"less_{EQUAL_UPDATES[1].replace(' ', '_')}"] = equal._asdict()
     output.write_text(json.dumps(written, indent=1) + "\n")
     print(f"written to {output}")
 
