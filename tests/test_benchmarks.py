@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks import gpu, schedules
+from benchmarks import evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import QUICK_MODEL
 from maxbatch import BatchPlan, load_config
@@ -99,6 +99,13 @@ def test_the_update_by_hand_has_the_losses_of_the_trainer(monkeypatch, tmp_path)
     keys = (*QUICK_MODEL, "per_device_batch_size=4", "remat_policy=full", "scan_layers=true")
     figures = gpu.speed(gpu.Bench(tmp_path, "cpu"), gpu.Gpu("NVIDIA H100 80GB HBM3", 0), "tiny", keys, updates=4)
     assert len(figures) == 5 and all(figure.value > 0 for figure in figures)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.usefixtures("standard_promotion")
+def test_evaluate_and_score_come_to_the_same_accuracy_and_are_compared():
+    assert [figure.bar for figure in evaluate.measure(quick=True)] == [evaluate.BAR] * 2
 
 
 def test_the_schedules_compared_have_the_same_samples_and_the_updates_that_the_page_states():
