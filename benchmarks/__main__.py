@@ -41,6 +41,7 @@ NUM_DEVICES = {
     "reading": 8,
     "experts": 1,
     "quality": 1,
+    "evaluate": 1,
     "gpu": 1,  # its children see the GPU
 }
 

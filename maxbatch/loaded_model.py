@@ -89,6 +89,7 @@ class LoadedModel:
         self._is_imported = is_huggingface_folder(path)
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
         self._has_stated_length = "max_target_length" in stated
+        self._scorers: dict[int | None, Scorer] = {}  # by the most rows of a pass
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
         self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self.config.use_dpo or self._is_imported)
 
@@ -124,11 +125,16 @@ class LoadedModel:
     def scorer(self, most_rows: int | None = None) -> Scorer:
         """Returns what assigns log-probabilities to tokens: in float32 unless the model was loaded with a `dtype`.
 
+        Its programs stay from one call to the next.
+
         Args:
           most_rows: rows in one pass; None: by their length.
         """
-        config = self._scoring
-        return Scorer(DecoderConfig.of(config), MeshConfig.of(config), self.mesh, self.params, most_rows)
+        if most_rows not in self._scorers:
+            config = self._scoring
+            found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), self.mesh, self.params, most_rows)
+            self._scorers[most_rows] = found
+        return self._scorers[most_rows]
 
     def completer(self, most_rows: int | None = None) -> Completer:
         """Returns what completes many prompts: in float32 unless the model was loaded with a `dtype`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ def test_train_returns_the_history_and_the_folder_of_the_run(trained: maxbatch.O
         maxbatch.read_metrics(f"{trained.run_dir}/none")
 
 
+def _events_of(call: Callable[[], object]) -> set[str]:
+    """The durations that JAX reports while a call runs."""
+    events: set[str] = set()
+
+    def on_event(event: str, seconds: float, **facts: str | int) -> None:
+        events.add(event)
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    call()
+    jax.monitoring.unregister_event_duration_listener(on_event)
+    return events
+
+
 def test_a_loaded_model_writes_and_scores_as_the_commands_do(
     trained: maxbatch.Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -115,6 +129,7 @@ def test_a_loaded_model_writes_and_scores_as_the_commands_do(
     printed, found = json.loads(capsys.readouterr().out), maxbatch.score(model, ["some words", {"tokens": [1, 2, 3]}])
     assert found.loss == pytest.approx(printed["loss"], rel=1e-6) and found.perplexity is not None
     assert [len(record.logprobs) for record in found.records] == [10, 2]
+    assert "/jax/core/compile/jaxpr_trace_duration" not in _events_of(lambda: maxbatch.score(model, ["other words"]))
     for command in (["score", trained.run_dir, "a.jsonl"], ["generate", trained.run_dir]):
         assert main([*command, "--averaged"]) == 2
         assert "has no average of the parameters, which a run with parameter_average" in capsys.readouterr().err

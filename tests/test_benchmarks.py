@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from benchmarks import gpu
+from benchmarks import evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import QUICK_MODEL
+from maxbatch import BatchPlan, load_config
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,3 +99,54 @@ def test_the_update_by_hand_has_the_losses_of_the_trainer(monkeypatch, tmp_path)
     keys = (*QUICK_MODEL, "per_device_batch_size=4", "remat_policy=full", "scan_layers=true")
     figures = gpu.speed(gpu.Bench(tmp_path, "cpu"), gpu.Gpu("NVIDIA H100 80GB HBM3", 0), "tiny", keys, updates=4)
     assert len(figures) == 5 and all(figure.value > 0 for figure in figures)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.usefixtures("standard_promotion")
+def test_evaluate_and_score_come_to_the_same_accuracy_and_are_compared():
+    assert [figure.bar for figure in evaluate.measure(quick=True)] == [evaluate.BAR] * 2
+
+
+def test_the_schedules_compared_have_the_same_samples_and_the_updates_that_the_page_states():
+    page = (ROOT / "docs" / "schedules-experiment.md").read_text()
+    for arm, keys in schedules.ARMS.items():
+        plan = BatchPlan.from_config(load_config(overrides=[*schedules.KEYS, *keys]), 1)
+        assert plan.total_samples == schedules.SAMPLES
+        updates = f"{sum(stage.num_steps for stage in plan.stages):,}"
+        assert re.search(rf"^\| {arm} \|.*\| {updates} \|$", page, re.M), (arm, updates)
+
+
+def test_the_tests_of_the_schedules_are_those_of_scipy():
+    above, below = [1.51, 1.525, 1.53, 1.518, 1.522], [1.5, 1.52, 1.531, 1.51, 1.52]
+    found = schedules.difference(above, below)
+    expected = stats.ttest_rel(above, below)
+    assert found.p == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval(0.95)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(tuple(interval))
+    sides = [
+        stats.ttest_rel([a - margin for a in above], below, alternative=side).pvalue
+        for margin, side in ((0.01, "less"), (-0.01, "greater"))
+    ]
+    assert found.p_equal == pytest.approx(max(sides))
+    signs = stats.permutation_test((above, below), lambda a, b: np.mean(a - b), permutation_type="samples")
+    assert found.p_signs == pytest.approx(signs.pvalue)
+
+
+def test_holm_multiplies_each_p_by_the_hypotheses_left_and_keeps_their_order():
+    assert schedules.holm({"a": 0.04, "b": 0.01, "c": 0.03}) == pytest.approx({"a": 0.06, "b": 0.03, "c": 0.06})
+
+
+@pytest.mark.parametrize(
+    ("mean", "p", "p_equal", "answer"),
+    [
+        (0.001, 0.5, 0.01, "as good"),
+        (0.004, 0.01, 0.01, "worse, within the margin"),
+        (-0.004, 0.01, 0.01, "better, within the margin"),
+        (0.02, 0.01, 0.9, "worse"),
+        (-0.02, 0.01, 0.9, "better"),
+        (0.02, 0.5, 0.5, "undecided"),
+    ],
+)
+def test_a_schedule_is_answered_by_the_table_that_was_fixed_before(mean, p, p_equal, answer):
+    assert schedules.verdict(mean, p, p_equal) == answer

@@ -1,14 +1,17 @@
-"""The pictures of the site, drawn from plans: `python docs/tools/pictures.py` writes docs/images/*.svg."""
+"""The pictures of the site, drawn from plans and figures: `python docs/tools/pictures.py` writes docs/images/*.svg."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from maxbatch import BatchPlan, load_config
 
 IMAGES = Path(__file__).parents[1] / "images"
+SCHEDULES = Path(__file__).parents[2] / "benchmarks" / "schedules.json"  # written by `python -m benchmarks.schedules`
 LAYOUT = (("per_device_batch_size=3", "gradient_accumulation_steps=2"), 3)
 RAMP = (("batch_size_schedule=0:32 768:64 1536:96 2304:128", "steps=68"), 4)
 COLOURS = ("#3f51b5", "#00897b", "#ef6c00", "#8e24aa")
@@ -101,9 +104,53 @@ def ramp(plan: BatchPlan) -> str:
     return picture("The batch grows with samples_seen", bottom + 60, parts())
 
 
+def schedules(figures: dict[str, dict[str, Any]]) -> str:
+    """Draws the losses of each schedule less the constant batch's, against its updates."""
+    left, right, top, bottom, margin = 90, WIDTH - 24, 60, 330, 0.01
+    most = max(run["updates"] for run in figures.values())
+    compared = {arm: run["less_constant"] for arm, run in figures.items() if "less_constant" in run}
+    ends = [(one["mean"] - one["half_width"], one["mean"] + one["half_width"]) for one in compared.values()]
+    shown = [*sum(ends, ()), *(each for one in compared.values() for each in one["each"]), margin, -margin]
+    low, high = min(shown) - 0.002, max(shown) + 0.002
+
+    def across(updates: float) -> float:
+        return left + (right - left) * updates / most
+
+    def up(loss: float) -> float:
+        return bottom - (bottom - top) * (loss - low) / (high - low)
+
+    def line(x: float, y: float, to_x: float, to_y: float, fill: str, width: float) -> str:
+        ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+        return f'<line {ends} stroke="{fill}" stroke-width="{width}"/>'
+
+    def parts() -> Iterator[str]:
+        yield text(16, 30, "Held-out loss less the constant batch's, nats per byte", size=18, weight=600)
+        yield rectangle(left, up(margin), right - left, up(-margin) - up(margin), "#eceff1")
+        for loss in (margin, 0.0, -margin):
+            yield line(left, up(loss), right, up(loss), "#90a4ae", 2 if loss == 0 else 1)
+            yield text(left - 10, up(loss) + 5, f"{loss:+.2f}" if loss else "0", anchor="end")
+        for number, (arm, one) in enumerate(compared.items()):
+            x, colour = across(figures[arm]["updates"]) + 16 * (number - 1), COLOURS[number]
+            yield line(x, up(one["mean"] - one["half_width"]), x, up(one["mean"] + one["half_width"]), colour, 3)
+            yield line(x - 9, up(one["mean"]), x + 9, up(one["mean"]), colour, 3)
+            for each in one["each"]:
+                yield f'<circle cx="{x - 14:.1f}" cy="{up(each):.1f}" r="3.5" fill="{colour}" fill-opacity="0.6"/>'
+            yield text(x + 14, up(one["mean"]) - 8 - 14 * (number % 2), arm, fill=colour, weight=600)
+        for updates in range(0, most + 1, 1000):
+            yield text(across(updates), bottom + 20, f"{updates:,}", anchor="middle")
+        said = f"updates (the constant batch has {most:,}); points: seeds; lines: mean, 95% interval; grey: margin"
+        yield text((left + right) / 2, bottom + 44, said, anchor="middle", fill="#546e7a", size=13)
+
+    return picture("Loss of three schedules of the batch against a constant one", bottom + 60, parts())
+
+
 def pictures() -> dict[str, str]:
     """Returns the SVG of each file of docs/images/."""
-    return {"layout.svg": layout(plan_of(LAYOUT)), "ramp.svg": ramp(plan_of(RAMP))}
+    return {
+        "layout.svg": layout(plan_of(LAYOUT)),
+        "ramp.svg": ramp(plan_of(RAMP)),
+        "schedules.svg": schedules(json.loads(SCHEDULES.read_text(encoding="utf-8"))),
+    }
 
 
 if __name__ == "__main__":
