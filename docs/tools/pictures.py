@@ -130,7 +130,7 @@ def schedules(figures: dict[str, dict[str, Any]]) -> str:
             yield line(left, up(loss), right, up(loss), "#90a4ae", 2 if loss == 0 else 1)
             yield text(left - 10, up(loss) + 5, f"{loss:+.2f}" if loss else "0", anchor="end")
         for number, (arm, one) in enumerate(compared.items()):
-            x, colour = across(figures[arm]["updates"]) + 16 * (number - 1), COLOURS[number]
+            x, colour = across(figures[arm]["updates"]) + 22 * (number - 1), COLOURS[number]
             yield line(x, up(one["mean"] - one["half_width"]), x, up(one["mean"] + one["half_width"]), colour, 3)
             yield line(x - 9, up(one["mean"]), x + 9, up(one["mean"]), colour, 3)
             for each in one["each"]:
