@@ -130,12 +130,13 @@ def schedules(figures: dict[str, dict[str, Any]]) -> str:
             yield line(left, up(loss), right, up(loss), "#90a4ae", 2 if loss == 0 else 1)
             yield text(left - 10, up(loss) + 5, f"{loss:+.2f}" if loss else "0", anchor="end")
         for number, (arm, one) in enumerate(compared.items()):
-            x, colour = across(figures[arm]["updates"]) + 16 * (number - 1), COLOURS[number]
+            aside = 22 * (number // 2)  # of the last, which has as many updates as the second
+            x, colour = across(figures[arm]["updates"]) + aside, COLOURS[number]
             yield line(x, up(one["mean"] - one["half_width"]), x, up(one["mean"] + one["half_width"]), colour, 3)
             yield line(x - 9, up(one["mean"]), x + 9, up(one["mean"]), colour, 3)
             for each in one["each"]:
                 yield f'<circle cx="{x - 14:.1f}" cy="{up(each):.1f}" r="3.5" fill="{colour}" fill-opacity="0.6"/>'
-            yield text(x + 14, up(one["mean"]) - 8 - 14 * (number % 2), arm, fill=colour, weight=600)
+            yield text(x + 14, up(one["mean"]) + (20, 20, -8)[number], arm, fill=colour, weight=600)
         for updates in range(0, most + 1, 1000):
             yield text(across(updates), bottom + 20, f"{updates:,}", anchor="middle")
         said = f"updates (the constant batch has {most:,}); points: seeds; lines: mean, 95% interval; grey: margin"
