@@ -33,6 +33,9 @@ TINY_RUN = (
     "eval_interval=-1",
 )
 
+# Of a run that is compared with another and that none goes on from: no program of checksums, nothing written.
+UNSAVED = "enable_checkpointing=false"
+
 
 def tiny_config(*overrides: str) -> ConfigDict:
     return load_config(overrides=[*TINY_RUN, *overrides])

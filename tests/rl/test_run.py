@@ -12,17 +12,17 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.runs.devices import read_devices
-from tests.helpers.command import Hold, maxbatch, recorded, start
+from tests.helpers.command import Hold, recorded, start
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
 from tests.helpers.processes import wait_for
 from tests.helpers.slices import TWO_SLICES, pretend_slices
-from tests.helpers.tiny import assert_same_run, read_metrics
+from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One device, no chunks."""
-    return train(tmp_path_factory.mktemp("reference") / "run")
+    return train(tmp_path_factory.mktemp("reference") / "run", UNSAVED)
 
 
 def assert_same_updates(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -37,14 +37,13 @@ def assert_same_updates(records: list[dict[str, Any]], expected: list[dict[str, 
         (1, GROUP, ()),
         (2, 2 * GROUP, ()),
         (4, -1, ("rollout_tensor_parallelism=2",)),
-        (4, GROUP, ()),
         (4, GROUP, ("rollout_data_parallelism=1", "ici_data_parallelism=2")),
     ],
 )
 def test_chunks_and_devices_give_the_same_responses_and_losses(
     devices: int, micro_batch_size: int, sampling: tuple[str, ...], reference: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    records = train(tmp_path / "run", f"micro_batch_size={micro_batch_size}", *sampling, devices=devices)
+    records = train(tmp_path / "run", f"micro_batch_size={micro_batch_size}", *sampling, UNSAVED, devices=devices)
     assert_same_updates(records, reference)
 
 
@@ -53,7 +52,7 @@ def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> N
     """Prompts and responses count, the rows that fill the last chunk do not; the bias takes one step an update."""
     keys = (
         "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=24",
-        "routed_bias=true", "routed_bias_update_rate=0.01", "steps=null", "train_samples=11",
+        "routed_bias=true", "routed_bias_update_rate=0.01", "steps=null", "train_samples=11", UNSAVED,
     )  # fmt: skip
     whole = train(tmp_path / "whole", *keys)
     axes = ("ici_expert_parallelism=2", "rollout_tensor_parallelism=2")
@@ -69,6 +68,7 @@ def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str,
         "sampler_devices_fraction=0.5",
         "micro_batch_size=8",
         "rollout_tensor_parallelism=2",
+        UNSAVED,
     )
     records = train(tmp_path / "run", *apart, devices=4)
     assert_same_updates(records, reference)
@@ -80,25 +80,25 @@ def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str,
 def test_chunks_of_sampling_and_of_training_need_not_be_the_same(
     reference: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    records = train(tmp_path / "run", "train_micro_batch_size=4", "rollout_micro_batch_size=2")
+    records = train(tmp_path / "run", "train_micro_batch_size=4", "rollout_micro_batch_size=2", UNSAVED)
     assert_same_updates(records, reference)
 
 
 def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_slices(monkeypatch, 4)
-    records = train(tmp_path / "run", *TWO_SLICES, "steps=1", devices=8)
+    records = train(tmp_path / "run", *TWO_SLICES, "steps=1", UNSAVED, devices=8)
     assert records[0]["samples_seen"] == 8
 
 
 def test_a_length_in_prompts_is_met_exactly(tmp_path: Path) -> None:
-    records = train(tmp_path / "run", "steps=null", "train_samples=11", "micro_batch_size=8")
+    records = train(tmp_path / "run", "steps=null", "train_samples=11", "micro_batch_size=8", UNSAVED)
     assert [record["samples_seen"] for record in records] == [8, 11]
     assert [record["global_batch_size"] for record in records] == [8 * GROUP, 3 * GROUP]
 
 
 def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_nothing(tmp_path: Path) -> None:
     keys = ("num_iterations=2", "grpo_beta=0.1", "micro_batch_size=16", "learning_rate_schedule=constant")
-    whole = train(tmp_path / "whole", *keys, "steps=6")
+    whole = train(tmp_path / "whole", *keys, "steps=6", UNSAVED)
     train(tmp_path / "parts", *keys, "steps=2")
     parts = train(tmp_path / "parts", *keys, "steps=6")
     assert [record["samples_seen"] for record in whole] == [0, 8, 8, 16, 16, 24]
@@ -108,27 +108,28 @@ def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_noth
 
 
 @pytest.mark.slow
-def test_a_run_killed_with_9_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    keys = (RL, *KEYS, reward_file(tmp_path), "steps=8", "checkpoint_period=2", "micro_batch_size=16")
-    killed = start("rl", *keys, f"run_dir={tmp_path}/killed", **Hold(3, tmp_path).variables)
-    wait_for(lambda: recorded(tmp_path / "killed") >= 3, killed)
+def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_as_if_neither_had_been(
+    reference: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir, hold = tmp_path / "run", Hold(1, tmp_path)
+    keys = (RL, *KEYS, reward_file(tmp_path), "checkpoint_period=2", "micro_batch_size=16", f"run_dir={run_dir}")
+    stopped = start("rl", *keys, **hold.variables)
+    wait_for(lambda: recorded(run_dir) >= 1, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    hold.release()
+    stopped.communicate(timeout=300)
+    assert stopped.returncode == 75
+    assert saved_steps(run_dir) == [read_metrics(run_dir)[-1]["step"]] == [1]
+    killed = start("rl", *keys, **Hold(2, tmp_path).variables)
+    wait_for(lambda: recorded(run_dir) >= 2, killed)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert maxbatch("rl", *keys, f"run_dir={tmp_path}/killed").returncode == 0
-    whole = train(tmp_path / "whole", "steps=8", "micro_batch_size=16")
-    assert_same_updates(read_metrics(tmp_path / "killed"), whole)
+    assert saved_steps(run_dir) == [1], "the second update is recorded and not saved"
+    assert_same_updates(train(run_dir, "checkpoint_period=2"), reference)
 
 
-@pytest.mark.slow
-def test_asked_to_stop_it_saves_and_exits_with_75(tmp_path: Path) -> None:
-    keys = (RL, *KEYS, reward_file(tmp_path), "steps=1000", f"run_dir={tmp_path}/run")
-    process = start("rl", *keys)
-    wait_for(lambda: recorded(tmp_path / "run") >= 2, process)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=300)
-    assert process.returncode == 75
-    saved = max(int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdigit())
-    assert saved == read_metrics(tmp_path / "run")[-1]["step"]
+def saved_steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> N
 
 
 def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:
-    keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1")
+    keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1", UNSAVED)
     found = {chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)}
     for name in ("eval_greedy_pass_at_1", "first_eval_pass_at_1", "eval_pass_at_2"):
         assert found[-1][name] == pytest.approx(found[GROUP][name], abs=1e-9)
@@ -163,10 +164,10 @@ def test_a_warm_start_that_has_no_documents_is_refused(tmp_path: Path, capsys: p
 def test_rewards_have_weights_and_names_and_may_fail(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def bad(prompt, response, record):\n    raise ValueError('no')\n")
     path = reward_file(tmp_path).removeprefix("reward=").removesuffix(":digits")
-    keys = (f"reward={path}:digits,2;{path}:is_long,1", "steps=1")
+    keys = (f"reward={path}:digits,2;{path}:is_long,1", "steps=1", UNSAVED)
     (record,) = train(tmp_path / "two", *keys)
     assert record["reward"] == pytest.approx(2 * record["reward/digits"] + record["reward/is_long"], rel=1e-5)
-    (record,) = train(tmp_path / "failing", f"reward={tmp_path}/bad.py:bad", "steps=1")
+    (record,) = train(tmp_path / "failing", f"reward={tmp_path}/bad.py:bad", "steps=1", UNSAVED)
     assert record["rewards_failed"] == 8 * GROUP and record["reward"] == 0 and record["groups_without_signal"] == 1
 
 

@@ -23,11 +23,11 @@ HALF_LIFE = 700
 BATCHES = (8, 8, 16, 16)
 
 
-def run(folder: Path, steps: int, devices: int, rows: int) -> Path:
+def run(folder: Path, steps: int, devices: int, rows: int, *overrides: str) -> Path:
     config = tiny_config(
         f"parameter_average_half_life={HALF_LIFE}t", "batch_size_schedule=0:8 16:16", f"per_device_batch_size={rows}",
         f"steps={steps}", "checkpoint_period=1", "max_num_checkpoints_to_keep=null", f"run_dir={folder}",
-        "learning_rate_schedule=constant", "warmup_steps_fraction=0", "eval_interval=4", "eval_fraction=0.1",
+        "learning_rate_schedule=constant", "warmup_steps_fraction=0", "eval_fraction=0.1", *overrides,
     )  # fmt: skip
     train(config, jax.devices()[:devices])
     return folder
@@ -35,7 +35,7 @@ def run(folder: Path, steps: int, devices: int, rows: int) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("whole"), 4, 1, 16)
+    return run(tmp_path_factory.mktemp("whole"), 4, 1, 16, "eval_interval=4")
 
 
 def leaves(folder: Path, step: int, averaged: bool = False) -> list[np.ndarray]:

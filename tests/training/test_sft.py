@@ -21,7 +21,7 @@ from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, chat_overrides, some_talks
 from tests.helpers.command import Hold, environment
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import TINY_MODEL, read_metrics
+from tests.helpers.tiny import TINY_MODEL, UNSAVED, read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def packing(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def whole(folder: Path, packing: str) -> list[dict[str, Any]]:
     """The metrics of a run of one device that takes each batch in one pass."""
-    return run(folder, f"whole-{packing}", 1, packing, "steps=24", "per_device_batch_size=8")
+    return run(folder, f"whole-{packing}", 1, packing, "steps=24", "per_device_batch_size=8", UNSAVED)
 
 
 def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None:
@@ -77,7 +77,7 @@ def test_the_update_does_not_depend_on_the_cut_of_its_rows(
     folder: Path, packing: str, whole: list[dict[str, Any]], devices: int, rows: int, mesh: tuple[str, ...]
 ) -> None:
     cut = f"cut-{packing}-{devices}-{len(mesh)}-{rows}"
-    same(run(folder, cut, devices, packing, "steps=6", f"per_device_batch_size={rows}", *mesh), whole[:6])
+    same(run(folder, cut, devices, packing, "steps=6", f"per_device_batch_size={rows}", *mesh, UNSAVED), whole[:6])
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
@@ -97,7 +97,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 def test_the_loss_of_an_update_is_the_mean_over_its_trained_tokens(folder: Path) -> None:
     config = chat_config(folder, None, *RUN)
-    metrics = run(folder, "one", 1, "steps=1", "per_device_batch_size=2")
+    metrics = run(folder, "one", 1, "steps=1", "per_device_batch_size=2", UNSAVED)
     rows = open_stream(config).read(0, 8)
     decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=jax.random.key(config.init_weights_seed)))
     hidden = jax.jit(lambda tokens, segments: decoder.hidden(tokens, segments))(rows["tokens"], rows["segments"])

@@ -20,7 +20,7 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.hashing import limb_sums, row_hashes, to_hex
-from maxbatch.training.update.state import abstract_model, abstract_state, init_state
+from maxbatch.training.update.state import abstract_model, abstract_state, init_opt_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import LENGTH, bytes_of, some_rows, tiny_config
@@ -37,16 +37,30 @@ def _program(num_devices: int, overrides: tuple[str, ...]) -> tuple[Any, Any, An
     return config, mesh, abstract, make_train_step(UpdateConfig.of(config), mesh, abstract)
 
 
+OF_THE_PROGRAM = ("ici_", "num_pipeline_", "remat_policy=", "scan_layers=", *REMAT_TENSORS)
+OF_THE_OPTIMIZER = ("opt_type=", "adam_", "gradient_clipping_threshold=", "parameter_average_half_life=")
+
+
+def _without(overrides: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(word for word in overrides if not word.startswith(names))
+
+
+@cache
+def _parameters(overrides: tuple[str, ...]) -> Any:
+    config, _, abstract, _ = _program(1, overrides)
+    return init_state(UpdateConfig.of(config), abstract).params
+
+
 @cache
 def _initial(overrides: tuple[str, ...]) -> Any:
     config, _, abstract, _ = _program(1, overrides)
-    return jax.device_get(init_state(UpdateConfig.of(config), abstract))
+    params = _parameters(_without(overrides, OF_THE_OPTIMIZER))
+    return jax.device_get(init_opt_state(UpdateConfig.of(config), abstract, params))
 
 
 def initial_state(overrides: tuple[str, ...], abstract: Any) -> Any:
     """The initial values, made once on one device for all meshes (they do not depend on it: a test of its own)."""
-    of_the_program = ("ici_", "num_pipeline_", "remat_policy=", *REMAT_TENSORS)
-    state = _initial(tuple(word for word in overrides if not word.startswith(of_the_program)))
+    state = _initial(_without(overrides, OF_THE_PROGRAM))
     placed = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), state, abstract)
     return jax.block_until_ready(placed)
 
@@ -96,11 +110,8 @@ def one_device_one_pass() -> tuple[Any, list[StepMetrics]]:
     [
         (1, 1, 16, ()),
         (1, 4, 7, ()),  # room for more micro-batches than there are
-        (4, 8, 2, ()),
         (2, 2, 8, ("ici_data_parallelism=2",)),
-        (8, 8, 2, ("ici_data_parallelism=4",)),
         (8, 4, 4, ("ici_data_parallelism=2", "ici_tensor_parallelism=2")),
-        (4, 2, 8, ("ici_tensor_parallelism=2",)),
         (4, 4, 4, ("ici_context_parallelism=2",)),
         (3, 6, 3, ()),  # a last micro-batch that is partly padding; widths that 3 devices do not divide
         (1, 16, 1, ("scan_layers=true", "remat_policy=full")),
@@ -127,7 +138,7 @@ def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -
         weights = rows["weights"][:, 1:]
         return (losses * weights).sum() / weights.sum()
 
-    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(init_state(UpdateConfig.of(config), abstract).params)
+    loss, gradient = jax.jit(jax.value_and_grad(mean_loss))(initial_state((), abstract).params)
     _, (metrics,) = run_steps([rows], 1, ROWS)
     np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(metrics.grad_norm, optax.tree.norm(gradient), rtol=1e-5)
@@ -191,11 +202,9 @@ def test_a_non_finite_update_is_skipped_whole_and_does_not_outlive_its_step() ->
 def test_an_update_whose_new_state_is_not_finite_is_skipped_whole(
     overrides: tuple[str, ...], learning_rate: float
 ) -> None:
-    config, _, abstract, _ = _program(1, overrides)
-    before = jax.device_get(init_state(UpdateConfig.of(config), abstract))
     state, (metrics,) = run_steps([some_rows(ROWS)], ROWS, 1, 1, overrides, learning_rate)
     assert metrics.skipped and np.isfinite(metrics.grad_norm)
-    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(_initial(overrides)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -211,7 +220,7 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
     row = some_rows(1)
     copies = {name: np.repeat(array, 600, axis=0) for name, array in row.items()}
     overrides = ("weight_dtype=bfloat16",)
-    _, (one,) = run_steps([row], 1, 1, overrides=overrides)
+    _, (one,) = run_steps([row], 1, 600, overrides=overrides)  # a sum of one: the program has room for 600
     _, (many,) = run_steps([copies], 1, 600, overrides=overrides)
     np.testing.assert_allclose(many.grad_norm, one.grad_norm, rtol=1e-3)
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
@@ -219,13 +228,9 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
 
 def test_the_gradient_is_clipped_once_by_its_global_norm() -> None:
     """The norm that is reported is the one before clipping; sgd shows the clipped length."""
-    sgd = ("opt_type=sgd", "adam_b1=0", "adam_weight_decay=0")
-    config, _, abstract, _ = _program(1, (*sgd, "gradient_clipping_threshold=0.01"))
-    before = jax.device_get(init_state(UpdateConfig.of(config), abstract).params)
-    state, (metrics,) = run_steps(
-        [some_rows(ROWS)], 4, 4, overrides=(*sgd, "gradient_clipping_threshold=0.01"), learning_rate=1.0
-    )
-    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.params, before))
+    sgd = ("opt_type=sgd", "adam_b1=0", "adam_weight_decay=0", "gradient_clipping_threshold=0.01")
+    state, (metrics,) = run_steps([some_rows(ROWS)], 4, 4, overrides=sgd, learning_rate=1.0)
+    moved = optax.tree.norm(jax.tree.map(lambda a, b: a - b, state.params, _initial(sgd).params))
     assert metrics.grad_norm > 0.1
     np.testing.assert_allclose(moved, 0.01, rtol=1e-3)
 
@@ -292,7 +297,7 @@ def test_strict_types() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("opt_type", ["adamw", "lion", "adafactor", "muon", "sgd"])
+@pytest.mark.parametrize("opt_type", ["lion", "adafactor", "muon", "sgd"])  # adamw is that of the tests above
 def test_every_optimizer_trains_sharded_and_cut(opt_type: str) -> None:
     batches, optimizer = [some_rows(ROWS)] * 4, (f"opt_type={opt_type}", "adam_weight_decay=0")
     _, one = run_steps(batches, ROWS, 1, overrides=optimizer)
