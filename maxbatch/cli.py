@@ -20,7 +20,7 @@ from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
 from maxbatch.system.command_start import mark_start
-from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, report
+from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
 
@@ -58,6 +58,8 @@ def _run(argv: Sequence[str]) -> int:
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:
         return report(error)
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:  # a path in a folder that is closed, say
+            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"))
         is_read_enough = isinstance(error, BrokenPipeError)
         if not is_read_enough and not is_disk_full(error):
             raise

@@ -39,7 +39,7 @@ class RunFolder:
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
         self.path: AnyPath = as_path(run_dir)
-        self._is_new = isinstance(self.path, Path) and not self.path.exists()
+        self._is_new = False
         self._hold = self._taken(run_dir) if writes else None
 
     def check(self) -> None:
@@ -50,6 +50,7 @@ class RunFolder:
     def _taken(self, run_dir: str) -> Hold:
         named = f"run_dir={run_dir}"
         with writing(named, "give another folder"):
+            self._is_new = isinstance(self.path, Path) and not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_kinds(run_dir)
             probe(self.path)

@@ -28,23 +28,30 @@ def test_a_disk_that_fills_up_at_any_moment_ends_the_run_in_one_line(tmp_path: P
 
 
 @pytest.mark.processes
-def test_a_run_dir_that_an_ordinary_user_may_not_write_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_a_path_that_an_ordinary_user_may_not_use_is_one_line_and_exit_2(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     forbidden = tmp_path / "forbidden"
     forbidden.mkdir(mode=0o755)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in (tmp_path, *tmp_path.parents[:3]):
         parent.chmod(parent.stat().st_mode | 0o055)
     drops = (
         "import os, sys; from maxbatch.cli import main; import maxbatch.training.pretraining;"
         f"os.setgroups([]); os.setgid({ORDINARY_USER}); os.setuid({ORDINARY_USER}); sys.exit(main())"
     )
-    for run_dir in (forbidden, forbidden / "run"):
-        command = ["train", *KEYS, "per_device_batch_size=1", f"run_dir={run_dir}", "compilation_cache_dir="]
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    train = ["train", *KEYS, "per_device_batch_size=1", "compilation_cache_dir="]
+    for command, said in (
+        ([*train, f"run_dir={forbidden}"], "cannot be written (Permission denied)"),
+        ([*train, f"run_dir={forbidden / 'run'}"], "cannot be written (Permission denied)"),
+        ([*train, f"run_dir={closed / 'run'}"], "cannot be written (Permission denied)"),
+        (["generate", str(closed / "run")], "cannot be opened (Permission denied)"),
+    ):
         ended = subprocess.run(
             [sys.executable, "-c", drops, *command],
             env=environment(), capture_output=True, text=True, timeout=200, cwd="/",
         )  # fmt: skip
         assert ended.returncode == 2, ended.stderr
-        assert len(ended.stderr.splitlines()) == 1 and "cannot be written (Permission denied)" in ended.stderr
+        assert len(ended.stderr.splitlines()) == 1 and said in ended.stderr
     assert list(forbidden.iterdir()) == []
