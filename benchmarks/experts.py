@@ -24,6 +24,8 @@ from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
 
 DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
+# Of two sides whose first update is equal to the bit: after it rounding tips tokens between experts of equal score.
+_LATER_UPDATES = 1e-3
 _PER_TOKEN, _BALANCE = 2, 0.01
 _EXPERTS = (
     "decoder_block=mixtral",
@@ -41,7 +43,7 @@ def measure(quick: bool) -> list[Measurement]:
     dense = _Side(rows, *model, f"base_mlp_dim={width}")
     experts = _Side(rows, *model, *_EXPERTS, f"base_moe_mlp_dim={width // 2}")
     by_hand = experts.by_hand()
-    check_equal(by_hand, experts)
+    check_equal(by_hand, experts, later=_LATER_UPDATES)
     dense()
     seconds = seconds_in_turns({"dense": dense, "experts": experts, "by hand": by_hand}, turns)
     title = f"tokens/s, 8 experts of which {_PER_TOKEN} active / "
