@@ -707,7 +707,8 @@ class RematConfig(Section):
         "custom: the experts' projection beside the gate: remat | device | offload", fixes=_PROGRAM
     )
     moe_mlpwo: Literal["remat", "device", "offload"] = key(
-        "custom: the experts' last projection, which no backward pass needs: remat | device | offload", fixes=_PROGRAM
+        "custom: the experts' last projection (no backward pass needs it but a CPU's): remat | device | offload",
+        fixes=_PROGRAM,
     )
 
 
