@@ -7,12 +7,12 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 from maxbatch.commands.arguments import check_at_most, count, local_path, note
-from maxbatch.commands.import_config import maxtext, megatron, reading, shell, trainers, trl, verl
+from maxbatch.commands.import_config import axolotl, deepspeed, hf, maxtext, megatron, reading, shell, trl, verl
 from maxbatch.commands.import_config.translation import (
     BESIDE,
     IGNORED,
@@ -42,24 +42,21 @@ from maxbatch.system.folding import folded, folded_rows, printable, terminal_wid
 _WIDEST = 44  # columns of a word or a value
 
 
-class _Format(NamedTuple):
-    framework: str
-    defaults: Mapping[str, str]
-    translate: Callable[[Translation], None]
-    equation: Callable[[Translation], tuple[str, str]]
+class _Format(Protocol):
+    """The module of a format."""
+
+    DEFAULTS: dict[str, str]
+
+    def translate(self, t: Translation, /) -> None:
+        """Takes the words of a config."""
+
+    def equation(self, t: Translation, /) -> tuple[str, str]:
+        """Returns the batch as an equation in their words and in ours."""
 
 
-FORMATS = {
-    "maxtext": _Format("maxtext", maxtext.DEFAULTS, maxtext.translate, maxtext.equation),
-    "hf": _Format("hf", trainers.HF_DEFAULTS, trainers.hf, lambda t: trainers.per_device_equation(
-        t, "per_device_train_batch_size", "gradient_accumulation_steps")),
-    "deepspeed": _Format("deepspeed", trainers.DEEPSPEED_DEFAULTS, trainers.deepspeed, lambda t:
-        trainers.per_device_equation(t, "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
-    "axolotl": _Format("axolotl", trainers.AXOLOTL_DEFAULTS, trainers.axolotl, lambda t:
-        trainers.per_device_equation(t, "micro_batch_size", "gradient_accumulation_steps")),
-    "megatron": _Format("megatron", megatron.DEFAULTS, megatron.translate, megatron.equation),
-    "trl": _Format("trl", trl.DEFAULTS, trl.translate, trl.equation),
-    "verl": _Format("verl", verl.DEFAULTS, verl.translate, verl.equation),
+FORMATS: Mapping[str, _Format] = {
+    "maxtext": maxtext, "hf": hf, "deepspeed": deepspeed, "axolotl": axolotl, "megatron": megatron, "trl": trl,
+    "verl": verl,
 }  # fmt: skip
 
 
@@ -129,7 +126,7 @@ def translated(
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
-    translation = Translation(words, form.defaults, name, devices)
+    translation = Translation(words, form.DEFAULTS, name, devices)
     form.translate(translation)
     translation.finish()
     return translation, notes
@@ -172,7 +169,7 @@ _SIGNS = {
 def _is_known(word: str, name: str) -> bool:
     """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
     names = (name, BESIDE.get(name, name))
-    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
+    return word in FORMATS[name].DEFAULTS or _is_ours(word, name) or any(look_up(word, each) for each in names)
 
 
 def _is_ours(word: str, name: str) -> bool:

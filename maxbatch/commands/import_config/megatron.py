@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from maxbatch.commands.import_config.trainers import betas, optimizer, precision, seeds
+from maxbatch.commands.import_config.trainer_words import betas, optimizer, precision, seeds
 from maxbatch.commands.import_config.translation import Translation, states_training
 from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal

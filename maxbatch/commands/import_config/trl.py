@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from maxbatch.commands.import_config import trainers
+from maxbatch.commands.import_config import hf
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.prompts import (
     PROMPTS,
@@ -21,7 +21,7 @@ from maxbatch.commands.import_config.prompts import (
 )
 from maxbatch.commands.import_config.translation import Translation
 
-DEFAULTS = trainers.HF_DEFAULTS | {
+DEFAULTS = hf.DEFAULTS | {
     "learning_rate": "1e-6", "bf16": "true", "logging_steps": "10",
     "num_generations": "8", "num_iterations": "1", "max_completion_length": "512", "temperature": "1.0",
     "top_k": "0", "top_p": "1.0", "beta": "0.0", "epsilon": "0.2", "loss_type": "dapo",
@@ -53,13 +53,13 @@ def is_of_responses(words: Container[str]) -> bool:
 
 def translate(t: Translation) -> None:
     """Takes the words of GRPOConfig, and the others as those of TrainingArguments."""
-    trainers.old_words(t)
+    hf.old_words(t)
     updates = _batch(t)
     _lengths(t)
     _objective(t)
     _data(t)
     t.settings["remat_policy"] = "full"  # its default
-    trainers.arguments(t)
+    hf.arguments(t)
     without_balance(t)
     steps = t.settings.get("steps", "")
     if updates > 1 and steps.isdigit() and int(steps) % updates:

@@ -19,7 +19,7 @@ from maxbatch.commands.import_config.prompts import (
     without_balance,
 )
 from maxbatch.commands.import_config.steps import take_parameters
-from maxbatch.commands.import_config.trainers import betas, optimizer
+from maxbatch.commands.import_config.trainer_words import betas, optimizer
 from maxbatch.commands.import_config.translation import Translation
 
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))

@@ -1,0 +1,208 @@
+"""Words that several trainers share: batch per device, length, rates, optimizer, precision, LoRA, times to save."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+from maxbatch.commands.import_config.translation import Translation
+
+_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "onebitadam": "",
+               "lion": "lion", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon"}  # fmt: skip
+_TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate",
+            "up_proj": "up", "down_proj": "down"}  # fmt: skip
+
+
+def batch_per_device(t: Translation, word: str, differs: str = "") -> None:
+    t.map(word, f"rows of a device in one pass{differs}", per_device_batch_size=t.text(word))
+    if t.text("gradient_accumulation_steps"):
+        t.map("gradient_accumulation_steps", gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
+
+
+def length(t: Translation, steps: str, epochs: str) -> float | None:
+    """Takes the length of the run; returns its updates, if they are stated."""
+    number = t.number(steps)
+    if number is not None and number > 0:
+        t.map(steps, steps=t.text(steps))
+        if epochs in t:
+            t.ignore(epochs, f"{steps} says the length")
+        else:
+            t.drop(epochs)
+        return number
+    if steps in t:
+        t.ignore(steps, "the epochs say the length")
+    t.map(epochs, num_epochs=t.text(epochs))
+    return None
+
+
+def rates(t: Translation, word: str, steps: float | None, whole: Callable[[float], int]) -> None:
+    """Takes the schedule of the learning rate and its warmup, whose share of the steps `whole` rounds there."""
+    kind = t.text(word).lower()
+    warmup = _warmup(t, steps, whole)
+    schedule = {
+        "linear": {"learning_rate_schedule": "wsd", "learning_rate_final_fraction": "0",
+                   "wsd_decay_steps_fraction": f"{1 - warmup:.12g}"},
+        "cosine": {"learning_rate_schedule": "cosine", "learning_rate_final_fraction": "0"},
+        "constant": {"learning_rate_schedule": "constant", "warmup_steps_fraction": "0"},
+        "constant_with_warmup": {"learning_rate_schedule": "constant"},
+    }.get(kind)  # fmt: skip
+    if schedule is None:
+        t.refuse(word, "linear, cosine, constant or constant_with_warmup")
+    else:
+        t.map(word, "after the warmup, to the end of the run", **schedule)
+    ratio = t.number("cosine_min_lr_ratio")
+    if "cosine_min_lr_ratio" in t and ratio is not None and kind == "cosine":
+        t.map("cosine_min_lr_ratio", learning_rate_final_fraction=t.text("cosine_min_lr_ratio"))
+
+
+def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) -> float:
+    """Takes the warmup; returns it as a share of the run."""
+    updates, ratio = t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
+    if updates >= 1:
+        if steps is None:
+            t.refuse("warmup_steps", "a share of the run: state warmup_ratio, or max_steps beside it")
+            return 0.0
+        share = min(1.0, updates / steps)
+        t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
+        if "warmup_ratio" in t:
+            t.ignore("warmup_ratio", "warmup_steps says it")
+        else:
+            t.drop("warmup_ratio")
+        return share
+    share, why = min(1.0, updates or ratio), ""
+    if share and steps:
+        share = min(1.0, whole(share * steps) / steps)
+        why = f"rounded {'up' if whole is math.ceil else 'down'} to whole steps, as there"
+    elif share:
+        why = f"there rounded {'up' if whole is math.ceil else 'down'} to whole steps; max_steps would fix it here"
+    source = "warmup_ratio" if ratio and not updates else "warmup_steps"
+    for word in ("warmup_steps", "warmup_ratio"):
+        if word in t or word == source:
+            t.map(word, why, warmup_steps_fraction=f"{share:.12g}")
+        else:
+            t.drop(word)
+    return share
+
+
+def optimizer(t: Translation, word: str) -> None:
+    """Takes the name of an optimizer: adamw_torch_fused and its like are adamw."""
+    name = t.text(word).lower()
+    if not name:
+        return
+    ours = next((_OPTIMIZERS[known] for known in sorted(_OPTIMIZERS, key=len, reverse=True)
+                 if re.match(rf"(distributed_?)?(fused_?)?{known}(_|$|8bit)", name)), "")  # fmt: skip
+    if not ours or "8bit" in name:
+        t.refuse(word, "adamw, lion, adafactor, muon or sgd, with moments of the parameters' dtype")
+        return
+    t.map(word, opt_type=ours)
+
+
+def betas(t: Translation, word: str) -> None:
+    """Takes a pair of decays."""
+    pair = t.items(word)
+    if len(pair) == 2:
+        t.map(word, adam_b1=pair[0], adam_b2=pair[1])
+    elif word in t:
+        t.refuse(word, "two numbers")
+
+
+def seeds(t: Translation, word: str, of_data: str) -> None:
+    """Takes the seeds of the parameters and of the data's order."""
+    seed = t.text(word)
+    data = t.text(of_data) if of_data and of_data in t else seed
+    t.map(word, init_weights_seed=seed, data_shuffle_seed=data)
+
+
+def precision(t: Translation) -> None:
+    """Takes bf16 and fp16: float32 parameters, computed in bfloat16."""
+    asked = False
+    for word, why in (("bf16", ""), ("fp16", "bfloat16 needs no loss scale")):
+        if t.is_true(word) or (word in t and t.text(word) in ("auto", "full")):
+            t.map(word, why, dtype="bfloat16", weight_dtype="float32")
+            asked = True
+        elif word in t:
+            t.ignore(word, "false says nothing")
+    if not asked:
+        t.settings |= {"dtype": "float32", "weight_dtype": "float32"}
+    if "gradient_checkpointing" in t:
+        policy = "none" if t.text("gradient_checkpointing").lower() == "false" else "full"
+        t.map("gradient_checkpointing", remat_policy=policy)
+
+
+def when(t: Translation) -> None:
+    """Takes when it evaluates and saves, which change nothing that is trained."""
+    every = {word: t.text(word) for word in ("eval_steps", "save_steps", "logging_steps")}
+    evaluates, saves = t.text("eval_strategy"), t.text("save_strategy")
+    for word, ours in (("save_steps", "checkpoint_period"), ("logging_steps", "log_period")):
+        number = t.number(word)
+        if number is not None and number >= 1:
+            t.map(word, **{ours: str(int(number))})
+        elif every[word]:
+            t.ignore(word, "a share of the run; it changes nothing that is trained")
+    if saves == "no":
+        t.map("save_strategy", enable_checkpointing="false")
+    elif "save_strategy" in t:
+        t.ignore("save_strategy", "checkpoint_period says when")
+    period = t.number("eval_steps") or t.number("logging_steps")
+    if evaluates == "steps" or (not evaluates and "eval_steps" in t):
+        t.map("eval_strategy" if evaluates else "eval_steps", eval_interval=str(max(1, int(period or 1))))
+    elif evaluates:
+        t.map("eval_strategy", "" if evaluates == "no" else "eval_interval says when", eval_interval="-1")
+    if "eval_steps" in t and t.is_left("eval_steps"):
+        t.ignore("eval_steps", "eval_interval says when")
+    for word in ("evals_per_epoch", "saves_per_epoch"):
+        if word in t:
+            t.ignore(word, "eval_interval and checkpoint_period count updates; it changes nothing that is trained")
+    if "eval_batch_size" in t:
+        t.map("eval_batch_size", eval_per_device_batch_size=t.text("eval_batch_size"))
+    if "resume_from_checkpoint" in t:
+        t.ignore("resume_from_checkpoint", "a checkpoint in run_dir is resumed by itself")
+
+
+def adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, str]) -> None:
+    """Takes LoRA, as `switch` turns it on; `defaults` are those of its words."""
+    if not is_on:
+        for word in t.left():
+            if word.startswith("lora_") and (switch == "adapter" or switch in t or word not in t):
+                t.ignore(word, f"{switch} is not on")
+            elif word.startswith("lora_"):
+                t.refuse(word, f"{switch}=true beside it", is_essential=True)
+        return
+    t.assume(defaults)
+    t.map(switch, lora_rank=t.text("lora_r"))
+    t.map("lora_r", lora_rank=t.text("lora_r"))
+    if t.text("lora_alpha"):
+        t.map("lora_alpha", lora_alpha=t.text("lora_alpha"))
+    names = t.items("lora_target_modules")
+    t.settings["lora_targets"] = "query,value"  # PEFT's where no module is stated
+    if t.is_true("lora_target_linear") or names == ["all-linear"]:
+        for word in ("lora_target_linear", "lora_target_modules"):
+            if word in t:
+                t.map(word, lora_targets="all")
+    elif not set(names) <= set(_TARGETS):
+        t.refuse("lora_target_modules", f"a list of {', '.join(_TARGETS)}", is_essential=True)
+    elif names:
+        targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
+        t.map("lora_target_modules", lora_targets=targets)
+    if (t.number("lora_dropout") or 0) > 0:
+        t.refuse("lora_dropout", "0: there is no dropout")
+    for word in t.left():
+        if word.startswith("lora_") and (word.endswith("_kernel") or word == "lora_fan_in_fan_out"):
+            t.ignore(word, "how the same is computed")
+        elif word.startswith("lora_") and t.text(word).lower() in ("", "null", "false", "0", "0.0", "[]"):
+            t.ignore(word, f"{t.text(word) or 'empty'} says nothing")
+        elif word.startswith("lora_"):
+            t.refuse(word, "adapters that are new, and that alone are trained", is_essential=True)
+
+
+def per_device_equation(t: Translation, p: str, g: str) -> tuple[str, str]:
+    """Returns the batch as an equation in their words and in ours."""
+    rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
+    batch = t.settings.get("global_batch_size")
+    if batch:
+        there = f"train_batch_size {batch} = {p} x {g} x GPUs"
+        here = f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
+        return there, here
+    there = f"{p} {rows} x {g} {steps} x GPUs"
+    return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
