@@ -1,23 +1,33 @@
-"""(q) What sampling ahead (`off_policy_steps`) is worth: a modelled schedule.
+"""(q) What sampling ahead (`off_policy_steps`) is worth: a modelled schedule, and two simulated meshes.
 
 The model has two meshes, each with its own devices. All responses of a batch are drawn at once, so sampling takes as
 long as its longest response; lengths are log-normal (sigma 1) and end at a limit of 8 or 16 times their median. A batch
 is trained on in the time that sampling takes on average, since its rows have a fixed length. Moving the weights takes
 2% of that, and both meshes wait for it. No chunks overlap within a batch.
+
+Measured is `maxbatch rl` on two meshes of one simulated device, each of which computes with one thread, so that on two
+cores both can work at a time. The batch takes about as long to sample as to train on. The model has learned nothing, so
+every batch has a response that reaches the limit: this shows the schedule at work, and no long tail.
 """
 
 from __future__ import annotations
 
+import statistics
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from benchmarks.measurement import Measurement, ratio
+from benchmarks.two_meshes import records_of_run
 
 BAR = 0.55
 BATCHES, RESPONSES = 20, 256
 RESHARDING = 0.02  # of the time of a batch's training
 _STEPS = (0, 1, 2)
+_RUN = ("batch_size=2", "grpo_beta=0", "max_target_length=128", "micro_batch_size=-1")
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for each device
 
 
 def seconds_until_trained(
@@ -46,7 +56,7 @@ def modelled(limit: float, turns: int) -> dict[int, list[float]]:
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """The modelled times with s = 1 and 2 over that with s = 0, and the measured ones."""
+    """The modelled times with s = 1 and 2 over that with s = 0, and the measured one with s = 1."""
     found = []
     for limit in (8, 16):
         times = modelled(limit, 10 if quick else 1000)
@@ -59,4 +69,27 @@ def measure(quick: bool) -> list[Measurement]:
             )
             for s in _STEPS[1:]
         ]
-    return found
+    return found + measured(quick)
+
+
+def measured(quick: bool) -> list[Measurement]:
+    """The time of an update with s = 1 over that with s = 0, and how long both meshes have work, from runs in turns."""
+    times: dict[int, list[float]] = {0: [], 1: []}
+    both: dict[int, list[float]] = {0: [], 1: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(1 if quick else 5):
+            for s in times:
+                run_dir, arguments = Path(folder) / f"ahead-{s}-{turn}", (*_RUN, f"off_policy_steps={s}")
+                steps = 4 if quick else BATCHES + 2
+                records = records_of_run(run_dir, arguments, steps, num_devices=2, XLA_FLAGS=_ONE_THREAD)
+                times[s].append(statistics.median(r["step_time_s"] for r in records))
+                both[s].append(statistics.median(r["busy_fraction/both"] for r in records))
+    return [
+        ratio("measured, update with s=1 / s=0", times[1], times[0]),
+        *(
+            Measurement(
+                f"share of an update in which both meshes have work, s={s}", statistics.median(of_s), samples=of_s
+            )
+            for s, of_s in both.items()
+        ),
+    ]

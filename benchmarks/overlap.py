@@ -12,22 +12,10 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.commands import finish, metrics_of, start
 from benchmarks.measurement import Measurement, ratio
+from benchmarks.two_meshes import records_of_run
 
 BAR = 0.75
-_RUN = (
-    "warm_start_steps=0",
-    "eval_interval=-1",
-    "enable_checkpointing=false",
-    "batch_size=32",
-    "num_generations=8",
-    "max_target_length=48",
-    "base_num_decoder_layers=2",
-    "gradient_noise_scale=false",
-    "trainer_devices_fraction=0.5",
-    "sampler_devices_fraction=0.5",
-)
 _CHUNKS = {"in turns": "micro_batch_size=-1", "side by side": "micro_batch_size=64"}
 
 
@@ -40,13 +28,7 @@ def measure(quick: bool) -> list[Measurement]:
         for turn in range(1 if quick else 3):
             for name, chunks in _CHUNKS.items():
                 run_dir = Path(folder) / f"{name}{turn}".replace(" ", "")
-                log = run_dir.with_suffix(".log")
-                arguments = ("rl", *_RUN, chunks, f"steps={steps}", f"run_dir={run_dir}")
-                process = start(
-                    "maxbatch", *arguments, "--simulate-devices", "8", log=log, cache=Path(folder) / "cache"
-                )
-                finish(process, log)
-                records = metrics_of(run_dir)[2:]  # the first two compile
+                records = records_of_run(run_dir, (chunks,), steps, num_devices=8)
                 times[name].append(statistics.median(r["step_time_s"] for r in records))
                 both[name].append(statistics.median(r["busy_fraction/both"] for r in records))
     return [
