@@ -15,13 +15,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from maxbatch.commands.arguments import check_at_most
 from maxbatch.parallel.cpu_devices import make_cpu_devices
+from maxbatch.parallel.deaths import LastSaved, death_of
 from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.child_process import last_line, start_child
-from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, TrainingError, report
+from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
@@ -44,7 +45,7 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
     check_divides("--simulate-hosts ", num_hosts, num_devices)
 
 
-def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: Callable[[], int | None]) -> int:
+def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved) -> int:
     """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
 
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
@@ -90,22 +91,20 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> i
         time.sleep(_POLL_S)
 
 
-def _end_after(
-    failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: Callable[[], int | None]
-) -> int:
+def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: LastSaved) -> int:
     """Ends all hosts after one has failed, reports it unless the first host did, and returns the exit code."""
     code = hosts[failed].returncode
     if code > 0:  # it notified the others, and the first host prints why
         with contextlib.suppress(subprocess.TimeoutExpired):
             hosts[0].wait(_GRACE_S)
     _end(hosts)
-    if code < 0 or hosts[0].returncode <= 0:
-        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        said = f" ({said})" if said else ""
-        step = last_saved() if code < 0 else None
-        fate = "" if step is None else f"; step {step} is saved, and the same command continues"
-        report(TrainingError(f"host {failed} of {len(hosts)} {how}{said}; all hosts were ended{fate}"))
-        return code if code > 0 else EXIT_FAILED if step is None else EXIT_STOPPED
+    said = f" ({said})" if said else ""
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}{said}"
+        message, code = death_of(failed, len(hosts), how, last_saved)
+        report(TrainingError(message))
+    elif hosts[0].returncode <= 0:
+        report(TrainingError(f"host {failed} of {len(hosts)} ended with exit code {code}{said}; all hosts were ended"))
     return code
 
 

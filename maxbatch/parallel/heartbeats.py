@@ -17,12 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 
-from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
+from maxbatch.parallel.deaths import LastSaved, death_of
 from maxbatch.system.folding import printable
 
 POLL_S = 0.5
@@ -30,9 +29,6 @@ LEAVE_S = 6 * POLL_S  # for which the first host keeps the store, so that the ot
 _RESERVE_S = 8.0  # of the timeout: to report a dead host, and for the others to end
 _FAILURE_KEY, _BEATS, _DONE = "maxbatch/failure", "maxbatch/beats/", "done"
 _CONNECT_S = 2.0
-
-# Returns the newest step that is saved; None if there is none.
-LastSaved = Callable[[], int | None]
 
 
 def silence_of(timeout_s: int) -> float:
@@ -43,15 +39,6 @@ def silence_of(timeout_s: int) -> float:
 def backstop_of(timeout_s: int) -> int:
     """Returns the timeout of JAX's own heartbeats, which abort without a message: behind ours."""
     return 2 * timeout_s + 30
-
-
-def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tuple[str, int]:
-    """Returns the message about a host that died, and the exit code of the run."""
-    saved = None
-    with contextlib.suppress(Exception):  # the store of the checkpoints may be gone as well
-        saved = last_saved()
-    fate = "nothing is saved" if saved is None else f"step {saved} is saved, and the same command continues"
-    return f"host {host} of {num_hosts} {how}; {fate}", EXIT_FAILED if saved is None else EXIT_STOPPED
 
 
 def leave(code: int, is_first: bool) -> NoReturn:

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from maxbatch.parallel.heartbeats import Heartbeats, LastSaved, backstop_of, leave
+from maxbatch.parallel.deaths import LastSaved
+from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import printable
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch.commands.simulation import free_port
-from maxbatch.parallel.heartbeats import backstop_of, death_of, silence_of
+from maxbatch.parallel.deaths import death_of
+from maxbatch.parallel.heartbeats import backstop_of, silence_of
 from tests.helpers.command import environment
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN
@@ -113,4 +114,5 @@ def test_the_exit_code_depends_on_a_checkpoint() -> None:
     def gone() -> int:
         raise OSError("the store is gone")
 
-    assert death_of(1, 4, "has died", gone)[1] == 1
+    unknown = "host 1 of 4 has died; what is saved is not known: the store is gone"
+    assert death_of(1, 4, "has died", gone) == (unknown, 1)
