@@ -132,7 +132,8 @@ class Odd(Trainer):
         if self.answer == "raises":
             raise RuntimeError("out of\nmemory")
         state, metrics = super().step(state, batch)
-        answers = {"state": state, "loss": (state, {"loss": "low"}), "shape": (state | {"wide": True}, metrics)}
+        answers = {"state": state, "loss": (state, {"loss": "low"}), "shape": (state | {"wide": True}, metrics),
+                   "no loss": (state, {"loss": np.nan})}  # fmt: skip
         return answers.get(self.answer, (state, metrics))
 
     def params(self, state: Any) -> Any:
@@ -156,6 +157,7 @@ class Odd(Trainer):
         ("python", "params: out is a list, not a numpy array; works: np.asarray(out)"),
         ("text", "params: an array holds no numbers"),
         ("nan", "params: not finite within 4 updates"),
+        ("no loss", "step: metrics['loss'] is not finite within 4 updates of finite parameters"),
     ],
 )
 def test_a_trainer_that_cannot_be_used_is_one_line(answer: str, said: str) -> None:
