@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import maxbatch
+from maxbatch.auditing import compare
 from maxbatch.auditing.faults import FAULTS
 from maxbatch.auditing.promises import PROMISES
+from maxbatch.auditing.trainer import Run
 from maxbatch.cli import main
 from maxbatch.system.errors import ConfigError
 from tests.auditing.numpy_trainer import Trainer, maker
@@ -94,6 +96,17 @@ def test_noise_where_a_gradient_is_zero_is_a_whole_step_of_adam() -> None:
             state, _ = trainer.step(state, {"tokens": rows[order], "weights": weights, "segments": rows * 0 + 1})
         shifts.append(float(trainer.params(state)["shift"]))
     assert abs(shifts[0] - shifts[1]) > 1e-3
+
+
+def test_a_first_loss_that_depends_on_the_order_of_the_rows_is_no_rounding() -> None:
+    """As with a little dropout, whose parameters differ by less than 2% of their movement."""
+
+    def run(first_loss: float) -> Run:
+        return Run([{"w": np.zeros(3)}, {"w": np.ones(3)}], [first_loss], [{}], {"w": 0.0})
+
+    assert compare.tolerance(run(2.1), [run(2.1), run(2.1 + 1e-6)])[1] == 0
+    assert compare.tolerance(run(2.1), [run(2.11)])[1] == pytest.approx(0.01 / 2.1)
+    assert compare.tolerance(run(2.0), [run(2.015625)])[1] == 0, "the next number of bfloat16"
 
 
 def test_a_layout_that_is_refused_is_not_applicable() -> None:
