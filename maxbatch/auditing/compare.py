@@ -8,6 +8,7 @@ permutations of the same rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -144,7 +145,7 @@ def _ulps(run: Run, t: int, name: str) -> float:
 
 def _is_coarse(loss: float) -> bool:
     """Returns whether a number of so few bits may have been rounded to bfloat16."""
-    return (np.frexp(loss)[0] * 2.0**_COARSE).is_integer()
+    return (math.frexp(loss)[0] * 2.0**_COARSE).is_integer()
 
 
 def _loss_gaps(a: Run, b: Run) -> list[float]:

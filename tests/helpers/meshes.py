@@ -100,7 +100,7 @@ def case_of(chance: random.Random, kinds: Mapping[str, tuple[str, ...]]) -> Case
     trained = [*kinds[kind], *_TRAINED, *(_SPARSE if is_sparse else ()), f"scan_layers={is_scanned}".lower()]
     if kind == "rl":
         trained += [f"batch_size={chance.choice((6, 7, 8))}", f"num_iterations={chance.choice((1, 2))}", "steps=4"]
-        cut = [f"micro_batch_size={chance.choice((4, 6, 8, 12))}", "batch_padding=true"]
+        cut = [f"micro_batch_size={chance.choice((8, 12, 20))}", "batch_padding=true"]
         return Case(("rl", RL), tuple(trained), (*cut, *axes, *simulated), ("micro_batch_size=-1",))
     trained += [*(_BALANCED if is_sparse else ()), "vocab_size=512", "steps=5"]
     if chance.random() < 0.5:
