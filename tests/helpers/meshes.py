@@ -41,7 +41,7 @@ _BATCHES = (16, 16, 7, 10, 17, 32)
 _RAMPS = {"0:3 6:5 16:7 23:11": 11, "0:5 10:11 32:16": 16, "0:16 32:7": 16}  # with their largest batch
 _TRAINED = ("learning_rate=1e-3", "learning_rate_schedule=constant", "warmup_steps_fraction=0", UNSAVED)
 _CLOSE = ("loss", "grad_norm", "load_balance_loss", "router_z_loss", "margin", "reward", "entropy")
-_SAME = (*SAME, "tokens_seen", "routing_fingerprint", "pair_accuracy")
+_SAME = (*SAME, "tokens_seen", "routing_fingerprint")  # pair_accuracy starts at margins of 0, whose sign is rounding
 
 
 class Case(NamedTuple):
