@@ -44,6 +44,8 @@ class Bench:
             raise ConfigError(text) from refused
         if not all(np.isfinite(array).all() for params in self.base.params for array in params.values()):
             raise ConfigError(f"params: not finite within {data.updates} updates; a lower learning rate may work")
+        if not np.isfinite(self.base.losses).all():
+            raise ConfigError(f"step: metrics['loss'] is not finite within {data.updates} updates of finite parameters")
         if not compare.moved(self.base):
             raise ConfigError(f"step: changed no parameter in {data.updates} updates; works: a learning rate above 0")
         self.tolerance, self.order_distance = compare.tolerance(self.base, self.permuted)

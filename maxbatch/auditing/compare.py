@@ -8,6 +8,7 @@ permutations of the same rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from maxbatch.auditing.trainer import Run
 LEAST = 1e-5  # of the movement, of the loss: no trainer is held to less
 TIMES = 10.0  # the spread over permutations
 _MOST = 0.02  # rounding that changes more than this is no rounding
+# The same of the first loss, of which only the order of a sum differs; the second, if it is reported in bfloat16.
+_MOST_FIRST, _MOST_FIRST_COARSE = 2.0**-10, 2.0**-7
+_COARSE = 8  # bits of a number in bfloat16
 
 
 class Tolerance(NamedTuple):
@@ -56,8 +60,12 @@ def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
         name: max(_distance(base, run, t, name) for run in permuted for t in _updates(base)) for name in _of(base)
     }
     pooled = max(_distance(base, run, t) for run in permuted for t in _updates(base))
-    loss = max((gap for run in permuted for gap in _loss_gaps(base, run)), default=0.0)
-    if worst := max((x for x in (pooled, loss) if not x <= _MOST), default=0.0):
+    gaps = [_loss_gaps(base, run) for run in permuted]
+    loss = max((gap for of_run in gaps for gap in of_run), default=0.0)
+    first = max((gap for of_run in gaps for gap in of_run[:1]), default=0.0)
+    most_first = _MOST_FIRST_COARSE if all(map(_is_coarse, base.losses)) else _MOST_FIRST
+    found = ((pooled, _MOST), (loss, _MOST), (first, most_first))
+    if worst := max((x for x, most in found if not x <= most), default=0.0):
         return Tolerance(), worst
     return Tolerance(spread, loss), 0.0
 
@@ -133,6 +141,11 @@ def _ulps(run: Run, t: int, name: str) -> float:
     """Returns the rounding of a parameter itself, of the movement."""
     scale, array = _movement(run, t), run.params[t][name]
     return run.rounding[name] * float(np.median(np.abs(array))) / scale if scale and array.size else 0.0
+
+
+def _is_coarse(loss: float) -> bool:
+    """Returns whether a number of so few bits may have been rounded to bfloat16."""
+    return (math.frexp(loss)[0] * 2.0**_COARSE).is_integer()
 
 
 def _loss_gaps(a: Run, b: Run) -> list[float]:

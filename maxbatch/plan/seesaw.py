@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.sections import RatesConfig
-from maxbatch.config.values import amount
+from maxbatch.config.values import Value, amount
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rate_shape import rate_shape
 from maxbatch.plan.refusal import Refusal
@@ -22,6 +22,15 @@ _EXAMPLE = "seesaw 256 2"
 
 def _is_whole(number: Fraction | None, least: int) -> bool:
     return number is not None and number.denominator == 1 and number >= least
+
+
+def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
+    """Returns a value of a key without which the rate does not fall by the factor."""
+    if rates.learning_rate_schedule != "constant" and rates.learning_rate_final_fraction * factor >= 1:
+        return {"learning_rate_final_fraction": 0}
+    if rates.learning_rate_schedule != "cosine":
+        return {"learning_rate_schedule": "cosine"}
+    return {"warmup_steps_fraction": 0.1}
 
 
 class Seesaw(NamedTuple):
@@ -46,13 +55,19 @@ class Seesaw(NamedTuple):
         if not (_is_whole(first, 1) and _is_whole(factor, 2)):
             rule = "must be seesaw, the first batch in samples, and a whole factor of at least 2"
             raise Refusal(config, _KEY, rule, {_KEY: _EXAMPLE})
-        if config.rates.learning_rate_schedule == "constant":
-            rule = "needs a rate that falls: its cuts are where learning_rate_schedule falls"
-            raise Refusal(config, _KEY, rule, {"learning_rate_schedule": "cosine"})
+        assert factor is not None, "it was checked above"
+        lowest = rate_shape(config.rates, 1, 1)
+        if lowest * factor >= 1:
+            share = "never falls" if lowest == 1 else f"falls to {lowest:g} of its peak"
+            schedule = config.rates.learning_rate_schedule
+            rule = (
+                f"needs a rate that falls by another factor of {factor}, and learning_rate_schedule={schedule} {share}"
+            )
+            raise Refusal(config, _KEY, rule, _falling(config.rates, factor))
         if config.rates.learning_rate_scaling != "none":
             rule = "must be none beside a seesaw, which scales the rate itself"
             raise Refusal(config, "learning_rate_scaling", rule, {"learning_rate_scaling": "none"})
-        assert first is not None and factor is not None, "both were checked above"
+        assert first is not None, "it was checked above"
         return cls(int(first), int(factor))
 
     def batches(self, rates: RatesConfig, total_samples: int, most: int) -> list[tuple[Fraction, int]]:

@@ -22,6 +22,7 @@ from maxbatch.runs.metrics import UpdateSeconds, read_lines, update_seconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
 from maxbatch.system.appending import PERIOD_S as REMOTE_PERIOD_S
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath, is_remote
 
 _PERIOD_S = 5.0
@@ -217,23 +218,19 @@ class SessionLog:
         self._own = Session(started, started, hosts, devices, None, None, seconds)
         self._origin = time.perf_counter() - max(0.0, time.time() - started)
         self._part, self._since = Part.START_UP, self._origin
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
         self._is_withdrawn = False
-        self._thread = threading.Thread(target=self._write_on, name="maxbatch-sessions", daemon=True)
+        self._writer: Repeating | None = None
 
     def __enter__(self) -> Self:
         if self._writes:
             self._write()
-            self._thread.start()
+            period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
+            self._writer = Repeating(self._write, period, "maxbatch-sessions")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._writes:
-            return
-        self._closed.set()
-        self._thread.join(_END_WAIT_S)
-        if self._thread.is_alive():
+        if not self._writer or not self._writer.stop(_END_WAIT_S):
             return
         trained = self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
         self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not trained)
@@ -274,8 +271,8 @@ class SessionLog:
 
     def record(self, step: int) -> None:
         """Counts the time in updates so far as kept: the record of update `step` is written."""
-        if self._failure:
-            raise self._failure
+        if self._writer:
+            self._writer.check()
         with self._lock:
             self._settle()
             self._own = self._own.moved(Part.UPDATES_LOST, Part.UPDATES_KEPT, math.inf)._replace(last_step=step)
@@ -291,15 +288,6 @@ class SessionLog:
         seconds = self._own.seconds | {self._part: self._own.seconds[self._part] + now - self._since}
         self._own = self._own._replace(ended=self._own.started + now - self._origin, seconds=seconds)
         self._since = now
-
-    def _write_on(self) -> None:
-        period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
-        while not self._closed.wait(period):
-            try:
-                self._write()
-            except (ConfigError, TrainingError, OSError) as error:
-                self._failure = error  # raised on the thread that trains
-                return
 
     def _write(self) -> None:
         self._folder.check()

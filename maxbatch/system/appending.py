@@ -13,9 +13,10 @@ from typing import Protocol
 
 from maxbatch.system import fences
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError, writing
+from maxbatch.system.errors import TrainingError, writing
 from maxbatch.system.object_stores import persist, version_of
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
 from maxbatch.system.stores import store_of
 from maxbatch.system.stores.store import has_lost, split
@@ -83,10 +84,7 @@ class _Object:
         self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # while it is written anew
         self._new = bytearray()
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._failure: BaseException | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._write_on, name="maxbatch-append", daemon=True)
-        self._thread.start()
+        self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
 
     def append(self, line: bytes) -> None:
         with self._lock:
@@ -94,21 +92,12 @@ class _Object:
 
     def sync(self) -> None:
         self._write()
-        if self._failure:
-            raise self._failure
+        self._writer.check()
 
     def close(self) -> None:
-        self._closed.set()
-        if self._failure is None:
+        self._writer.stop()
+        if not self._writer.has_failed:
             self._write()
-
-    def _write_on(self) -> None:
-        while not self._closed.wait(PERIOD_S):
-            try:
-                self._write()
-            except (ConfigError, TrainingError, OSError) as error:
-                self._failure = error  # raised on the thread that records
-                return
 
     def _write(self) -> None:
         with self._writing:

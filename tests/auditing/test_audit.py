@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import maxbatch
+from maxbatch.auditing import compare
 from maxbatch.auditing.faults import FAULTS
 from maxbatch.auditing.promises import PROMISES
+from maxbatch.auditing.trainer import Run
 from maxbatch.cli import main
 from maxbatch.system.errors import ConfigError
 from tests.auditing.numpy_trainer import Trainer, maker
@@ -96,6 +98,17 @@ def test_noise_where_a_gradient_is_zero_is_a_whole_step_of_adam() -> None:
     assert abs(shifts[0] - shifts[1]) > 1e-3
 
 
+def test_a_first_loss_that_depends_on_the_order_of_the_rows_is_no_rounding() -> None:
+    """As with a little dropout, whose parameters differ by less than 2% of their movement."""
+
+    def run(first_loss: float) -> Run:
+        return Run([{"w": np.zeros(3)}, {"w": np.ones(3)}], [first_loss], [{}], {"w": 0.0})
+
+    assert compare.tolerance(run(2.1), [run(2.1), run(2.1 + 1e-6)])[1] == 0
+    assert compare.tolerance(run(2.1), [run(2.11)])[1] == pytest.approx(0.01 / 2.1)
+    assert compare.tolerance(run(2.0), [run(2.015625)])[1] == 0, "the next number of bfloat16"
+
+
 def test_a_layout_that_is_refused_is_not_applicable() -> None:
     def make(layout: maxbatch.Layout) -> Trainer:
         if layout.num_devices > 1:
@@ -132,7 +145,8 @@ class Odd(Trainer):
         if self.answer == "raises":
             raise RuntimeError("out of\nmemory")
         state, metrics = super().step(state, batch)
-        answers = {"state": state, "loss": (state, {"loss": "low"}), "shape": (state | {"wide": True}, metrics)}
+        answers = {"state": state, "loss": (state, {"loss": "low"}), "shape": (state | {"wide": True}, metrics),
+                   "no loss": (state, {"loss": np.nan})}  # fmt: skip
         return answers.get(self.answer, (state, metrics))
 
     def params(self, state: Any) -> Any:
@@ -156,6 +170,7 @@ class Odd(Trainer):
         ("python", "params: out is a list, not a numpy array; works: np.asarray(out)"),
         ("text", "params: an array holds no numbers"),
         ("nan", "params: not finite within 4 updates"),
+        ("no loss", "step: metrics['loss'] is not finite within 4 updates of finite parameters"),
     ],
 )
 def test_a_trainer_that_cannot_be_used_is_one_line(answer: str, said: str) -> None:

@@ -70,7 +70,8 @@ def assert_same_run(
 ) -> None:
     """Compares the lines of two runs: the same data bit for bit, the same losses to float tolerance."""
     for line, other in zip(found, expected, strict=True):
-        assert {key: line[key] for key in same} == {key: other[key] for key in same}
+        found_same, same_of_other = ({key: one[key] for key in same} for one in (line, other))
+        assert found_same == same_of_other, f"{found_same}, not {same_of_other}"
         for key in other.keys() & set(close):
             assert line[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (other["step"], key)
 

@@ -69,6 +69,19 @@ def test_after_the_warm_up_the_rate_falls_by_the_root_of_the_factor_at_each_cut_
             ("batch_size_schedule=seesaw 64 2", "learning_rate_schedule=constant"),
             "works: learning_rate_schedule=cosine",
         ),
+        (
+            ("batch_size_schedule=seesaw 64 2", "learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0"),
+            "learning_rate_schedule=wsd never falls; works: learning_rate_schedule=cosine",
+        ),
+        (
+            ("batch_size_schedule=seesaw 64 3", "learning_rate_final_fraction=0.4"),
+            "falls by another factor of 3, .*=cosine falls to 0.4 of its peak; works: learning_rate_final_fraction=0",
+        ),
+        (
+            ("batch_size_schedule=seesaw 64 2", "learning_rate_final_fraction=1", "learning_rate_schedule=constant"),
+            "works: learning_rate_schedule=cosine learning_rate_final_fraction=0",
+        ),
+        (("batch_size_schedule=seesaw 64 2", "warmup_steps_fraction=1"), "works: warmup_steps_fraction=0.1"),
         (("batch_size_schedule=seesaw 64 2", "learning_rate_scaling=sqrt"), "works: learning_rate_scaling=none"),
         (("batch_size_schedule=seesaw 64 2", "steps=100"), "length in samples or tokens.*works: train_samples=100000"),
     ],

@@ -44,7 +44,9 @@ from maxbatch.training.weights.shard_files import (
     block_name,
     block_of,
     bytes_of,
+    forget_whole,
     missing_array,
+    note_whole,
     read_blocks,
     read_part,
     run_name,
@@ -195,7 +197,11 @@ class LocalCheckpoints:
                 remove_tree(folder)
         for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
             remove_tree(unfinished)
+        forget_whole(self._folder)
         gather(None)  # none of them removes what another one writes from here on
+        whole = (state.step for state in self.states if state.step <= step and state.step not in self._damages)
+        if newest := max(whole, default=None):
+            note_whole(self._own, newest)
         self._parts = []
 
     # --- saving ---
@@ -238,6 +244,7 @@ class LocalCheckpoints:
         failed = next(((host, why) for host, why in enumerate(failures) if why), None)
         if failed is None:
             self._has_warned = False
+            note_whole(self._own, step)
             self._remove(lambda other: other < step)
             return
         remove_tree(self._own / str(step))

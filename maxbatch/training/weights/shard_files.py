@@ -6,6 +6,7 @@ among all arrays of the state, and the first and the last index, exclusive, of e
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -22,13 +23,15 @@ import numpy as np
 
 from maxbatch.runs.position import CheckpointRecord, DamagedError
 from maxbatch.system import bounded
+from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path, remove_tree
 
-_JSON, _BLOCKS = "state.json", "blocks.bin"
+_JSON, _BLOCKS, _WHOLE = "state.json", "blocks.bin", "newest-whole"
 _ALIGNED = 64  # bytes, so that a block can be read into whole lines of memory
 _THREADS = 4
 _MOST_BYTES = 64 << 20  # of the JSON
+_MOST_DIGITS = 20  # of a step
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -81,14 +84,30 @@ def state_folders(folder: Path) -> Iterator[Path]:
         yield from (state for state in host.iterdir() if state.name.isdecimal())
 
 
-def saved_here(directory: str, run_dir: AnyPath) -> int | None:
-    """Returns the newest step that local checkpoints hold, as far as this host knows; None if there is none.
+def note_whole(host: Path, step: int) -> None:
+    """Notes in the folder of a host that all hosts of its run hold a state between them.
 
-    A state is removed once all hosts have written the next one. The oldest is thus one that all of them wrote, unless
-    it is the first of a run.
+    The note is for messages alone. On a full disk the one before stays, of an older state.
+    """
+    with contextlib.suppress(OSError), writing_atomically(host / _WHOLE) as file:
+        file.write(str(step).encode())
+
+
+def forget_whole(folder: Path) -> None:
+    """Removes such notes from the folder of a run, also those of hosts that share its path and are gone."""
+    for note in folder.glob(f"host-*/{_WHOLE}"):
+        note.unlink(missing_ok=True)
+
+
+def saved_here(directory: str, run_dir: AnyPath) -> int | None:
+    """Returns the newest step that local checkpoints are known to hold whole; None if there is none.
+
+    The folders of states do not tell: other hosts may not have written theirs, and a host that took its state from the
+    others has none.
     """
     folder = Path(str(as_path(directory))) / run_name(run_dir)
-    return min((int(state.name) for state in state_folders(folder)), default=None)
+    steps = (bounded.read_text(note, str(note), most=_MOST_DIGITS) for note in folder.glob(f"host-*/{_WHOLE}"))
+    return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
 def block_name(array: int, spans: Spans) -> str:

@@ -68,7 +68,7 @@ def lost_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def local_states(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("disk/run-*/host-*/*"))
+    return sorted(path.name for path in folder.glob("disk/run-*/host-*/[0-9]*"))
 
 
 @pytest.fixture
@@ -188,8 +188,17 @@ def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> Non
     assert saved_here(str(lost / "disk"), lost / "run") == 6
     shutil.copytree(*(next(lost.glob("disk/run-*/host-0")) / step for step in ("6", "8")))
     assert saved_here(str(lost / "disk"), lost / "run") == 6, "another host may not have written the newer one"
+    (note,) = lost.glob("disk/run-*/host-0/newest-whole")
+    note.rename(lost / "note")
+    assert saved_here(str(lost / "disk"), lost / "run") is None, "not even the first"
+    (lost / "note").rename(note)
     config = config_of(lost)
     assert last_saved_of(config) == 6
+    for state in lost.glob("disk/run-*/host-0/?"):
+        shutil.rmtree(state)
+    assert last_saved_of(config) == 6, "the others hold it, and this host is new"
+    restart(lost)
+    assert last_saved_of(config) == 5, "none of them does"
     shutil.rmtree(lost / "disk")
     assert last_saved_of(config) == 5
     config.enable_checkpointing = False
