@@ -47,7 +47,7 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)
-    return train(_pretraining(config, batch, folder, documents), devices)
+    return train(pretraining(config, batch, folder, documents), devices)
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
@@ -62,7 +62,7 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
         yield f"{template.fill(record, 'a worked example')}{task.worked_answer(record, draw)}"
 
 
-def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
+def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
     """Returns the config of the warm start: the same model and devices, a document a row."""
     changed = ConfigDict(config.to_dict())
     changed.update({name: key.read(key.default) for name, key in keys().items() if not key.warm_start})
@@ -72,6 +72,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents:
             "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
             "gradient_accumulation_steps": None,
             "global_batch_size": batch.effective_batch_size,
+            "batch_padding": True,  # all devices train here, and need not divide the batch of those that train later
             "steps": config.warm_start_steps,
             "learning_rate": config.warm_start_learning_rate,
             "run_dir": str(folder),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.config.loading import configs_dir
+from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.prompts import PromptSource
-from maxbatch.rl.warm_start import worked_examples
+from maxbatch.rl.warm_start import pretraining, worked_examples
 
 
 def config(*overrides: str) -> ConfigDict:
@@ -74,3 +76,12 @@ def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> N
 def test_worked_examples_are_written_as_the_template_says() -> None:
     text = next(worked_examples(PromptConfig.of(config("prompt_template=Sum: {prompt}\n")), 1))
     assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)
+
+
+def test_the_warm_start_trains_on_all_devices_also_where_these_do_not_divide_the_batch(tmp_path: Path) -> None:
+    shares = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25")
+    keys = config("batch_size=3", "num_generations=2", *shares)
+    batch = BatchPlan.from_config(keys, 4).rl
+    assert batch is not None and batch.num_trainer_devices == 3
+    warm = BatchPlan.from_config(pretraining(keys, batch, tmp_path, "examples.jsonl"), 4)
+    assert (warm.global_batch_size_to_train_on, warm.padded_slots_per_step) == (6, 2)
