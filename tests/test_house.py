@@ -43,7 +43,7 @@ WHOLE_CONFIG = {
     "sampling": set(),
     "runs": set(),
     "training": {"MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "train", "with_flags"},
-    "rl": {"Learner.__init__", "PromptSource.__init__", "_pretraining", "train_policy", "warm_up"},
+    "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip

@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
         config = _take_topology(config, args)
     if config.batch_size is not None and not _may_mean_rows(args):
         from maxbatch.config.sections import RLConfig
+        from maxbatch.rl.policy_config import PromptConfig
         from maxbatch.rl.refusals import check_policy
 
-        check_policy(RLConfig.of(config), config.dataset_type, config.compiled_dir)
+        check_policy(RLConfig.of(config), PromptConfig.of(config), config.compiled_dir)
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)

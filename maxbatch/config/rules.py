@@ -10,7 +10,7 @@ from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
-from maxbatch.config.sections import customised_tensors, names_of
+from maxbatch.config.sections import READY_TASKS, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
 
@@ -18,7 +18,7 @@ from maxbatch.system.errors import ConfigError
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
-_WITHOUT_PATH = ("python_stdlib", "synthetic", "arithmetic", "sorting")
+_WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
 _WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
 # A decay per update, and the same stated in tokens.
 _IN_TOKENS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import (
@@ -37,6 +37,9 @@ _ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 
 _NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
 _BATCH = Fixes.BATCH | Fixes.PROGRAM
+
+_ReadyTask = Literal["arithmetic", "sorting"]
+READY_TASKS: tuple[str, ...] = get_args(_ReadyTask)  # of reinforcement learning, without a download
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,7 +347,7 @@ class RLConfig(Section):
         "peak rate of the warm start; cosine", fixes=_PROGRAM, bounds=_POSITIVE, maxtext=OURS
     )
     warm_start_path: DataPaths = key(
-        'documents of the warm start, jsonl; "": worked examples of dataset_type=arithmetic or sorting',
+        f'documents of the warm start, jsonl; "": worked examples of dataset_type={" or ".join(READY_TASKS)}',
         fixes=_PROGRAM,
         maxtext=OURS,
     )
@@ -741,10 +744,10 @@ class DataConfig(Section):
     """Data: what fixes stream[0], stream[1] and all that follow."""
 
     dataset_type: Literal[
-        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", "arithmetic", "sorting"
+        "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", _ReadyTask
     ] = key(
-        "python_stdlib | synthetic | text | jsonl | parquet | arrayrecord | tokens (see prepare); rl: arithmetic "
-        "| sorting | jsonl | parquet",
+        "python_stdlib | synthetic | text | jsonl | parquet | arrayrecord | tokens (see prepare); "
+        f"rl: {' | '.join(READY_TASKS)} | jsonl | parquet",
         fixes=Fixes.RECORDS,
     )
     dataset_path: DataPaths = key(

@@ -9,6 +9,7 @@ the program waits forever. More threads than all devices together can keep exclu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -65,19 +66,33 @@ def watch_cpu_devices() -> None:
     """Starts the thread that ends this process, with one line and exit code 1, once its CPU devices hang.
 
     They hang if a thread of Python waits in JAX while the process computes nothing for 60 s (10 minutes if there are
-    several hosts). The process leaves on disk the same as a kill does.
+    several hosts), and not because other processes take the cores. The only device of a run waits for no other. The
+    process leaves on disk the same as a kill does.
     """
     threading.Thread(target=_watch, name="maxbatch-cpu-devices", daemon=True).start()
 
 
 def _watch() -> None:
-    idle, computed = 0.0, time.process_time()
+    idle, starved, computed = 0.0, 0.0, time.process_time()
     while True:
         time.sleep(_POLL_S)
         before, computed = computed, time.process_time()
-        idle = idle + _POLL_S if computed - before < _IDLE * _POLL_S and _waits_in_jax() else 0.0
+        is_idle = computed - before < _IDLE * _POLL_S and _waits_in_jax()
+        idle, starved = (idle + _POLL_S, starved + _POLL_S * _waits_for_core()) if is_idle else (0.0, 0.0)
+        if starved > _LIMIT_S / 2:
+            idle = starved = 0.0
         if idle >= _LIMIT_S and _hangs(idle):
             _end(idle)
+
+
+def _waits_for_core() -> bool:
+    """Returns whether another thread of the process is ready to compute; False if the system cannot say."""
+    own = str(threading.get_native_id())
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if thread.name != own and (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def _waits_in_jax() -> bool:
@@ -94,7 +109,7 @@ def _hangs(idle: float) -> bool:
     import jax
 
     limit = _LIMIT_OF_HOSTS_S if jax.distributed.is_initialized() else _LIMIT_S
-    return idle >= limit and jax.default_backend() == "cpu"
+    return idle >= limit and jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _end(idle: float) -> None:

@@ -11,7 +11,7 @@ import io
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -51,22 +51,30 @@ class BatchesAhead:
         self.left_out = False  # whether saved responses are of other batches, which are sampled anew
         for batch in _read(saved) if saved else ():
             if len(self._waiting) < workshop.batch.off_policy_steps:
-                self._take_over(*batch)
+                self._take_over(batch)
 
-    def _take_over(self, first: int, num_prompts: int, rollouts: Rollouts) -> None:
+    def _take_over(self, saved: _Saved) -> None:
         """Appends a batch that is sampled already, or notes that the plan has another one there."""
-        wanted, group = self._num_prompts(first), self._workshop.batch.num_generations
-        fits = rollouts.tokens_RxL.shape[1] == self._workshop.length and len(rollouts.rewards_R) % group == 0
-        is_filtered = self._workshop.batch.max_prompts_per_batch is not None
-        fits &= wanted == num_prompts if is_filtered else wanted * group <= len(rollouts.rewards_R)
-        if self.left_out or first != self._end or not fits:
+        wanted, rollouts = self._num_prompts(saved.first), saved.read
+        if self._workshop.batch.max_prompts_per_batch is None:
+            rollouts = rollouts.pairs(slice(wanted * saved.num_generations))
+        batch = CollectedBatch(self._workshop, saved.first, wanted, rollouts)
+        if self.left_out or saved.first != self._end or not self._fits(saved, batch):
             self.left_out = True
             return
-        if not is_filtered:
-            rollouts = rollouts.pairs(slice(wanted * group))
-        batch = CollectedBatch(self._workshop, first, wanted, rollouts)
         self._waiting.append(_done(lambda: batch))
         self._end = batch.end
+
+    def _fits(self, saved: _Saved, batch: CollectedBatch) -> bool:
+        """Returns whether a saved batch, or the part of it that is wanted now, is what sampling it would give."""
+        most, length = self._workshop.batch.max_prompts_per_batch, saved.read.tokens_RxL.shape[1]
+        if length != self._workshop.length or saved.num_generations != self._workshop.batch.num_generations:
+            return False
+        num_read = batch.end - batch.first
+        if most is None:
+            return num_read == batch.num_prompts
+        is_whole = num_read == most or (num_read < most and not batch.groups_missing)
+        return saved.num_prompts == batch.num_prompts and is_whole
 
     def next(self, params: State) -> CollectedBatch:
         """Returns the batch to train on, and has those sampled that these parameters are to sample.
@@ -112,7 +120,8 @@ class BatchesAhead:
         arrays: dict[str, np.ndarray] = {}
         for number, waiting in enumerate(self._waiting):
             batch = waiting.result()
-            arrays[f"{number} place"] = np.array([batch.first, batch.num_prompts], np.int64)
+            place = batch.first, batch.num_prompts, self._workshop.batch.num_generations
+            arrays[f"{number} place"] = np.array(place, np.int64)
             rollouts = batch.read
             arrays |= {f"{number} {name}": getattr(rollouts, name) for name in _ARRAYS}
             arrays |= {f"{number} by_name {name}": array for name, array in rollouts.by_name.items()}
@@ -131,16 +140,25 @@ class BatchesAhead:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _read(saved: str) -> list[tuple[int, int, Rollouts]]:
-    """Returns first prompt, groups and responses of the batches in a text of `BatchesAhead.saved`."""
+class _Saved(NamedTuple):
+    """A batch in a checkpoint."""
+
+    first: int  # the index of its first prompt
+    num_prompts: int  # the groups that were to be collected
+    num_generations: int
+    read: Rollouts  # the responses to all prompts that it has read
+
+
+def _read(saved: str) -> list[_Saved]:
+    """Returns the batches in a text of `BatchesAhead.saved`."""
     found = []
     with np.load(io.BytesIO(base64.b64decode(saved)), allow_pickle=False) as arrays:
         number = 0
         while f"{number} place" in arrays:
             own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
             by_name = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
-            first, num_prompts = arrays[f"{number} place"].tolist()
-            found.append((first, num_prompts, Rollouts._make([*own, by_name])))
+            first, num_prompts, num_generations = arrays[f"{number} place"].tolist()
+            found.append(_Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name])))
             number += 1
     return found
 

@@ -31,8 +31,8 @@ from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.rl.policy_config import PromptConfig
-from maxbatch.rl.ready_tasks import READY_TASKS
-from maxbatch.rl.refusals import check_type
+from maxbatch.rl.ready_tasks import TASKS
+from maxbatch.rl.refusals import check_lengths, check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
@@ -261,14 +261,14 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
     for begin in range(0, len(kept), _TEXTS_AT_ONCE):
         numbers, _, prompts = zip(*kept[begin : begin + _TEXTS_AT_ONCE], strict=True)
         lengths |= zip(numbers, map(len, text.tokens(prompts)), strict=True)
-    _check_lengths(config, where, lengths)
+    check_lengths(config, where, lengths)
     has_chats = any(prompt.is_chat for _, _, prompt in kept)
     return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept), has_chats)
 
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
-    if task := READY_TASKS.get(config.dataset_type):
+    if task := TASKS.get(config.dataset_type):
         return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
     source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)
 
@@ -278,20 +278,3 @@ def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
         source.refuse_changed()
 
     return f"{key}={source.value!r}", records()
-
-
-def _check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int]) -> None:
-    """Raises ConfigError if the prompt of a record, by its number from 1, has no token or too many."""
-    longest, shortest = max(lengths, key=lambda n: lengths[n]), min(lengths, key=lambda n: lengths[n])
-    most = config.max_prefill_predict_length
-    if lengths[longest] > most:
-        others = sum(length > most for length in lengths.values()) - 1
-        more = f", and {others} more are too long" if others else ""
-        works = f"max_prefill_predict_length={lengths[longest]}"
-        if lengths[longest] >= config.max_target_length:
-            works += f" max_target_length={lengths[longest] + config.max_target_length - most}"
-        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of record {longest} of {where} has "
-                          f"{lengths[longest]} tokens{more}; works: {works}")  # fmt: skip
-    if not lengths[shortest]:
-        raise ConfigError(f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
-                          "works: add_bos=true")  # fmt: skip

@@ -2,36 +2,84 @@
 
 from __future__ import annotations
 
-from maxbatch.config.sections import RLConfig
-from maxbatch.rl.reward_terms import parse_rewards
+from collections.abc import Mapping
+
+from maxbatch.config.sections import READY_TASKS, RLConfig
+from maxbatch.rl.policy_config import PromptConfig
+from maxbatch.rl.ready_tasks import TASKS
+from maxbatch.rl.reward_functions import scorer
+from maxbatch.rl.reward_terms import parse_rewards, reward_error
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
-_READY = ("arithmetic", "sorting")  # the tasks that need no download
 # Types of datasets without records, and the nearest type that has them.
 _NEAREST_TYPE = {"arrayrecord": "parquet", "text": "jsonl", "tokens": "jsonl"}
 
 
-def check_policy(config: RLConfig, dataset_type: str, compiled_dir: str) -> None:
+def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> None:
     """Raises ConfigError for a config whose prompts, rewards, warm start or programs no file can make right."""
+    dataset_type = prompts.dataset_type
     check_type(dataset_type)
     Template(config.prompt_template)
-    parse_rewards(config.reward)
+    _check_rewards(config.reward)
     if compiled_dir:
         raise ConfigError(
             f"compiled_dir={compiled_dir}: holds programs of maxbatch train, and maxbatch rl has others; "
             'works: compiled_dir=""'
         )
-    if config.warm_start_steps and not config.warm_start_path and dataset_type not in _READY:
+    if config.warm_start_steps and not config.warm_start_path and dataset_type not in READY_TASKS:
         raise ConfigError(
             f"warm_start_steps={config.warm_start_steps}: without warm_start_path its documents are worked "
-            f"examples of dataset_type={' or '.join(_READY)}, not {dataset_type}; works: warm_start_steps=0"
+            f"examples of dataset_type={' or '.join(READY_TASKS)}, not {dataset_type}; works: warm_start_steps=0"
         )
+    if dataset_type in READY_TASKS and not prompts.skip_bad_records:
+        _check_ready_prompts(prompts)
 
 
 def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a type of dataset whose records have no fields."""
-    if dataset_type not in (*_READY, "jsonl", "parquet"):
+    if dataset_type not in (*READY_TASKS, "jsonl", "parquet"):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
         raise ConfigError(f"dataset_type={dataset_type}: prompts come from records with fields: one of "
-                          f"{', '.join(_READY)}, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip
+                          f"{', '.join(READY_TASKS)}, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip
+
+
+def _check_rewards(reward: str) -> None:
+    """Raises ConfigError for a reward that is not of its form, or that maxbatch itself does not have."""
+    for term in parse_rewards(reward):
+        if term.spec.startswith("maxbatch."):
+            try:
+                scorer([term.spec])
+            except ImportError as error:
+                raise reward_error(reward, error) from error
+
+
+def _check_ready_prompts(config: PromptConfig) -> None:
+    """Raises ConfigError if the prompts of a ready task do not fit, or if no one of them is held out."""
+    where, template = f"dataset_type={config.dataset_type}", Template(config.prompt_template)
+    records = TASKS[config.dataset_type].records()
+    texts = [template.fill(record, f"record {number}") for number, record in enumerate(records, 1)]
+    if config.tokenizer_type == "byte":
+        lengths = {number: len(text.encode()) + config.add_bos for number, text in enumerate(texts, 1)}
+        check_lengths(config, where, lengths)
+    if 0 < config.eval_fraction * len(records) < 1:  # NumPy, which the split imports, would make a plan slower
+        from maxbatch.data.store.heldout import HeldOutFraction
+
+        HeldOutFraction.of(config.eval_fraction).refuse_empty(len(records), "prompts")
+
+
+def check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int]) -> None:
+    """Raises ConfigError if the prompt of a record, by its number from 1, has no token or too many."""
+    longest, shortest = max(lengths, key=lambda n: lengths[n]), min(lengths, key=lambda n: lengths[n])
+    most = config.max_prefill_predict_length
+    if lengths[longest] > most:
+        others = sum(length > most for length in lengths.values()) - 1
+        more = f", and {others} more are too long" if others else ""
+        works = f"max_prefill_predict_length={lengths[longest]}"
+        if lengths[longest] >= config.max_target_length:
+            works += f" max_target_length={lengths[longest] + config.max_target_length - most}"
+        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of record {longest} of {where} has "
+                          f"{lengths[longest]} tokens{more}; works: {works}")  # fmt: skip
+    if not lengths[shortest]:
+        raise ConfigError(f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
+                          "works: add_bos=true")  # fmt: skip

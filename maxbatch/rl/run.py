@@ -26,7 +26,7 @@ from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
 from maxbatch.rl.learner import Learner
-from maxbatch.rl.policy_config import RolloutConfig
+from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
 from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.rewards import Rewards
@@ -83,7 +83,7 @@ class PolicyTraining:
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
         config = RLConfig.of(context.config)
-        check_policy(config, context.config.dataset_type, context.config.compiled_dir)
+        check_policy(config, PromptConfig.of(context.config), context.config.compiled_dir)
         self._rewards = context.stack.enter_context(Rewards(config))
         self._timeline = context.stack.enter_context(Timeline())
         self._source = PromptSource(context.config)

@@ -6,17 +6,21 @@ That training is an ordinary run in `run_dir/warm_start`.
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
 
 import jax
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import ModelConfig
+from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.policy_config import WARM_START, PromptConfig
-from maxbatch.rl.ready_tasks import worked_examples
+from maxbatch.rl.ready_tasks import TASKS
+from maxbatch.rl.templates import Template
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
@@ -43,10 +47,22 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)
-    return train(_pretraining(config, batch, folder, documents), devices)
+    return train(pretraining(config, batch, folder, documents), devices)
 
 
-def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
+def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
+    """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and a worked answer."""
+    task, template = TASKS[config.dataset_type], Template(config.prompt_template)
+    everything = task.records()
+    split = HeldOutFraction.of(config.eval_fraction)
+    training = split.records(split.count(len(everything), held_out=False), held_out=False).tolist()
+    draw = random.Random(f"worked examples {config.data_shuffle_seed}")
+    for _ in range(count):
+        record = everything[draw.choice(training)]
+        yield f"{template.fill(record, 'a worked example')}{task.worked_answer(record, draw)}"
+
+
+def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
     """Returns the config of the warm start: the same model and devices, a document a row."""
     changed = ConfigDict(config.to_dict())
     changed.update({name: key.read(key.default) for name, key in keys().items() if not key.warm_start})
@@ -56,6 +72,7 @@ def _pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents:
             "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
             "gradient_accumulation_steps": None,
             "global_batch_size": batch.effective_batch_size,
+            "batch_padding": True,  # all devices train here, and need not divide the batch of those that train later
             "steps": config.warm_start_steps,
             "learning_rate": config.warm_start_learning_rate,
             "run_dir": str(folder),

@@ -49,6 +49,17 @@ def test_a_run_that_ended_by_its_own_steps_goes_on_elsewhere_as_if_it_had_not(
     assert_same_updates(train(tmp_path / "run", *AHEAD, f"micro_batch_size={GROUP}"), ahead)
 
 
+@pytest.mark.parametrize(("group", "other"), [(4, "num_generations=2"), (2, "filter_groups=true")])
+def test_saved_responses_of_other_groups_are_sampled_anew(
+    tmp_path: Path, group: int, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "run", *AHEAD, f"num_generations={group}", "steps=1")
+    assert "sampled anew" not in capsys.readouterr().err
+    *_, resumed = train(tmp_path / "run", *AHEAD, f"num_generations={group}", other, "steps=2")
+    assert "sampled anew" in capsys.readouterr().err
+    assert resumed.get("groups_missing", 0) == 0, "other prompts took the places of groups without signal"
+
+
 def test_filtered_mini_batches_two_batches_ahead_resume_exactly(tmp_path: Path) -> None:
     keys = (*AHEAD, "off_policy_steps=2", "filter_groups=true", "num_generations=2", "num_minibatches=2")
     whole = train(tmp_path / "whole", *keys, "steps=8")

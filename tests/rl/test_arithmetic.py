@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.config.loading import configs_dir
-from maxbatch.rl import arithmetic, ready_tasks
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.prompts import PromptSource
+from maxbatch.rl.warm_start import pretraining, worked_examples
 
 
 def config(*overrides: str) -> ConfigDict:
@@ -51,7 +54,7 @@ def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() 
     unseen = {prompt.text for prompt in held_out.read(0, held_out.num_prompts)}
     slips: Counter[int] = Counter()
     prompts = set()
-    for text in ready_tasks.worked_examples(PromptConfig.of(config()), 20_000):
+    for text in worked_examples(PromptConfig.of(config()), 20_000):
         question, answer = text.split("=")
         prompts.add(f"{question}=")
         slips[int(answer) - sum(map(int, question.split("+")))] += 1
@@ -63,7 +66,7 @@ def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() 
 
 def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> None:
     def some(count: int, *overrides: str) -> list[str]:
-        return list(ready_tasks.worked_examples(PromptConfig.of(config(*overrides)), count))
+        return list(worked_examples(PromptConfig.of(config(*overrides)), count))
 
     assert some(50) == some(100)[:50]
     assert some(50) != some(50, "data_shuffle_seed=1")
@@ -71,5 +74,14 @@ def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> N
 
 
 def test_worked_examples_are_written_as_the_template_says() -> None:
-    text = next(ready_tasks.worked_examples(PromptConfig.of(config("prompt_template=Sum: {prompt}\n")), 1))
+    text = next(worked_examples(PromptConfig.of(config("prompt_template=Sum: {prompt}\n")), 1))
     assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)
+
+
+def test_the_warm_start_trains_on_all_devices_also_where_these_do_not_divide_the_batch(tmp_path: Path) -> None:
+    shares = ("trainer_devices_fraction=0.75", "sampler_devices_fraction=0.25")
+    keys = config("batch_size=3", "num_generations=2", *shares)
+    batch = BatchPlan.from_config(keys, 4).rl
+    assert batch is not None and batch.num_trainer_devices == 3
+    warm = BatchPlan.from_config(pretraining(keys, batch, tmp_path, "examples.jsonl"), 4)
+    assert (warm.global_batch_size_to_train_on, warm.padded_slots_per_step) == (6, 2)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
 from maxbatch import load_config
+from maxbatch.config.sections import RLConfig
 from maxbatch.rl import sorting
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.prompts import PromptSource
-from maxbatch.rl.ready_tasks import READY_TASKS, worked_examples
-from maxbatch.rl.refusals import check_type
+from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.reward_terms import parse_rewards
+from maxbatch.rl.warm_start import worked_examples
+from maxbatch.system.errors import ConfigError
 
 
 def test_the_ready_config_sorts_lists_that_its_warm_start_sorts_in_one_of_four() -> None:
@@ -27,8 +31,6 @@ def test_the_ready_config_sorts_lists_that_its_warm_start_sorts_in_one_of_four()
         assert sorting.digits_kept(digits, answer, {"answer": "".join(sorted(digits))}) == 1.0
         right[answer == "".join(sorted(digits))] += 1
     assert 0.2 < right[True] / 5000 < 0.3
-    for name in READY_TASKS:
-        check_type(name)
 
 
 def test_every_list_is_a_record_once_and_only_its_sorted_form_is_right() -> None:
@@ -40,3 +42,21 @@ def test_every_list_is_a_record_once_and_only_its_sorted_form_is_right() -> None
     assert scores == [1, 1, 0, 0, 0, 0]
     kept = [sorting.digits_kept("7352>", text, record) for text in ("7532", "2357", "2353", "")]
     assert kept == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["max_prefill_predict_length=5"], "has 6 tokens, and 9999 more .*works: max_prefill_predict_length=6"),
+        (["prompt_template={question}"], "has no field 'question'"),
+        (["prompt_template={prompt:>20}"], "works: max_prefill_predict_length=21 max_target_length=26"),
+        (["eval_fraction=1e-5"], "holds out none of 10000 prompts"),
+        (["reward=maxbatch.rl.sorting:is_right"], "works: maxbatch.rl.sorting:is_sorted"),
+    ],
+)
+def test_a_plan_refuses_the_prompts_and_rewards_of_a_ready_task_that_a_run_refuses(
+    overrides: list[str], message: str
+) -> None:
+    config = load_config("sort", overrides)
+    with pytest.raises(ConfigError, match=message):
+        check_policy(RLConfig.of(config), PromptConfig.of(config), "")

@@ -126,6 +126,8 @@ def translated(
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
+    if name == "trl" and not reading.is_yaml(path) and (processes := shell.launched_processes(path, command)):
+        words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.DEFAULTS, name, devices)
     form.translate(translation)
     translation.finish()

@@ -13,6 +13,7 @@ from pathlib import Path
 from maxbatch.commands.import_config.maxtext_data import translate_data
 from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, PRESET_DIFFERENCES, translate_form
 from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
+from maxbatch.commands.import_config.prompts import without_balance
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
 from maxbatch.commands.import_config.steps import take_orbax
@@ -153,6 +154,8 @@ def translate(t: Translation) -> None:
         translate_rl(t)
     _run(t)
     _model(t)
+    if is_of_prompts:
+        without_balance(t)
     _program(t)
     _mesh(t)
     _adapters(t)

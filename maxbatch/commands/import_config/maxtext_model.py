@@ -94,7 +94,7 @@ def _balance(t: Translation) -> None:
     weight, choices = t.number("load_balance_loss_weight"), t.number("num_experts_per_tok")
     if weight and choices is None and t.text("model_name") in MODEL_CHOICES:
         choices = MODEL_CHOICES[t.text("model_name")]
-    if weight and "load_balance_loss_weight" in t:
+    if weight and "load_balance_loss_weight" in t and t.is_left("load_balance_loss_weight"):
         why = "x the experts of a token: there the loss is their number where all is even, here 1"
         t.map("load_balance_loss_weight", why, load_balance_loss_weight=f"{weight * (choices or 1):.12g}")
 

@@ -50,6 +50,8 @@ def translate_rl(t: Translation) -> None:
     _evaluation(t)
     _data(t)
     _rewards(t)
+    if "load_balance_loss_weight" in t:
+        t.ignore("load_balance_loss_weight", "its reinforcement learning adds no loss of a router")
     for name, values in _ONLY.items():
         if t.is_left(name) and t.text(name).lower() in values:
             t.ignore(name, "that is so here")

@@ -30,6 +30,7 @@ _ARRAY = re.compile(_NAME + r"\(((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*)\)", re.M)
 _ASSIGNED = re.compile(_NAME + r"(.*)$")
 _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
 _PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py|\.sh\b")
+_TRL = re.compile(r"\s*(?:\w+=\S+\s+)*trl\s+(?:dpo|grpo|sft)\s")  # its own command
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
 _MOST_EXPANDED = 2**20  # characters that all variables of a file become
 _MOST_CALLS = 4  # scripts that call one another
@@ -52,7 +53,7 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
         file is larger than a bound.
     """
     script = _Script(path)
-    commands = [words for words in script.commands if any("train" in word for word in words)] or script.commands
+    commands = _training(script)
     found = [_arguments_of(words) for words in commands] or [script.loose]
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
@@ -62,6 +63,30 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
         rule = f"{len(commands)} commands train, and one config comes out"
         raise ConfigError(f"{shown_path(path)}: {rule} ({named}{rest}); works: --command 1")
     return found[(number or 1) - 1]
+
+
+def launched_processes(path: Path, number: int | None = None) -> int | None:
+    """Returns the processes that the launcher of a command states, on all machines; None if it states none.
+
+    The arguments are those of `read_line`, which has to accept them.
+    """
+    commands = _training(_Script(path))
+    if not commands:
+        return None
+    whole = commands[(number or 1) - 1]
+    program = len(whole) - len(_arguments_of(whole)) - 1
+    stated = settings_of(whole[: max(0, program)], shown_path(path))
+    counts = []
+    for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
+        texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
+        if all(_INTEGER.fullmatch(text) for text in texts):
+            counts.append(math.prod(map(int, texts)))
+    return counts[0] if counts else None
+
+
+def _training(script: _Script) -> list[list[str]]:
+    """Returns the commands of a script that say they train; all of them if none does."""
+    return [words for words in script.commands if any("train" in word for word in words)] or script.commands
 
 
 class _Script:
@@ -83,7 +108,8 @@ class _Script:
         expanded = self._expand(line)
         words = self._words(expanded)
         program = next((word for word in words if not _SETTING.match(word)), "-")
-        is_command = len(words) > 1 and program[:1] not in "-+" and _PROGRAM.search(expanded) is not None
+        is_program = _PROGRAM.search(expanded) or _TRL.match(expanded)
+        is_command = len(words) > 1 and program[:1] not in "-+" and is_program is not None
         if assigned and (_ARRAY.match(line) or (len(words) <= 2 and not assigned[1].islower())):
             self._assign(assigned)
         elif is_command:
@@ -113,7 +139,7 @@ class _Script:
                     self._take_command(inner, "")
             return
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
-        trains = any(re.search(r"train|\.yml|\.py", word) for word in words)
+        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) for word in words)
         if has_settings and trains and "install" not in words[:5]:
             self.commands.append(words)
 
@@ -201,7 +227,7 @@ def _arguments_of(words: list[str]) -> list[str]:
     """Returns the words after the program: without its environment and its launcher's flags."""
     programs = [
         i for i, word in enumerate(words)
-        if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module"))
+        if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
     ]  # fmt: skip
     return words[programs[0] + 1 :] if programs else words
 

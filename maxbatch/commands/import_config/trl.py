@@ -28,6 +28,7 @@ DEFAULTS = hf.DEFAULTS | {
     "importance_sampling_level": "token", "scale_rewards": "group", "reward_funcs": "", "model_name_or_path": "",
     "dataset_name": "",
 }  # fmt: skip
+PROCESSES = "num_processes"  # Accelerate's word for the devices of all machines
 _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "max_completion_length")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 _LOSSES = {"grpo": "sequence-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean"}
@@ -54,6 +55,9 @@ def is_of_responses(words: Container[str]) -> bool:
 def translate(t: Translation) -> None:
     """Takes the words of GRPOConfig, and the others as those of TrainingArguments."""
     hf.old_words(t)
+    if PROCESSES in t:
+        t.devices = t.devices or whole(t, PROCESSES)
+        t.ignore(PROCESSES, f"its batch is counted on {t.devices} devices; here devices are found when the run starts")
     updates = _batch(t)
     _lengths(t)
     _objective(t)

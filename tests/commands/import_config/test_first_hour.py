@@ -63,6 +63,13 @@ def test_the_words_below_rl_state_the_batch_and_the_length(folder: Path, nested:
     assert "hf download --repo-type dataset someone/sums" in data.says
 
 
+@pytest.mark.parametrize("weight", ["", "load_balance_loss_weight: 0.02\n"])
+def test_a_preset_with_experts_is_trained_without_its_routers_loss(folder: Path, weight: str) -> None:
+    config, fates = imported("maxtext", folder / "m.yml", f"model_name: qwen3-235b-a22b\n{weight}{RL.format(batch=4)}")
+    assert config.load_balance_loss_weight == 0 and config.num_experts == 128
+    assert not weight or fates["load_balance_loss_weight"].fate == "ignored"
+
+
 @pytest.mark.parametrize(("chunk", "pairs"), [("-1", 12), ("6", 6)])
 def test_its_own_micro_batch_size_counts_pairs(folder: Path, chunk: str, pairs: int) -> None:
     config, _ = imported("maxtext", folder / "m.yml", f"{RL.format(batch=4)}micro_batch_size: {chunk}\n")

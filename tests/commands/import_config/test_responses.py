@@ -85,6 +85,28 @@ def test_a_word_of_trls_that_states_a_batch_is_never_skipped(
     assert fates[word].is_essential and why in fates[word].says
 
 
+@pytest.mark.parametrize(
+    ("launcher", "devices", "prompts"),
+    [
+        ("accelerate launch --config_file zero3.yaml --num_processes 4 grpo.py", None, 8),
+        ("accelerate launch --num_processes=4 --num_machines 2 trl/scripts/grpo.py", 16, 32),
+        ("torchrun --nproc-per-node 4 --nnodes 2 grpo.py", None, 16),
+        ("N=2 CUDA_VISIBLE_DEVICES=0,1 trl grpo --num_processes 2", None, 4),
+        ("torchrun --nproc-per-node 4 --nnodes 1:2 grpo.py", None, None),
+    ],
+)
+def test_the_processes_of_trls_launcher_are_the_devices_of_its_batch(
+    tmp_path: Path, launcher: str, devices: int | None, prompts: int | None
+) -> None:
+    flags = " ".join(f"--{line.replace(': ', ' ')}" for line in TRL.split("\n") if line)
+    translation, fates = _read("trl", tmp_path / "run.sh", f"{launcher} {flags}\n", devices)
+    if prompts is None:
+        assert "--devices N" in fates["per_device_train_batch_size"].says
+        return
+    assert int(translation.settings["batch_size"]) == prompts and fates["num_processes"].fate == "ignored"
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
+
+
 def test_verls_command_becomes_its_batch(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     translation, fates = _read("verl", path, VERL, None)
