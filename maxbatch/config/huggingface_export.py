@@ -100,14 +100,15 @@ def _experts(config: ConfigDict, family: Family) -> Json:
 def _latents(config: ConfigDict) -> Json:
     """Returns the fields of DeepSeek's form."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "routed_scaling_factor")
+    groups = max(1, config.n_routing_groups)
     return {
         **{name: config[name] for name in names},
         "num_key_value_heads": config.base_num_query_heads,
         "q_lora_rank": config.q_lora_rank or None,
         "n_shared_experts": config.shared_experts,
         "first_k_dense_replace": config.first_num_dense_layers,
-        "n_group": max(1, config.n_routing_groups),
-        "topk_group": max(1, config.topk_routing_group),
+        "n_group": groups,
+        "topk_group": groups if config.topk_routing_group == -1 else config.topk_routing_group,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "rope_interleave": True,
@@ -203,6 +204,8 @@ def _check(config: ConfigDict, name: str, written: Json) -> None:
                 continue
             if key in ("n_routing_groups", "topk_routing_group") and config.n_routing_groups <= 1:
                 continue
+            if key == "topk_routing_group" and ours == -1:
+                ours = config.n_routing_groups
         if key in ("base_moe_mlp_dim", "base_mlp_dim") and FAMILIES[config.decoder_block].has_experts:
             continue  # one width is stated; the other one is the same or not used
         if key == "sliding_window_size" and not any(

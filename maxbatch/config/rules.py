@@ -361,7 +361,7 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         return {name: keys[name].default for name in names if values[name] != keys[name].read(keys[name].default)}
 
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
-        name = next(iter(works))
+        name, works = next(iter(works)), works | stated(_OF_LATENTS)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
         raise refuse(name, rule, works)
@@ -373,8 +373,9 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         return
     normalises = {"norm_topk_prob": "true"} if family.always_normalises and not values["norm_topk_prob"] else {}
     if num_experts < 2:
-        groups = max(1, int(str(values["n_routing_groups"])))
-        least = max(8, int(str(values["num_experts_per_tok"])), 2 * groups)
+        choices, groups, best = (int(str(values[name])) for name in _COUNTS_OF_LATENTS[1:4])
+        groups = max(1, groups)
+        least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
         several = {"num_experts": str(-(-least // groups) * groups)} | normalises
         raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
     if normalises:
@@ -423,7 +424,9 @@ def _check_latents(
         sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
         nearest = min(sizes, key=lambda number: (abs(number - groups), number))
         rule = f"a divisor of num_experts={experts} that leaves at least 2 experts in a group, whose two best it ranks"
-        works = {"n_routing_groups": nearest} | ({"topk_routing_group": nearest} if best > nearest else {})
+        works, fewest = {"n_routing_groups": nearest}, -(-choices // (experts // nearest))
+        if best != -1 and not fewest <= best <= nearest:
+            works["topk_routing_group"] = min(max(best, fewest), nearest)
         raise refuse("n_routing_groups", rule, works)
     if best > groups:
         raise fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)

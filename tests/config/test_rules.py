@@ -26,6 +26,7 @@ MIXTRAL = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "n
 
 
 DEEPSEEK = ("model_name=tiny-deepseek",)
+OF_ONE_GROUP = ("topk_routing_group=1", "num_experts_per_tok=5")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,11 @@ DEEPSEEK = ("model_name=tiny-deepseek",)
     [
         ((*DEEPSEEK, "n_routing_groups=3"), "n_routing_groups=3: must be a divisor of num_experts=8 that leaves at le"),
         ((*DEEPSEEK, "n_routing_groups=8"), "n_routing_groups=8: must be a divisor of num_experts=8 that leaves at le"),
+        ((*DEEPSEEK, *OF_ONE_GROUP, "n_routing_groups=3"), "n_routing_groups=3: must be a divisor of num_experts=8"),
+        (
+            (*DEEPSEEK, *OF_ONE_GROUP, "num_experts=1"),
+            "num_experts=1: must be at least 2 beside decoder_block=deepseek",
+        ),
         ((*DEEPSEEK, "topk_routing_group=5"), "topk_routing_group=5: must be at most n_routing_groups=4"),
         ((*DEEPSEEK, "n_routing_groups=-1"), "topk_routing_group=2: must be -1 beside n_routing_groups=-1"),
         ((*DEEPSEEK, "num_experts_per_tok=5"), "topk_routing_group=2: must be at least 3, since num_experts_per_tok=5"),
@@ -49,6 +55,7 @@ DEEPSEEK = ("model_name=tiny-deepseek",)
         ((*MIXTRAL, "routed_score_func=sigmoid"), "routed_score_func=sigmoid: must be softmax beside decoder_block"),
         ((*MIXTRAL, "n_routing_groups=2"), "n_routing_groups=2: must be -1 beside decoder_block=mixtral"),
         (("num_experts=8", "num_experts_per_tok=2"), "num_experts=8: must be 1 beside decoder_block=llama2"),
+        (("num_experts=8", "routed_score_func=sigmoid"), "num_experts=8: must be 1 beside decoder_block=llama2"),
         (("remat_policy=custom", "moe_mlpwo=device"), "moe_mlpwo=device: must be remat beside decoder_block=llama2"),
         (("moe_mlpwo=device",), "moe_mlpwo=device: must be remat beside decoder_block=llama2"),
         (("load_balance_loss_weight=0.1",), "load_balance_loss_weight=0.1: must be 0.0 beside decoder_block=llama2"),

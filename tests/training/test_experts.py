@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_model
+from maxbatch.model.experts import experts
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
 
@@ -48,6 +49,8 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "experts and pipeline": (4, "2", ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2")),
     "context and fsdp, products kept": (4, "2", ("ici_context_parallelism=2", "remat_policy=minimal")),
 }
+# Those that take the form of accelerators, where shares multiply before the last product.
+ELSEWHERE = ("experts over four devices", "experts, tensor and fsdp")
 FIRST = ("load_balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "routing_fingerprint")
 
 
@@ -89,8 +92,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
     (layout, ("sequence", "global")[number % 2])
     for number, layout in enumerate(name for name in LAYOUTS if name != RESUMED)
 ])  # fmt: skip
-def test_all_layouts_route_and_balance_alike(tmp_path, reference, layout, scope):
+def test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelerators(
+    tmp_path, reference, monkeypatch, layout, scope
+):
     expected = reference[scope]
+    computed_by = experts._computed_by
+    if layout in ELSEWHERE:
+        monkeypatch.setattr(experts, "_computed_by", lambda combine, platform: computed_by(combine, "gpu"))
     found = run(tmp_path, layout, f"load_balance_scope={scope}", UNSAVED)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
     assert {name: found[0][name] for name in FIRST[2:]} == {name: expected[0][name] for name in FIRST[2:]}

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
+from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import warn
@@ -27,6 +28,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
+from maxbatch.training.weights.huggingface_reading import zeros_of
 from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
 
 _ITEMS = ("params", "opt_state", "position")
@@ -90,9 +92,25 @@ class StoredCheckpoint:
         return (self.config(), model.get("base", "")) if model.get("lora_rank") else None
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
-        """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model."""
-        self.check_shapes(abstract_params)
-        return lambda part: self.parameters(part, partial=part is not abstract_params)
+        """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model.
+
+        Routers begin without a bias if its model has none.
+        """
+        bias, held = _split_bias(abstract_params)
+        if not bias or self.record.identity["model"].get(ROUTED_BIAS) is not False:
+            self.check_shapes(abstract_params)
+            return lambda part: self.parameters(part, partial=part is not abstract_params)
+        self.check_shapes(held)
+
+        def read(part: State) -> State:
+            bias, held = _split_bias(part)
+            zeros: State = jax.tree.map(zeros_of, bias)
+            if not held:
+                return zeros
+            merged: State = nnx.merge_state(zeros, self.parameters(held, partial=part is not abstract_params))
+            return merged
+
+        return read
 
     def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
@@ -196,6 +214,12 @@ class StoredCheckpoint:
             f"load_full_state_path={self._path}: is of another model or optimizer ({why}); "
             "load_parameters_path takes the parameters alone"
         )
+
+
+def _split_bias(params: State) -> tuple[State, State]:
+    """Returns the routers' biases, and all other parameters."""
+    bias, rest = nnx.split_state(params, nnx.PathContains(ROUTED_BIAS), ...)
+    return bias, rest
 
 
 def find_checkpoint(path: str | Path) -> AnyPath:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxbatch.config.families import Json
+from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.hub import folder_of
 from maxbatch.config.huggingface import (
     CONFIG_FILE,
@@ -19,6 +19,7 @@ from maxbatch.config.huggingface import (
     read_config_json,
 )
 from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
+from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import DataConfig, ModelConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -61,6 +62,8 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     overrides = ["weight_dtype=float32"] if imported else []
     source = open_source(model, averaged)
     config = source.config(overrides)
+    if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
+        config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
     abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
     read = open_parameters(source, ModelConfig.of(config), abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)

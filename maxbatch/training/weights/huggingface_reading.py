@@ -94,7 +94,7 @@ class HuggingFaceFolder:
             for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
                 keys, abstract = leaves[number]
                 path = parameter_path(keys)
-                found[number] = _read(stored, places[path], abstract) if path in places else _zeros(abstract)
+                found[number] = _read(stored, places[path], abstract) if path in places else zeros_of(abstract)
             whole: State = jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
             return whole
 
@@ -116,7 +116,8 @@ def _without_predicting(stored: dict[str, StoredTensor], num_layers: int) -> dic
     return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
 
 
-def _zeros(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros in the place of a parameter."""
     zeros: jax.Array = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
     return zeros
 

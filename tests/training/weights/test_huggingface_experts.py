@@ -9,15 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from maxbatch.config.huggingface import model_keys
+from maxbatch.config.huggingface import model_keys, read_config_json
 from maxbatch.config.huggingface_export import config_json
-from maxbatch.config.loading import load_config
+from maxbatch.config.loading import dump_config, load_config
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.safetensors import stored_tensors, write_tensors
-from maxbatch.training.update.state import abstract_model
+from maxbatch.training.update.state import abstract_model, abstract_state
+from maxbatch.training.update.update_config import UpdateConfig
+from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.weights.export import export_model
 from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
 from tests.helpers.huggingface_folders import assert_same_tensors
@@ -112,11 +115,31 @@ def test_forms_that_deepseek_does_not_have_here_are_refused_by_name(fields: dict
         model_keys(stated | fields, "here")
 
 
-@pytest.mark.parametrize("key", ["routed_score_func=softmax", "routed_bias=false"])
-def test_an_export_of_what_deepseek_v3_lacks_is_refused_by_name(key: str) -> None:
-    config = load_config(overrides=["model_name=tiny-deepseek", "routed_bias_update_rate=0", key])
-    with pytest.raises(ConfigError, match=f"{key}.*deepseek_v3 cannot express it"):
+def test_scores_that_deepseek_v3_lacks_are_refused_by_name() -> None:
+    config = load_config(overrides=["model_name=tiny-deepseek", "routed_score_func=softmax"])
+    with pytest.raises(ConfigError, match=r"routed_score_func=softmax.*deepseek_v3 cannot express it"):
         config_json(config, "float32", {})
+
+
+def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_that_has_it(tmp_path: Path) -> None:
+    stated = ["routed_bias=false", "routed_bias_update_rate=0", "topk_routing_group=-1"]
+    config = load_config(overrides=["model_name=tiny-deepseek", *stated])
+    keys, rng = UpdateConfig.of(config), np.random.default_rng(0)
+    abstract = abstract_state(keys, make_mesh(config, jax.devices()[:1]))
+    state = jax.tree.map(lambda x: jax.device_put(rng.integers(-99, 99, x.shape).astype(x.dtype), x.sharding), abstract)
+    (tmp_path / "run").mkdir()
+    checkpoints = Checkpoints(tmp_path / "run", 1, {"data": {}, "model": model_identity(keys, "")}, pytest.fail)
+    checkpoints.save(state, Position(1, 8))
+    checkpoints.close()
+    (tmp_path / "run" / "config.yml").write_text(dump_config(config))
+    export_model(str(tmp_path / "run"), str(tmp_path / "out"), None)
+    written = read_config_json(str(tmp_path / "out"))
+    assert (written["n_group"], written["topk_group"]) == (4, 4)
+    found, expected = (load_parameters(tmp_path / name, ["routed_bias=true"])[2] for name in ("out", "run"))
+    assert not expected["layers"]["experts"]["routed_bias"][...].any()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    del expected["layers"]["experts"]["routed_bias"]
+    jax.tree.map(np.testing.assert_array_equal, expected, state.params)
 
 
 def test_a_bias_that_the_family_lacks_is_refused_by_name() -> None:
