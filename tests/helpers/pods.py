@@ -5,8 +5,7 @@
 draws the hosts and their devices, one mesh or two, chunks, how the sampler holds the weights, the batches that are
 sampled ahead, filtered groups and mini-batches. Every run is killed with -9 after a random update and goes on, on other
 hosts. Its updates and transcripts are compared with those of one device with the same `off_policy_steps`,
-`filter_groups` and `num_minibatches`. A run that fails or differs ends the program with its command. One that ends with
-exit code 75, since a host of it has died, is started again, and the line of the run counts it.
+`filter_groups` and `num_minibatches`. A run that fails or differs ends the program with its command.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxbatch.system.errors import EXIT_STOPPED
 from tests.helpers.command import Hold, environment, recorded
 from tests.helpers.policies import KEYS, RL, reward_file
 from tests.helpers.tiny import assert_same_run, read_metrics
 
-_MOST_RESTARTS = 2
 BATCHES = 6  # of 8 prompts, 4 responses to each
 _KEYS = (
     *KEYS, "learning_rate_schedule=constant", "warmup_steps_fraction=0", "max_prompts_per_batch=10",
@@ -74,22 +71,8 @@ def pod_of(chance: random.Random, num_hosts: int, is_apart: bool) -> list[str]:
     return pod
 
 
-def run(arguments: Sequence[str], variables: dict[str, str], log: Path, limit_s: float, kill_at: int = 0) -> int:
-    """Runs reinforcement learning to its end, or until it has recorded an update, after which it is killed with -9.
-
-    Returns how often it was started again.
-    """
-    again = 0
-    while (code := _started(arguments, variables, log, limit_s, kill_at)) == EXIT_STOPPED and again < _MOST_RESTARTS:
-        again += 1
-    assert code == (None if kill_at else 0), f"exit code {code}, killed at {kill_at}"
-    return again
-
-
-def _started(
-    arguments: Sequence[str], variables: dict[str, str], log: Path, limit_s: float, kill_at: int
-) -> int | None:
-    """Returns the exit code, None if it was killed."""
+def run(arguments: Sequence[str], variables: dict[str, str], log: Path, limit_s: float, kill_at: int = 0) -> None:
+    """Runs reinforcement learning to its end, or until it has recorded an update, after which it is killed with -9."""
     run_dir = next(Path(word.removeprefix("run_dir=")) for word in arguments if word.startswith("run_dir="))
     with open(log, "ab") as said:
         process = subprocess.Popen(
@@ -101,7 +84,8 @@ def _started(
             while process.poll() is None and (not kill_at or recorded(run_dir) < kill_at):
                 assert time.monotonic() < end, f"hangs: it lasts longer than {limit_s:.0f} s"
                 time.sleep(0.1)
-            return process.poll()
+            code = process.poll()
+            assert code == (None if kill_at else 0), f"exit code {code}, killed at {kill_at}"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -148,16 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     alone[settings] = folder / f"alone-{len(alone)}"
                     run([*stated, f"run_dir={alone[settings]}"], {}, log, asked.limit)
                 hold = Hold(kill_at, folder)
-                again = run([*stated, *pods[0], f"run_dir={run_dir}"], hold.variables, log, asked.limit, kill_at)
+                run([*stated, *pods[0], f"run_dir={run_dir}"], hold.variables, log, asked.limit, kill_at)
                 hold.release()
-                again += run([*stated, *pods[1], f"run_dir={run_dir}"], {}, log, asked.limit)
+                run([*stated, *pods[1], f"run_dir={run_dir}"], {}, log, asked.limit)
                 compared(run_dir, alone[settings])
             except AssertionError as error:
                 said = log.read_text(errors="replace")[-3000:]
                 print(f"pods: seed {asked.seed}, run {number}: {line}\n{said}\n{error}", file=sys.stderr)
                 return 1
-            restarts = f", {again} hosts lost" if again else ""
-            print(f"{number}/{asked.runs} in {time.monotonic() - started:.0f} s{restarts}: {line}")
+            print(f"{number}/{asked.runs} in {time.monotonic() - started:.0f} s: {line}")
     print(f"all of {asked.runs} runs are those of one device; {time.monotonic() - begun:.0f} s")
     return 0
 
