@@ -157,7 +157,9 @@ def _read(saved: str) -> list[_Saved]:
         while f"{number} place" in arrays:
             own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
             by_name = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
-            first, num_prompts, num_generations = arrays[f"{number} place"].tolist()
+            # Older checkpoints do not state the responses of a group: such batches are sampled anew.
+            place: list[int] = arrays[f"{number} place"].tolist()
+            first, num_prompts, num_generations = place if len(place) == 3 else (*place, 0)
             found.append(_Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name])))
             number += 1
     return found
