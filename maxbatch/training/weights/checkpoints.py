@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions
+from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
@@ -133,8 +133,13 @@ class Checkpoints:
         if in_store:
             staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
         mode = AtomicityMode.COMMIT_FILE if in_store else AtomicityMode.AUTO
+        # Unless the hosts are named, Orbax has them wait for each other in a program on all devices. Another thread may
+        # run programs there as well (it samples in reinforcement learning), in an order that differs between hosts.
+        hosts = set(range(jax.process_count()))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
+            create=False,  # it is there
+            multiprocessing_options=MultiprocessingOptions(active_processes=hosts),
             cleanup_tmp_directories=not in_store,
             enable_async_checkpointing=True,
             lightweight_initialize=in_store,  # else it reads an object of every checkpoint, for times that nobody asks

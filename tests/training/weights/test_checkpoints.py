@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.sections import ModelConfig
@@ -302,6 +303,20 @@ def test_only_the_newest_are_kept(saved: Saved) -> None:
     with saved.open() as checkpoints:
         checkpoints.save(saved.state, Position(4, 40))
     assert sorted(p.name for p in (saved.folder / "checkpoints").iterdir()) == ["2", "3", "4"]
+
+
+def test_hosts_wait_for_each_other_without_a_program_on_devices(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[set[int] | None] = []  # the hosts of each; Orbax runs a program on all devices where it is None
+
+    def skip(processes: set[int] | None = None) -> bool:
+        waits.append(processes)
+        return True
+
+    monkeypatch.setattr(multihost, "should_skip_process_sync", skip)
+    with saved.open() as checkpoints:
+        checkpoints.save(saved.state, Position(4, 40))
+        assert checkpoints.restore(saved.abstract)
+    assert waits.count({0}) == len(waits) > 3
 
 
 def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:
