@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,24 @@ def _without_rest(y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     return jnp.where(in_group_n[:, None], y_nxF, jnp.zeros_like(y_nxF))
 
 
+class _Block(NamedTuple):
+    """A block of rows of one group, with others before and behind them."""
+
+    group: jax.Array
+    start: jax.Array  # its first row
+    is_own_bx1: jax.Array  # bool: rows of the group that no block before has
+
+
 class _Blocks:
-    """The blocks of rows that a CPU goes through; each has rows of one group, and maybe of the groups behind it."""
+    """The blocks of rows that a CPU goes through: as many for each group as it fills, and the last one in part."""
 
     def __init__(self, num_rows: int, sizes_E: jax.Array) -> None:
         mean = num_rows // (2 * sizes_E.shape[0])
         self.size = next((b for b in (256, 128, 64, 32) if b <= min(mean, _LARGEST_BLOCK)), _SMALLEST_BLOCK)
-        self.ends_E = jnp.cumsum(sizes_E)
-        self._starts_E = self.ends_E - sizes_E
+        self.size = min(self.size, num_rows)
+        self._num_rows = num_rows
+        self._ends_E = jnp.cumsum(sizes_E)
+        self._starts_E = self._ends_E - sizes_E
         blocks_E = -(-sizes_E // self.size)
         self._last_E = jnp.cumsum(blocks_E)
         self._first_E = self._last_E - blocks_E
@@ -82,18 +92,17 @@ class _Blocks:
         """The number of blocks."""
         return self._last_E[-1]
 
-    def __getitem__(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the group of a block, and its first row."""
+    def __getitem__(self, block: jax.Array) -> _Block:
+        """Returns a block, which ends within the rows."""
         group = jnp.searchsorted(self._last_E, block, side="right")
-        return group, self._starts_E[group] + (block - self._first_E[group]) * self.size
+        first = self._starts_E[group] + (block - self._first_E[group]) * self.size
+        start = jnp.minimum(first, self._num_rows - self.size)
+        rows_bx1 = start + jnp.arange(self.size, dtype=start.dtype)[:, None]
+        return _Block(group, start, (rows_bx1 >= first) & (rows_bx1 < self._ends_E[group]))
 
-    def padded(self, x_nxD: jax.Array) -> jax.Array:
-        """Returns rows with room for the last block to end behind them."""
-        return jnp.pad(x_nxD, ((0, self.size), (0, 0)))
-
-    def rows(self, x_nxD: jax.Array, first: jax.Array) -> jax.Array:
-        """Returns the rows of a block, of `padded` ones."""
-        rows: jax.Array = jax.lax.dynamic_slice_in_dim(x_nxD, first, self.size)
+    def rows(self, x_nxD: jax.Array, block: _Block) -> jax.Array:
+        """Returns the rows of a block."""
+        rows: jax.Array = jax.lax.dynamic_slice_in_dim(x_nxD, block.start, self.size)
         return rows
 
 
@@ -103,20 +112,19 @@ def _cpu_product(is_transposed: bool) -> Product:
     @_one_by_one
     def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         blocks = _Blocks(x_nxD.shape[0], sizes_E)
-        padded_nxD = blocks.padded(x_nxD)
         inputs, outputs = (1, 0) if is_transposed else (0, 1)
 
-        def add_block(block: jax.Array, y_nxF: jax.Array) -> jax.Array:
-            group, first = blocks[block]
-            w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, group, keepdims=False)
-            y_bxF = jax.lax.dot_general(blocks.rows(padded_nxD, first), w_DxF, (((1,), (inputs,)), ((), ())))
-            # Rows of the groups behind are written again by their own blocks.
-            written: jax.Array = jax.lax.dynamic_update_slice_in_dim(y_nxF, y_bxF, first, axis=0)
+        def add_block(number: jax.Array, y_nxF: jax.Array) -> jax.Array:
+            block = blocks[number]
+            w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, block.group, keepdims=False)
+            y_bxF = jax.lax.dot_general(blocks.rows(x_nxD, block), w_DxF, (((1,), (inputs,)), ((), ())))
+            y_bxF = jnp.where(block.is_own_bx1, y_bxF, blocks.rows(y_nxF, block))
+            written: jax.Array = jax.lax.dynamic_update_slice_in_dim(y_nxF, y_bxF, block.start, axis=0)
             return written
 
-        y_nxF = jnp.zeros((padded_nxD.shape[0], w_ExDxF.shape[1 + outputs]), x_nxD.dtype)
-        y_nxF = jax.lax.fori_loop(0, blocks.count, add_block, y_nxF)
-        return _without_rest(y_nxF[: x_nxD.shape[0]], sizes_E)
+        zeros = jnp.zeros((x_nxD.shape[0], w_ExDxF.shape[1 + outputs]), x_nxD.dtype)
+        y_nxF: jax.Array = jax.lax.fori_loop(0, blocks.count, add_block, zeros)
+        return y_nxF
 
     return product
 
@@ -124,16 +132,14 @@ def _cpu_product(is_transposed: bool) -> Product:
 @_one_by_one
 def _cpu_outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     blocks = _Blocks(x_nxD.shape[0], sizes_E)
-    padded_nxD, padded_nxF = blocks.padded(x_nxD), blocks.padded(y_nxF)
 
-    def add_block(block: jax.Array, w_ExDxF: jax.Array) -> jax.Array:
-        group, first = blocks[block]
-        x_bxD = blocks.rows(padded_nxD, first)
-        of_group_b = first + jnp.arange(blocks.size) < blocks.ends_E[group]
-        x_bxD = jnp.where(of_group_b[:, None], x_bxD, jnp.zeros_like(x_bxD))
-        more_DxF = jax.lax.dot_general(x_bxD, blocks.rows(padded_nxF, first), (((0,), (0,)), ((), ())))
-        w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, group, keepdims=False) + more_DxF
-        added: jax.Array = jax.lax.dynamic_update_index_in_dim(w_ExDxF, w_DxF, group, axis=0)
+    def add_block(number: jax.Array, w_ExDxF: jax.Array) -> jax.Array:
+        block = blocks[number]
+        x_bxD = blocks.rows(x_nxD, block)
+        x_bxD = jnp.where(block.is_own_bx1, x_bxD, jnp.zeros_like(x_bxD))
+        more_DxF = jax.lax.dot_general(x_bxD, blocks.rows(y_nxF, block), (((0,), (0,)), ((), ())))
+        w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, block.group, keepdims=False) + more_DxF
+        added: jax.Array = jax.lax.dynamic_update_index_in_dim(w_ExDxF, w_DxF, block.group, axis=0)
         return added
 
     zeros = jnp.zeros((sizes_E.shape[0], x_nxD.shape[1], y_nxF.shape[1]), x_nxD.dtype)

@@ -49,6 +49,15 @@ def test_grouped_products_and_their_gradients_are_those_of_a_loop_over_the_group
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5), found, expected)
 
 
+@pytest.mark.parametrize("sizes", [(3, 0, 2), (20, 13), (0, 1)])
+def test_the_last_block_of_a_cpu_ends_with_the_rows(sizes):
+    keys = jax.random.split(jax.random.key(1))
+    x, w = jax.random.normal(keys[0], (sum(sizes), 3)), jax.random.normal(keys[1], (len(sizes), 3, 2))
+    expected = values_and_gradients(lambda x, w: dense(x, w, np.array(sizes)), x, w)
+    found = values_and_gradients(lambda x, w: grouped_product(x, w, jnp.asarray(sizes), "cpu"), x, w)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5, rtol=2e-5), found, expected)
+
+
 def test_a_product_that_is_mapped_over_devices_is_the_product_of_each(operands):
     x, w = operands
     mapped = jax.vmap(lambda x, sizes: grouped_product(x, w, sizes, "cpu"))
