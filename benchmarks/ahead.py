@@ -12,21 +12,19 @@ every batch has a response that reaches the limit: this shows the schedule at wo
 
 from __future__ import annotations
 
-import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.measurement import Measurement, ratio
-from benchmarks.two_meshes import records_of_run
+from benchmarks.two_meshes import updates_in_turns
 
 BAR = 0.55
 BATCHES, RESPONSES = 20, 256
 RESHARDING = 0.02  # of the time of a batch's training
 _STEPS = (0, 1, 2)
 _RUN = ("batch_size=2", "grpo_beta=0", "max_target_length=128", "micro_batch_size=-1")
+_AHEAD = {f"s={s}": (*_RUN, f"off_policy_steps={s}") for s in (0, 1)}
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # for each device
 
 
@@ -69,27 +67,7 @@ def measure(quick: bool) -> list[Measurement]:
             )
             for s in _STEPS[1:]
         ]
-    return found + measured(quick)
-
-
-def measured(quick: bool) -> list[Measurement]:
-    """The time of an update with s = 1 over that with s = 0, and how long both meshes have work, from runs in turns."""
-    times: dict[int, list[float]] = {0: [], 1: []}
-    both: dict[int, list[float]] = {0: [], 1: []}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(1 if quick else 5):
-            for s in times:
-                run_dir, arguments = Path(folder) / f"ahead-{s}-{turn}", (*_RUN, f"off_policy_steps={s}")
-                steps = 4 if quick else BATCHES + 2
-                records = records_of_run(run_dir, arguments, steps, num_devices=2, XLA_FLAGS=_ONE_THREAD)
-                times[s].append(statistics.median(r["step_time_s"] for r in records))
-                both[s].append(statistics.median(r["busy_fraction/both"] for r in records))
-    return [
-        ratio("measured, update with s=1 / s=0", times[1], times[0]),
-        *(
-            Measurement(
-                f"share of an update in which both meshes have work, s={s}", statistics.median(of_s), samples=of_s
-            )
-            for s, of_s in both.items()
-        ),
-    ]
+    turns, steps = (1, 4) if quick else (5, BATCHES + 2)
+    return found + updates_in_turns(
+        "measured, update with s=1 / s=0", _AHEAD, turns=turns, steps=steps, num_devices=2, XLA_FLAGS=_ONE_THREAD
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.commands import finish, metrics_of, start
+from benchmarks.measurement import Measurement, ratio
 
 _RUN = (
     "warm_start_steps=0",
@@ -22,19 +24,48 @@ _RUN = (
 )
 
 
-def records_of_run(
-    run_dir: Path, arguments: Sequence[str], steps: int, num_devices: int, **variables: str
-) -> list[dict[str, Any]]:
-    """Trains a new run and returns the metrics of its updates but the first two, which compile.
+def updates_in_turns(
+    title: str, sides: Mapping[str, Sequence[str]], *, turns: int, steps: int, num_devices: int,
+    bar: float | None = None, **variables: str,
+) -> list[Measurement]:  # fmt: skip
+    """Trains two runs in turns; returns the time of an update of the second over the first, and when both meshes work.
 
     Args:
-      run_dir: its folder; runs beside each other share a cache of compiled programs.
-      arguments: keys that differ from the run that all share.
-      steps: updates.
+      title: of the ratio.
+      sides: the keys in which the two runs differ from the one that all share, by their names.
+      turns: runs of each.
+      steps: updates of a run, of which the first two compile and do not count.
       num_devices: simulated devices, of both meshes together.
-      variables: of its environment.
+      bar: what the ratio must not exceed.
+      variables: of the environment of the runs.
     """
-    log, cache = run_dir.with_suffix(".log"), run_dir.parent / "cache"
-    words = ("rl", *_RUN, *arguments, f"steps={steps}", f"run_dir={run_dir}", "--simulate-devices", str(num_devices))
-    finish(start("maxbatch", *words, log=log, cache=cache, **variables), log)
-    return metrics_of(run_dir)[2:]
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    both: dict[str, list[float]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(turns):
+            for number, (name, keys) in enumerate(sides.items()):
+                run_dir = Path(folder) / f"{number}-{turn}"
+                words = (
+                    "rl",
+                    *_RUN,
+                    *keys,
+                    f"steps={steps}",
+                    f"run_dir={run_dir}",
+                    "--simulate-devices",
+                    str(num_devices),
+                )
+                log = run_dir.with_suffix(".log")
+                finish(start("maxbatch", *words, log=log, cache=Path(folder) / "cache", **variables), log)
+                records = metrics_of(run_dir)[2:]
+                times[name].append(statistics.median(r["step_time_s"] for r in records))
+                both[name].append(statistics.median(r["busy_fraction/both"] for r in records))
+    first, second = times.values()
+    return [
+        ratio(title, second, first, bar=bar),
+        *(
+            Measurement(
+                f"share of an update in which both sides have work, {name}", statistics.median(values), samples=values
+            )
+            for name, values in both.items()
+        ),
+    ]
