@@ -25,7 +25,7 @@ def _is_whole(number: Fraction | None, least: int) -> bool:
 
 
 def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
-    """Returns a value of a key without which the rate does not fall by the factor."""
+    """Returns a setting that lets the rate fall by the factor; it may need another one beside it."""
     if rates.learning_rate_schedule != "constant" and rates.learning_rate_final_fraction * factor >= 1:
         return {"learning_rate_final_fraction": 0}
     if rates.learning_rate_schedule != "cosine":
@@ -55,7 +55,7 @@ class Seesaw(NamedTuple):
         if not (_is_whole(first, 1) and _is_whole(factor, 2)):
             rule = "must be seesaw, the first batch in samples, and a whole factor of at least 2"
             raise Refusal(config, _KEY, rule, {_KEY: _EXAMPLE})
-        assert factor is not None, "it was checked above"
+        assert first is not None and factor is not None, "both were checked above"
         lowest = rate_shape(config.rates, 1, 1)
         if lowest * factor >= 1:
             share = "never falls" if lowest == 1 else f"falls to {lowest:g} of its peak"
@@ -67,7 +67,6 @@ class Seesaw(NamedTuple):
         if config.rates.learning_rate_scaling != "none":
             rule = "must be none beside a seesaw, which scales the rate itself"
             raise Refusal(config, "learning_rate_scaling", rule, {"learning_rate_scaling": "none"})
-        assert first is not None, "it was checked above"
         return cls(int(first), int(factor))
 
     def batches(self, rates: RatesConfig, total_samples: int, most: int) -> list[tuple[Fraction, int]]:

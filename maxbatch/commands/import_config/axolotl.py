@@ -43,19 +43,19 @@ def translate(t: Translation) -> None:
     seeds(t, "seed", "")
     precision(t)
     when(t)
-    _axolotl_data(t)
+    _data(t)
 
 
-def _axolotl_data(t: Translation) -> None:
+def _data(t: Translation) -> None:
     size = t.number("val_set_size")
     if "val_set_size" in t and size is not None and 0 < size < 1:
         t.map("val_set_size", eval_fraction=t.text("val_set_size"))
     elif size == 0:
         t.map("val_set_size", eval_fraction="0")
     if t.text("rl").lower() in ("dpo", "orpo"):
-        _axolotl_pairs(t)
+        _pairs(t)
     else:
-        _axolotl_sources(t)
+        _sources(t)
         t.map("sample_packing", packing="true" if t.is_true("sample_packing") else "false")
     if "eval_sample_packing" in t:
         t.ignore("eval_sample_packing", "the loss of held-out data is the mean over their tokens, however packed")
@@ -74,7 +74,7 @@ def _axolotl_data(t: Translation) -> None:
         t.refuse("rl", "dpo or orpo", is_essential=True)
 
 
-def _axolotl_sources(t: Translation) -> None:
+def _sources(t: Translation) -> None:
     """Takes the data sets: documents of plain text, or conversations in `messages`."""
     sources = t.mappings("datasets")
     if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
@@ -92,7 +92,7 @@ def _axolotl_sources(t: Translation) -> None:
             settings["sft_format"] = "sharegpt"
         if "train_on_inputs" in t:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
-        _axolotl_template(t)
+        _template(t)
     elif kinds == {"alpaca"}:
         on_answers = "false" if t.is_true("train_on_inputs") else "true"
         settings |= {"use_sft": "true", "sft_format": "alpaca", "sft_train_on_completion_only": on_answers}
@@ -133,7 +133,7 @@ _PAIR_KINDS = ("chat_template.default", "chat_template.argilla")
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is stated holds
 
 
-def _axolotl_pairs(t: Translation) -> None:
+def _pairs(t: Translation) -> None:
     """Takes `rl: dpo` and `rl: orpo`, whose batch counts pairs; defaults are those of TRL's trainers."""
     algo = t.text("rl").lower()
     beta = next((word for word in _BETAS if word in t), "")
@@ -167,7 +167,7 @@ def _axolotl_pairs(t: Translation) -> None:
         rule = f"type {', '.join(sorted(kinds))}: {' or '.join(_PAIR_KINDS)}"
         t.refuse("datasets", rule, is_essential=True)
         return
-    _axolotl_template(t)
+    _template(t)
     fields = sorted({str(item.get("field_messages", "messages")) for item in sources})
     step = "write its records as lists of messages of role and content: chosen and rejected"
     if "chat_template.default" in kinds:
@@ -203,7 +203,7 @@ def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
     return sorted({name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())})
 
 
-def _axolotl_template(t: Translation) -> None:
+def _template(t: Translation) -> None:
     for word in ("chat_template", "chat_template_jinja"):
         if word in t and t.text(word) != "tokenizer_default":
             t.need(word, "put that template into chat_template.jinja beside the tokenizer")

@@ -25,7 +25,7 @@ def translate(t: Translation) -> None:
                 t.ignore("gradient_accumulation_steps", "it follows: train_batch_size / (micro x GPUs)")
     elif micro and micro != "auto" and not steps:
         t.settings["gradient_accumulation_steps"] = "1"
-    _deepspeed_optimizer(t)
+    _optimizer(t)
     for word in list(t.left()):
         if word.startswith(("zero_optimization.", "zero_")):
             t.ignore(word, "where parameters and moments lie: ici_fsdp_parallelism")
@@ -41,7 +41,7 @@ def translate(t: Translation) -> None:
             t.ignore(word, "of the loss scale, which float32 and bfloat16 do not need")
 
 
-def _deepspeed_optimizer(t: Translation) -> None:
+def _optimizer(t: Translation) -> None:
     optimizer(t, "optimizer.type")
     for name, key in (("lr", "learning_rate"), ("weight_decay", "adam_weight_decay"), ("eps", "adam_eps")):
         word = f"optimizer.params.{name}"
