@@ -183,7 +183,7 @@ class BatchPlan:
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
         manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
-        last, total = manager.stages[-1], manager.total_samples
+        last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:
             total = samples_per_epoch = None  # the prompts that are read are known only afterwards
@@ -265,8 +265,9 @@ class BatchPlan:
         plan |= {name: _json(value) for name, value in self.experts._asdict().items()} if self.experts else {}
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
-            {name: _json(value) for name, value in stage._asdict().items() if name != "threshold"} | decays._asdict()
-            for stage, decays in zip(self.stages, self.decays, strict=True)
+            {name: _json(value) for name, value in self.stages[number]._asdict().items() if name != "threshold"}
+            | self.decays[number]._asdict()
+            for number in self.manager.listed
         ]
         return plan
 
@@ -375,7 +376,7 @@ def _epochs(config: PlanConfig, total_samples: int | None, samples_per_epoch: in
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:
-    last, total = manager.stages[-1], manager.total_samples
+    last, total = manager.stages[manager.listed[-1]], manager.total_samples
     if total is None or total >= last.threshold:
         return ()
     ends = f"the run ends inside its ramp after {manager.total_steps} updates ({total} samples)"

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.sections import RatesConfig
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
-from maxbatch.plan.rate_shape import rate_shape
+from maxbatch.plan.rate_shape import rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.seesaw import Seesaw
 
@@ -71,6 +71,6 @@ class LearningRate(NamedTuple):
 
     def _shape(self, samples_seen: int) -> float:
         """Returns the rate over the peak of its stage, from 0 to 1."""
-        if self.falls_by_stages and samples_seen >= self.rates.warmup_steps_fraction * self.total_samples:
+        if self.falls_by_stages and samples_seen >= warm_up_end(self.rates, self.total_samples):
             return 1.0
         return rate_shape(self.rates, self.total_samples, samples_seen)

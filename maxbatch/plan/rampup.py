@@ -85,6 +85,7 @@ class RampupBatchManager:
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
     learning_rate_scales: tuple[float, ...]  # of the stages
+    is_seesaw: bool = False  # the stages follow from the rate, and the config names none
 
     @classmethod
     def from_config(
@@ -143,6 +144,7 @@ class RampupBatchManager:
             num_devices=unit.num_devices,
             rows_per_sample=rl.num_generations if rl else 1,
             learning_rate_scales=_learning_rate_scales(config, split),
+            is_seesaw=Seesaw.if_stated(config) is not None,
         )
         if not manager._lengths_agree():
             names = ("train_samples", "train_tokens", "num_epochs")
@@ -164,6 +166,18 @@ class RampupBatchManager:
     def stages(self) -> tuple[Stage, ...]:
         """Every stage, also one that is skipped or never reached."""
         return tuple(self._stage(index) for index in range(len(self.split_stages)))
+
+    @functools.cached_property
+    def listed(self) -> tuple[int, ...]:
+        """Numbers of the stages to list.
+
+        A stage without updates is listed if the config states it and the run could still reach it, so neither is one
+        behind an anchor, whose updates are unknown, nor one of a seesaw.
+        """
+        first = self._visits[0].stage
+        with_updates = [number for number, stage in enumerate(self.stages) if stage.num_steps != 0]
+        ahead = [] if self.is_seesaw else range(first, len(self.stages))
+        return tuple(sorted({*with_updates, *ahead})) or (first,)
 
     @functools.cached_property
     def totals(self) -> tuple[int | None, int | None]:

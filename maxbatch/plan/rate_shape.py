@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from maxbatch.config.sections import RatesConfig
+from maxbatch.config.values import exact
+
+# Phases of a half wave, over pi, by their cosine: the only rational ones of both (Niven's theorem).
+_PHASES = {
+    Fraction(1): Fraction(0),
+    Fraction(1, 2): Fraction(1, 3),
+    Fraction(0): Fraction(1, 2),
+    Fraction(-1, 2): Fraction(2, 3),
+    Fraction(-1): Fraction(1),
+}
 
 
 def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> float:
@@ -26,3 +37,21 @@ def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> flo
     span = total_samples - warmup
     cosine = 0.5 * (1 - math.cos(math.pi * left / span)) if span > 0 else 1.0
     return last + (1 - last) * cosine
+
+
+def warm_up_end(rates: RatesConfig, total_samples: int) -> Fraction:
+    """Returns the samples of the warm-up, exactly."""
+    return exact(rates.warmup_steps_fraction) * total_samples
+
+
+def has_fallen(rates: RatesConfig, total_samples: int, samples_seen: int, level: Fraction) -> bool:
+    """Returns whether the rate after the warm-up is at most `level` < 1 of its peak, exactly where it is equal."""
+    last, left = exact(rates.learning_rate_final_fraction), total_samples - samples_seen
+    if last == 1 or rates.learning_rate_schedule == "constant":
+        return False
+    falls_to = (level - last) / (1 - last)  # of the falling part
+    if rates.learning_rate_schedule == "wsd":
+        return left <= falls_to * exact(rates.wsd_decay_steps_fraction) * total_samples
+    warmup, cosine = warm_up_end(rates, total_samples), 2 * falls_to - 1
+    phase = (samples_seen - warmup) / (total_samples - warmup)
+    return phase >= _PHASES[cosine] if cosine in _PHASES else math.cos(math.pi * phase) <= cosine

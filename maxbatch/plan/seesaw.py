@@ -8,12 +8,13 @@ from __future__ import annotations
 import bisect
 import math
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 from maxbatch.config.sections import RatesConfig
 from maxbatch.config.values import Value, amount
 from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.plan.rate_shape import rate_shape
+from maxbatch.plan.rate_shape import has_fallen, rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
 
 _KEY = "batch_size_schedule"
@@ -72,28 +73,25 @@ class Seesaw(NamedTuple):
     def batches(self, rates: RatesConfig, total_samples: int, most: int) -> list[tuple[Fraction, int]]:
         """Returns pairs of first sample and batch, up to the last cut at which an update of the run begins.
 
-        Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak / factor^i.
+        Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak / factor^i. A
+        batch that no update has, since the one before it passes the next cut, is left out.
 
         Args:
           rates: the schedule of the rate.
           total_samples: of the run.
           most: samples that an update may have.
         """
-        warm = math.ceil(rates.warmup_steps_fraction * total_samples)
+        warm = math.ceil(warm_up_end(rates, total_samples))
         stages, position, batch = [(0, self.first_batch)], 0, self.first_batch
         for power in range(1, most.bit_length()):
-            level = 1 / self.factor**power
-
-            def has_fallen(sample: int, level: float = level) -> bool:
-                return rate_shape(rates, total_samples, sample) <= level
-
-            cut = bisect.bisect_left(range(warm, total_samples), True, key=has_fallen) + warm
+            is_behind = partial(has_fallen, rates, total_samples, level=Fraction(1, self.factor**power))
+            cut = bisect.bisect_left(range(warm, total_samples), True, key=is_behind) + warm
             begins = position + max(0, -(-(cut - position) // batch)) * batch
             if begins >= total_samples or batch * self.factor > most:
                 break
-            position, batch = begins, batch * self.factor
-            if stages[-1][0] == cut:
+            if begins == position:
                 stages.pop()
+            position, batch = begins, batch * self.factor
             stages.append((cut, batch))
         return [(Fraction(start), batch) for start, batch in stages]
 

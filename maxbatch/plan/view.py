@@ -108,7 +108,8 @@ def plan_console() -> Console:
 
 def equation(plan: BatchPlan) -> str:
     """Returns the batch as one line, such as "64 samples per update = 16 per device x 1 device x 4 ..."."""
-    last = plan.stages[-1]
+    listed = plan.manager.listed
+    last = plan.stages[listed[-1]]
     if plan.rl:
         product = f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
         chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
@@ -123,8 +124,9 @@ def equation(plan: BatchPlan) -> str:
         f"{last.global_batch_size:,} {plan.sample}s per update = {number_text(last.per_device_batch_size)} per device "
         f"x {_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
-    if len(plan.stages) > 1:
-        line += f"; ramped from {plan.stages[0].global_batch_size:,} in {len(plan.stages)} stages"
+    if len(listed) > 1:
+        first = plan.stages[listed[0]].global_batch_size
+        line += f"; ramped from {first:,} in {len(listed)} stages"
     return line
 
 
@@ -205,10 +207,12 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     heads += [name.removeprefix("adam_") for name in decays]
     heads += ["lr first", "lr last"] if rate else []
     table = PlainTable(*heads, justify="right")
-    for index in _abridged(len(plan.stages), _MOST_STAGES):
-        if index is None:
+    listed = plan.manager.listed
+    for place in _abridged(len(listed), _MOST_STAGES):
+        if place is None:
             table.add_row(*[_GAP] * len(heads))
             continue
+        index = listed[place]
         stage = plan.stages[index]
         cells = [str(index), *(number_text(getattr(stage, name)) for name in _STAGE_NUMBERS)]
         cells += [str(stage.padded_slots_per_step)] if padded else []
@@ -228,9 +232,10 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
         first = "S1 is the pair"
     cut = "one update" if plan.manager.num_minibatches == 1 else "one batch"
     console.print(f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
-    for index in sorted({0, len(plan.stages) - 1}):
+    listed = plan.manager.listed
+    for index in sorted({listed[0], listed[-1]}):
         stage = plan.stages[index]
-        if len(plan.stages) > 1:
+        if len(listed) > 1:
             console.print(f"stage {index}: {stage.global_batch_size:,} {plan.sample}s per update")
         if plan.manager.num_minibatches == 1:
             console.print(_passes(stage.gradient_accumulation_steps))

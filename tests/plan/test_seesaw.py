@@ -8,6 +8,8 @@ import random
 import pytest
 
 from maxbatch import BatchPlan, ConfigError, LearningRate, load_config
+from maxbatch.plan.batch import Resume
+from maxbatch.plan.view import ramp_table
 
 FALLING = ("train_samples=20000", "learning_rate=0.001", "warmup_steps_fraction=0.1", "learning_rate_final_fraction=0")
 
@@ -58,6 +60,55 @@ def test_after_the_warm_up_the_rate_falls_by_the_root_of_the_factor_at_each_cut_
     assert rate(2_000) == rate(10_999) == 0.001
     assert rate(11_000) == pytest.approx(0.001 / math.sqrt(2))
     assert [stage.learning_rate_scale for stage in rate.manager.stages[:3]] == pytest.approx([1, 0.5**0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("total", "factor", "keys", "cuts"),
+    [
+        (4_395, 4, (), [2_930]),  # two thirds of a half wave: a quarter of the peak
+        (4_396, 4, (), [2_931]),
+        (3_000_000_003, 4, ("warmup_steps_fraction=0.1",), [2_100_000_003]),
+        (7_000, 2, (), [3_500]),
+        (7_001, 2, (), [3_501]),
+        (1_100, 2, ("learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0.3"), [935]),
+        (1_000, 2, ("learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0.7", "learning_rate_final_fraction=0.4"),
+         [884]),
+        (9_000, 2, ("learning_rate_final_fraction=0.1",), [4_819]),
+    ],
+)  # fmt: skip
+def test_a_cut_is_the_first_sample_at_which_the_rate_is_at_most_its_share_of_the_peak(
+    total: int, factor: int, keys: tuple[str, ...], cuts: list[int]
+) -> None:
+    config = load_config(overrides=[
+        "per_device_batch_size=1", f"batch_size_schedule=seesaw 1 {factor}", f"train_samples={total}",
+        "warmup_steps_fraction=0", "learning_rate_final_fraction=0", *keys,
+    ])  # fmt: skip
+    stages = BatchPlan.from_config(config).stages
+    assert [stage.threshold for stage in stages[1 : 1 + len(cuts)]] == cuts
+
+
+def test_a_seesaw_lists_no_stage_without_updates_at_the_start_nor_on_resume() -> None:
+    rng, left_out = random.Random(0), 0
+    for _ in range(100):
+        config = load_config(overrides=[
+            f"batch_size_schedule=seesaw {rng.choice([1, 8, 32])} {rng.choice([2, 3])}", "per_device_batch_size=1",
+            f"train_samples={rng.randrange(300, 5_000)}", "learning_rate_final_fraction=0",
+            f"learning_rate_schedule={rng.choice(['cosine', 'wsd'])}",
+        ])  # fmt: skip
+        assert all(stage.num_steps for stage in BatchPlan.from_config(config).stages)
+        resumed = BatchPlan.from_config(config, resume=Resume(rng.randrange(1, 50), rng.randrange(1, 290)))
+        listed = resumed.to_dict()["stages"]
+        left_out += len(resumed.stages) - len(listed)
+        assert listed and all(stage["num_steps"] for stage in listed)
+        assert ramp_table(resumed).row_count == len(listed)
+        assert resumed.global_batch_size_to_train_on == listed[-1]["global_batch_size"]
+    assert left_out, "a grid of updates from elsewhere passes stages"
+
+
+def test_a_resume_lists_no_stage_behind_it_whose_updates_are_unknown() -> None:
+    config = load_config(overrides=["batch_size_schedule=0:8 100:16 1000:24", "train_samples=900"])
+    resumed = BatchPlan.from_config(config, num_devices=8, resume=Resume(7, 123))
+    assert [(one["global_batch_size"], one["num_steps"]) for one in resumed.to_dict()["stages"]] == [(16, 49), (24, 0)]
 
 
 @pytest.mark.parametrize(

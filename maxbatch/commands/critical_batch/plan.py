@@ -12,10 +12,12 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
+from maxbatch.config.sections import RatesConfig
 from maxbatch.config.values import plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
 from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.plan.rate_shape import warm_up_end
 from maxbatch.plan.stages import stated_stages
 from maxbatch.system.errors import ConfigError
 
@@ -197,7 +199,7 @@ def _spread(run: MeasuredRun) -> list[int]:
     Those within the warmup of the learning rate and the one that ends the run are left out if there are others.
     """
     total = run.total_samples
-    warmup = 0 if total is None else run.config.warmup_steps_fraction * total
+    warmup = 0 if total is None else warm_up_end(RatesConfig.of(run.config), total)
     everywhere = {step: saved.position.samples_seen for step, saved in run.checkpoints.items()}
     within = {s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)}
     places = within or everywhere
