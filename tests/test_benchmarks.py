@@ -17,6 +17,7 @@ from benchmarks import evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import QUICK_MODEL
 from maxbatch import BatchPlan, load_config
+from tests import test_gpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,6 +54,14 @@ def test_a_bar_is_reached_on_its_own_side(sense, value, passed):
 
 def test_a_figure_that_is_no_number_reaches_no_bar():
     assert Measurement("", float("nan"), bar=1.0).passed is False
+
+
+def test_a_gpu_passes_no_test_without_a_bar():
+    without, reached = Measurement("a", 1.0), Measurement("b", 1.0, bar=2.0)
+    test_gpu.assert_passed([without, reached])
+    for figures in ([], [without], [without, reached, Measurement("c", 3.0, bar=2.0)]):
+        with pytest.raises(AssertionError):
+            test_gpu.assert_passed(figures)
 
 
 def test_ratio_is_of_medians_with_the_turns_as_its_spread():

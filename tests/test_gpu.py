@@ -33,7 +33,9 @@ def device(bench: Bench) -> Gpu:
 
 
 def assert_passed(figures: list[Measurement]) -> None:
-    assert [figure for figure in figures if figure.passed is False] == []
+    """Every bar is reached, and there is one: figures without a bar ask nothing of the GPU."""
+    verdicts = {figure.name: figure.passed for figure in figures if figure.passed is not None}
+    assert verdicts and all(verdicts.values()), figures
 
 
 @pytest.mark.usefixtures("device")
