@@ -95,6 +95,7 @@ class PolicyTraining:
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
+        self._rewards_seen: set[float] = set()  # the least and the greatest of each batch
 
     def plan(self, resume: Resume) -> BatchPlan:
         devices = self._context.devices
@@ -234,12 +235,15 @@ class PolicyTraining:
     def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
         """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
         ends_batch = planned.end_sample > planned.first_sample
-        if ends_batch and collected.groups_missing:
-            warn(
-                f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: among "
-                f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch} prompts, no others have "
-                "responses with different rewards"
-            )
+        if ends_batch:
+            rewards = collected.read.rewards_R
+            self._rewards_seen |= {float(rewards.min()), float(rewards.max())}
+            if collected.groups_missing:
+                most = f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch}"
+                reason = f"among {most} prompts, no others have responses with different rewards"
+                if rewards.min() == rewards.max():
+                    reason = f"the reward is constant, {rewards[0]:g} for all {rewards.size} responses to {most} prompts"
+                warn(f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: {reason}")
         end = collected.end if ends_batch else collected.first
         return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
 
@@ -257,6 +261,12 @@ class PolicyTraining:
     def ahead(self) -> str | None:
         """Returns the responses of the next `off_policy_steps` batches."""
         return self._ahead.saved()
+
+    def why_untrained(self) -> str:
+        reward = f"reward={self._config.reward}"
+        if len(self._rewards_seen) == 1:
+            return f"the reward is constant, {next(iter(self._rewards_seen)):g} for every response; look at {reward}"
+        return f"the responses to each prompt all had one reward; look at {reward}, or sample more (num_generations)"
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
         return [f"next: maxbatch report {self._config.run_dir}"]

@@ -374,6 +374,9 @@ class Pretraining:
     def ahead(self) -> None:
         """Returns None: a batch is a function of its position."""
 
+    def why_untrained(self) -> str:
+        return "no batch had a loss weight; look at the data with `maxbatch data`"
+
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of the model's text, and the next command to type."""
         config = self._context.config

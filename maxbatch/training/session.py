@@ -452,7 +452,7 @@ class Session(Generic[B]):
                 f"{where}: {position.skipped_updates} had a gradient or a new state that is not finite; lower "
                 "learning_rate, or look at the parameters that it started from"
             )
-        raise TrainingError(f"{where}: no batch had a loss weight; look at the data with `maxbatch data`")
+        raise TrainingError(f"{where}: {self.task.why_untrained()}")
 
     def _conclude(self) -> Outcome:
         """Prints the run's folder and the next command to type."""

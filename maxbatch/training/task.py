@@ -153,3 +153,6 @@ class Task(Protocol[B]):
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
         """Returns lines to print once the run is complete."""
+
+    def why_untrained(self) -> str:
+        """Returns the reason why no update of the run had anything to train on, and a remedy."""

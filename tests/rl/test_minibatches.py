@@ -75,12 +75,14 @@ def test_a_resume_between_filtered_batches_reads_on_where_the_last_one_ended(
     assert_same_updates(train(tmp_path / "run", *FILTERED, "steps=6"), filtered)
 
 
-def test_updates_without_any_group_leave_the_state_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_constant_reward_is_named_where_no_group_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "same.py").write_text("def same(prompt, response, record):\n    return 1.0\n")
     keys = (*FILTERED, f"reward={tmp_path}/same.py:same", "steps=2")
     from maxbatch.rl.run import train_policy
     from maxbatch.system.errors import TrainingError
 
-    with pytest.raises(TrainingError, match="none of its 2 updates changed the parameters"):
+    constant = r"none of its 2 updates changed the parameters: the reward is constant, 1 for every response; look at re"
+    with pytest.raises(TrainingError, match=constant):
         train_policy(policy_config(tmp_path / "run", *keys))
-    assert "trains on 0 groups" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "trains on 0 groups: the reward is constant, 1 for all 24 responses to max_prompts_per_batch=12 pr" in said
