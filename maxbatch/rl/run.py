@@ -242,7 +242,8 @@ class PolicyTraining:
                 most = f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch}"
                 reason = f"among {most} prompts, no others have responses with different rewards"
                 if rewards.min() == rewards.max():
-                    reason = f"the reward is constant, {rewards[0]:g} for all {rewards.size} responses to {most} prompts"
+                    every = f"{rewards[0]:g} for all {rewards.size} responses to {most} prompts"
+                    reason = f"the reward is constant, {every}"
                 warn(f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: {reason}")
         end = collected.end if ends_batch else collected.first
         return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
