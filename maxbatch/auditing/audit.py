@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +13,8 @@ from maxbatch.auditing.compare import TIMES
 from maxbatch.auditing.data import Data, Rows
 from maxbatch.auditing.faults import FAULTS, fault, terms
 from maxbatch.auditing.promises import PROMISES, Promise, Side, whole
-from maxbatch.auditing.trainer import Layout, Refused, Subject
+from maxbatch.auditing.resuming import ImportMake
+from maxbatch.auditing.trainer import Layout, Make, Refused, Subject
 from maxbatch.system.errors import ConfigError
 
 LEAST = {"length": 4, "vocab_size": 4, "updates": 2, "seed": 0}
@@ -31,12 +31,14 @@ class Case:
     updates: int  # after which it shows
     trained_tokens: tuple[int, ...]  # of each micro-batch; of each device where there is one pass
     saved_after: int = 0  # updates before the resume; 0: none
+    in_new_process: bool = False  # the resume is
 
     def __str__(self) -> str:
         devices, passes, per_pass = self.layout
         cut = f"{_many(passes, 'pass', 'passes')} of {per_pass} on {_many(devices, 'device')}"
         padding = f" ({self.padding_rows} of padding)" if self.padding_rows else ""
         saved = f", saved after {self.saved_after}" if self.saved_after else ""
+        saved += ", resumed in a new process" * self.in_new_process
         tokens = " + ".join(map(str, self.trained_tokens))
         return f"{_many(self.rows, 'row')}{padding}, {cut}, {_many(self.updates, 'update')}{saved}; tokens {tokens}"
 
@@ -48,7 +50,7 @@ class Verdict:
     promise: str  # a name of the table of promises
     sentence: str
     status: str  # "holds", "broken" or "not applicable"
-    reason: str = ""  # why it is not applicable, or the exception that broke it
+    reason: str = ""  # why it is not applicable, how far it was tried, or the exception that broke it
     fault: str = ""  # a name of the table of faults
     explanation: str = ""  # the fault in words
     array: str | None = None  # the parameter that differs most; None: the reported loss alone does
@@ -110,7 +112,13 @@ class Audit:
 
 
 def audit(
-    make: Callable[[Layout], Any], *, length: int = 8, vocab_size: int = 8, updates: int = 4, seed: int = 0
+    make: Make,
+    *,
+    length: int = 8,
+    vocab_size: int = 8,
+    updates: int = 4,
+    seed: int = 0,
+    import_make: ImportMake | None = None,
 ) -> Audit:
     """Runs a trainer on the same rows in different layouts, and judges whether its update depends on the layout.
 
@@ -125,6 +133,8 @@ def audit(
       vocab_size: V; the tokens are 1 to V - 1.
       updates: over which two runs are compared.
       seed: of the rows.
+      import_make: a function that can be pickled and returns `make` in a new process, where a saved state is resumed.
+        None: `make` is imported by its name; one without, such as a lambda, is resumed in this process alone.
 
     Returns:
       A verdict on every promise. `audit(make).holds` is what a test asserts.
@@ -136,13 +146,13 @@ def audit(
         if value < LEAST[name]:
             raise ConfigError(f"{name}={value}: must be at least {LEAST[name]}; works: {name}={LEAST[name]}")
     subject = Subject(make)
-    bench = Bench(subject, Data(length, vocab_size, updates, seed))
+    bench = Bench(subject, Data(length, vocab_size, updates, seed), import_make)
     found: list[tuple[Promise, Broken | None, str]] = []
     for promise in PROMISES:
         broken, reason = bench.first_broken(promise, promise.rows)
         found.append((promise, broken, reason))
     if any(broken for _, broken, _ in found):  # what other rows do not break was rounding
-        other = Bench(subject, Data(length, vocab_size, updates, seed + 1))
+        other = Bench(subject, Data(length, vocab_size, updates, seed + 1), import_make)
         found = [
             (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)
             for promise, broken, reason in found
@@ -152,6 +162,8 @@ def audit(
     for promise, broken, reason in found:
         if broken is None:
             status = "not applicable" if reason else "holds"
+            if promise.name == "resume" and not reason and bench.no_process:
+                reason = f"in this process, and no new one could try: {bench.no_process}"
             verdicts.append(Verdict(promise.name, promise.sentence, status, reason))
             continue
         smallest = bench.smallest(promise, broken)
@@ -172,7 +184,9 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
     side, gap = broken.trial.second, broken.difference
     weights = bench.data.batches(side.rows)[0]["weights"]
     tokens = tuple(int(weights[slice(*piece)].sum()) for piece in side.pieces)
-    case = Case(side.rows.rows_given, side.rows.padding, side.layout, gap.update, tokens, side.save_after)
+    case = Case(
+        side.rows.rows_given, side.rows.padding, side.layout, gap.update, tokens, side.save_after, side.in_new_process
+    )
     by = gap.by if gap.array and np.isfinite(gap.by) and not broken.trial.must_differ else None
     return Verdict(
         promise.name,

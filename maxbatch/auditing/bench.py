@@ -10,7 +10,8 @@ from maxbatch.auditing import compare
 from maxbatch.auditing.compare import Difference
 from maxbatch.auditing.data import Data, Rows
 from maxbatch.auditing.promises import Promise, Side, Trial, whole
-from maxbatch.auditing.trainer import Refused, Run, Subject
+from maxbatch.auditing.resuming import ImportMake, NoProcess, resumed_elsewhere, resumed_here
+from maxbatch.auditing.trainer import Refused, Run, Subject, Unsaved
 from maxbatch.system.errors import ConfigError
 
 _ROWS = 8
@@ -28,13 +29,22 @@ class Broken(NamedTuple):
 class Bench:
     """The runs of a trainer on the rows of one seed.
 
+    Args:
+      subject: the trainer.
+      data: the rows.
+      import_make: returns its `make` in a new process; None: by the name of its module.
+
+    Attributes:
+      no_process: why no new process trains with the trainer, or "".
+
     Raises:
       ConfigError: a whole batch on one device does not train.
     """
 
-    def __init__(self, subject: Subject, data: Data) -> None:
-        self.data, self._subject = data, subject
+    def __init__(self, subject: Subject, data: Data, import_make: ImportMake | None = None) -> None:
+        self.data, self._subject, self._import_make = data, subject, import_make
         self._runs: dict[Side, Run | Refused] = {}
+        self.no_process = ""
         layout = whole(_ROWS)
         try:
             self.base = self.run(Side(layout, Rows(_ROWS)))
@@ -54,8 +64,7 @@ class Bench:
         """Returns a run, from memory if it has been run; raises Refused."""
         if side not in self._runs:
             try:
-                batches = self.data.batches(side.rows)
-                self._runs[side] = self._subject.run(side.layout, batches, side.save_after)
+                self._runs[side] = self._run(side)
             except Refused as refused:
                 self._runs[side] = refused
         found = self._runs[side]
@@ -63,13 +72,26 @@ class Bench:
             raise found
         return found
 
+    def _run(self, side: Side) -> Run:
+        subject, batches = self._subject, self.data.batches(side.rows)
+        if not side.save_after:
+            return subject.run(side.layout, batches)
+        if not side.in_new_process:
+            return resumed_here(subject, side.layout, batches, side.save_after)
+        return resumed_elsewhere(subject, self._import_make, side.layout, batches, side.save_after)
+
     def first_broken(self, promise: Promise, num_rows: int) -> tuple[Broken | None, str]:
         """Returns the first trial of B rows that breaks the promise; and why none applies, if so."""
         refused, applies = "", False
         for trial in promise.trials(num_rows, self.data.updates):
             try:
                 first = self.run(trial.first)
+                if trial.second.in_new_process and self.no_process:
+                    continue
                 second = self.run(trial.second)
+            except NoProcess as error:
+                self.no_process = str(error)
+                continue
             except Refused as error:
                 if broken := self._raises(trial, error):
                     return broken, ""
@@ -101,7 +123,7 @@ class Bench:
 
     def _raises(self, trial: Trial, error: Refused) -> Broken | None:
         """Returns a broken promise if the second run raises although rows of its shape have run in its layout."""
-        if not trial.same_shapes:
+        if not trial.same_shapes or isinstance(error, Unsaved):
             return None
         try:
             self.run(trial.first)

@@ -1,15 +1,15 @@
 """How far two runs are apart, and how far rounding alone takes them.
 
-The distance of two arrays is the median of the differences of their elements that moved, over the root mean square of
-the movement of all parameters. So an element whose gradient is zero in exact arithmetic, which Adam turns from rounding
-noise into a whole step, does not count unless most of its array is so; and then the array differs as much between
-permutations of the same rows.
+The distance of two arrays is the root mean square of the differences of their elements that moved, over that of the
+movement of all parameters. It is measured of each array, and of each of its parts: its elements with one index, along
+every axis. An element that differs between permutations of the same rows is noise, and left out: Adam turns the
+rounding of a gradient that is zero in exact arithmetic into a whole step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,9 @@ from maxbatch.auditing.trainer import Run
 LEAST = 1e-5  # of the movement, of the loss: no trainer is held to less
 TIMES = 10.0  # the spread over permutations
 _MOST = 0.02  # rounding that changes more than this is no rounding
+_NOISY = 1e-3  # of the movement: an element that permutations change by more is noise
+_MOST_NOISY = 0.25  # of the elements that moved; more than this are no noise
+_LEAST_LOSS = 2e-6  # a difference that a sum of some nats in float32 may round to, however small its loss
 # The same of the first loss, of which only the order of a sum differs; the second, if it is reported in bfloat16.
 _MOST_FIRST, _MOST_FIRST_COARSE = 2.0**-10, 2.0**-7
 _COARSE = 8  # bits of a number in bfloat16
@@ -27,17 +30,19 @@ _COARSE = 8  # bits of a number in bfloat16
 class Tolerance(NamedTuple):
     """How far rounding may take two runs apart."""
 
-    params: Mapping[str, float] = {}  # spread of each array over permutations of the rows, of the movement
+    params: Mapping[str, list[np.ndarray]] = {}  # spread of an array and its parts over permutations, of the movement
+    noise: Mapping[str, np.ndarray] = {}  # bool: elements of an array that are not compared
     loss: float = 0.0  # spread, of the loss
-
-    def of_array(self, name: str) -> float:
-        """Returns the most that an array may differ by, of the movement."""
-        return LEAST + TIMES * self.params.get(name, 0.0)
 
     @property
     def spread(self) -> float:
         """The median of the spreads of the arrays."""
-        return float(np.median([*self.params.values()] or [0.0]))
+        return float(np.median([float(parts[0]) for parts in self.params.values()] or [0.0]))
+
+    @property
+    def noise_share(self) -> float:
+        """The share of the elements that are not compared."""
+        return sum(int(noise.sum()) for noise in self.noise.values()) / max(1, sum(x.size for x in self.noise.values()))
 
     @property
     def of_loss(self) -> float:
@@ -56,28 +61,32 @@ class Difference(NamedTuple):
 
 def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
     """Returns the spread over permutations of the same rows, and the distance that no rounding explains, or 0."""
-    spread = {
-        name: max(_distance(base, run, t, name) for run in permuted for t in _updates(base)) for name in _of(base)
-    }
-    pooled = max(_distance(base, run, t) for run in permuted for t in _updates(base))
+    noise = {name: _noise(base, permuted, name) for name in _of(base)}
+    spread = {name: _worst(_parts(base, run, t, name, noise[name]) for run in permuted for t in _updates(base))
+              for name in _of(base)}  # fmt: skip
+    pooled = max(_pooled(base, run, t) for run in permuted for t in _updates(base))
     gaps = [_loss_gaps(base, run) for run in permuted]
     loss = max((gap for of_run in gaps for gap in of_run), default=0.0)
     first = max((gap for of_run in gaps for gap in of_run[:1]), default=0.0)
     most_first = _MOST_FIRST_COARSE if all(map(_is_coarse, base.losses)) else _MOST_FIRST
-    found = ((pooled, _MOST), (loss, _MOST), (first, most_first))
+    least = _LEAST_LOSS / _loss_scale(base)
+    found = ((pooled, _MOST), (loss, max(least, _MOST)), (first, max(least, most_first)))
     if worst := max((x for x, most in found if not x <= most), default=0.0):
         return Tolerance(), worst
-    return Tolerance(spread, loss), 0.0
+    return Tolerance(spread, noise, loss), 0.0
 
 
 def difference(base: Run, other: Run, within: Tolerance) -> Difference | None:
     """Returns where two runs differ by more than rounding, or None."""
-    gaps = {
-        (t, name): gap
-        for t in _updates(base)
-        for name in _of(base)
-        if not (gap := _distance(base, other, t, name)) <= within.of_array(name) + _ulps(base, t, name)
-    }
+    gaps: dict[tuple[int, str], float] = {}
+    for t in _updates(base):
+        for name in _of(base):
+            noise = within.noise.get(name)
+            parts, rounding = _parts(base, other, t, name, noise), _ulps(base, t, name, noise)
+            spreads = within.params.get(name) or [np.zeros_like(part) for part in parts]
+            most = [LEAST + TIMES * spread + ulps for spread, ulps in zip(spreads, rounding, strict=True)]
+            if any(not (part <= limit).all() for part, limit in zip(parts, most, strict=True)):
+                gaps[t, name] = max(float(part.max()) for part in parts if part.size)
     losses = {t: gap for t, gap in enumerate(_loss_gaps(base, other), 1) if not gap <= within.of_loss}
     if not gaps and not losses:
         return None
@@ -116,31 +125,65 @@ def _updates(run: Run) -> range:
 
 
 def _movement(run: Run, t: int) -> float:
-    """Returns the root mean square of the movement of the elements that moved."""
-    steps = np.concatenate([(run.params[t][name] - run.params[0][name]).ravel() for name in _of(run)])
+    """Returns the root mean square of the movement of the elements that moved; whole numbers count if all are."""
+    real = [name for name in _of(run) if run.rounding[name]]
+    steps = np.concatenate([(run.params[t][name] - run.params[0][name]).ravel() for name in real or _of(run)])
     steps = steps[steps != 0]
     return float(np.sqrt(np.mean(steps**2))) if steps.size else 0.0
 
 
-def _distance(a: Run, b: Run, t: int, name: str | None = None) -> float:
-    """Returns the distance of an array, or of all of them pooled, after t updates; infinite where one is not finite."""
-    names = [name] if name is not None else _of(a)
-    x, y, start = (
-        np.concatenate([params[name].ravel() for name in names]) for params in (a.params[t], b.params[t], a.params[0])
-    )
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        return 0.0 if np.array_equal(x, y, equal_nan=True) else float("inf")
-    gaps = np.abs(x - y)[(x != start) | (y != start)]
-    if not gaps.size or not gaps.any():
-        return 0.0
+def _gaps(a: Run, b: Run, t: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the differences of the elements after t updates, of the movement, and whether each has moved."""
+    x, y, start = a.params[t][name], b.params[t][name], a.params[0][name]
+    with np.errstate(invalid="ignore"):
+        gaps = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
     scale = _movement(a, t) or _movement(b, t)
-    return float(np.median(gaps)) / scale if scale else float("inf")
+    gaps = np.where(np.isfinite(gaps), gaps, np.inf) / (scale or 1.0)
+    return gaps, (x != start) | (y != start)
 
 
-def _ulps(run: Run, t: int, name: str) -> float:
-    """Returns the rounding of a parameter itself, of the movement."""
-    scale, array = _movement(run, t), run.params[t][name]
-    return run.rounding[name] * float(np.median(np.abs(array))) / scale if scale and array.size else 0.0
+def _pooled(a: Run, b: Run, t: int) -> float:
+    """Returns the difference that all but the noisiest elements that moved stay below."""
+    found = [gaps[moved] for gaps, moved in (_gaps(a, b, t, name) for name in _of(a))]
+    ordered = np.sort(np.concatenate(found))
+    return float(ordered[int((1 - _MOST_NOISY) * (ordered.size - 1))]) if ordered.size else 0.0
+
+
+def _noise(base: Run, permuted: Sequence[Run], name: str) -> np.ndarray:
+    """Returns which elements of an array are noise."""
+    noisy = np.zeros(base.params[0][name].shape, bool)
+    for run in permuted:
+        for t in _updates(base):
+            noisy |= _gaps(base, run, t, name)[0] > _NOISY
+    return noisy
+
+
+def _parts(a: Run, b: Run, t: int, name: str, noise: np.ndarray | None) -> list[np.ndarray]:
+    """Returns the distance of an array after t updates, and of its parts along each axis."""
+    gaps, counts = _gaps(a, b, t, name)
+    return _rms(gaps, counts if noise is None else counts & ~noise)
+
+
+def _rms(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """Returns the root mean square of those elements that count: of all, and for each index of each axis."""
+    squares = np.where(counts, values, 0.0) ** 2
+    found = [np.sqrt(squares.sum() / max(1, counts.sum()))]
+    for axis in range(values.ndim) if values.size else ():
+        others = tuple(other for other in range(values.ndim) if other != axis)
+        found.append(np.sqrt(squares.sum(others) / np.maximum(1, counts.sum(others))))
+    return [np.asarray(each) for each in found]
+
+
+def _worst(of_runs: Iterable[list[np.ndarray]]) -> list[np.ndarray]:
+    """Returns the largest distance of an array and of each part."""
+    return [np.max(parts, axis=0) for parts in zip(*of_runs, strict=True)]
+
+
+def _ulps(run: Run, t: int, name: str, noise: np.ndarray | None) -> list[np.ndarray]:
+    """Returns the rounding of a parameter itself over t updates, of the movement, in an array and its parts."""
+    array, scale = run.params[t][name], _movement(run, t)
+    ulps = t * run.rounding[name] * np.abs(array) / (scale or 1.0)
+    return _rms(ulps, np.ones(array.shape, bool) if noise is None else ~noise)
 
 
 def _is_coarse(loss: float) -> bool:
@@ -148,6 +191,11 @@ def _is_coarse(loss: float) -> bool:
     return (math.frexp(loss)[0] * 2.0**_COARSE).is_integer()
 
 
+def _loss_scale(run: Run) -> float:
+    """Returns the largest loss of a run: one that is close to 0, as that of chance subtracted, rounds as it does."""
+    return max(map(abs, run.losses), default=0.0) or 1.0
+
+
 def _loss_gaps(a: Run, b: Run) -> list[float]:
-    pairs = zip(a.losses, b.losses, strict=False)  # a layout may report none
-    return [0.0 if x == y else abs(x - y) / (abs(x) or 1.0) if np.isfinite([x, y]).all() else np.inf for x, y in pairs]
+    pairs, scale = zip(a.losses, b.losses, strict=False), _loss_scale(a)  # a layout may report none
+    return [0.0 if x == y else abs(x - y) / scale if np.isfinite([x, y]).all() else np.inf for x, y in pairs]

@@ -21,6 +21,7 @@ class Side(NamedTuple):
     layout: Layout
     rows: Rows
     save_after: int = 0  # updates after which a fresh trainer goes on from the saved state; 0: none does
+    in_new_process: bool = False  # the fresh trainer is
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -141,6 +142,7 @@ def _resume(num_rows: int, updates: int) -> Iterator[Trial]:
         side = Side(layout, Rows(num_rows))
         for after in range(1, updates):
             yield Trial(side, side._replace(save_after=after), same_shapes=True)
+        yield Trial(side, side._replace(save_after=1, in_new_process=True), same_shapes=True)
 
 
 PROMISES = (

@@ -1,12 +1,13 @@
 """The trainer under audit, called through the few functions that it has to have.
 
+Whatever the trainer raises or answers is one line: Refused where it fails, ConfigError where it cannot be used.
+
 Shapes: B rows of a batch, L tokens in a row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from maxbatch.system.errors import ConfigError
 Batch = dict[str, np.ndarray]  # tokens int32, weights float32, segments int32, each [B, L]
 
 _LONGEST = 200  # characters of a message of the trainer's
-_LOW_PRECISION = 2.0**-8  # of bfloat16
+_LOW_PRECISION = 2.0**-7  # from 1 to the next number, of bfloat16
 
 
 class Layout(NamedTuple):
@@ -29,8 +30,15 @@ class Layout(NamedTuple):
     rows_per_pass: int  # rows of one pass, of all devices together; the last pass may hold fewer
 
 
+Make = Callable[[Layout], Any]
+
+
 class Refused(Exception):
     """The trainer raised an exception; the message is one line."""
+
+
+class Unsaved(Refused):
+    """The state cannot be pickled."""
 
 
 class Run(NamedTuple):
@@ -39,7 +47,13 @@ class Run(NamedTuple):
     params: list[dict[str, np.ndarray]]  # U + 1, float64: the initial ones, and those after each update
     losses: list[float]  # U, or none where the trainer reports none
     metrics: list[dict[str, float]]  # U; the other scalars that the trainer reports
-    rounding: dict[str, float]  # of each parameter's type: the distance from 1 to the next number
+    rounding: dict[str, float]  # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
+
+    def then(self, later: Run) -> Run:
+        """Returns this run and the one that goes on from its last state."""
+        return Run(
+            self.params + later.params[1:], self.losses + later.losses, self.metrics + later.metrics, self.rounding
+        )
 
 
 class Subject:
@@ -52,82 +66,91 @@ class Subject:
       make: returns a trainer for a layout.
     """
 
-    def __init__(self, make: Callable[[Layout], Any]) -> None:
-        self._make = make
+    def __init__(self, make: Make) -> None:
+        self.make = make
         self._made_before: dict[Layout, Any] = {}
         self._reusable: dict[tuple[bool, bool], bool] = {}
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
-    def run(self, layout: Layout, batches: Sequence[Batch], save_after: int = 0) -> Run:
-        """Trains on the batches; from `save_after` updates on with a fresh trainer and the saved state.
+    def run(self, layout: Layout, batches: Sequence[Batch]) -> Run:
+        """Trains on the batches.
 
         Raises:
           Refused: the trainer raised an exception.
           ConfigError: the trainer lacks a function, or one returns something else than it has to.
         """
         kind = (layout.num_devices > 1, layout.gradient_accumulation_steps > 1)
-        made = None if save_after else self._made_before.get(layout)
-        trainer = made or self._made(layout)
-        found = self._run(trainer, layout, batches, save_after)
+        trainer = self._made_before.get(layout) or self._made(layout)
+        found = self._run(trainer, batches)
         if kind not in self._reusable:
-            self._reusable[kind] = not save_after and self._is_same_again(trainer, found, layout, batches)
+            self._reusable[kind] = self._is_same_again(trainer, found, batches)
         if self._reusable[kind]:
             self._made_before[layout] = trainer
         return found
 
-    def _is_same_again(self, trainer: Any, found: Run, layout: Layout, batches: Sequence[Batch]) -> bool:
+    def run_and_save(self, layout: Layout, batches: Sequence[Batch]) -> tuple[Run, bytes]:
+        """Returns a run as `run` does, and its last state, pickled; raises Unsaved if it cannot be."""
+        trainer = self._made(layout)
+        found, state = self._updated(trainer, _init(trainer), batches)
         try:
-            return _same(found, self._run(trainer, layout, batches))
+            return found, pickle.dumps(state)
+        except BaseException as error:
+            _reraise_if_stopped(error)
+            raise Unsaved(f"the state cannot be pickled ({_line(error)})") from error
+
+    def resume(self, layout: Layout, saved: bytes, batches: Sequence[Batch]) -> Run:
+        """Returns the run of a fresh trainer from a saved state; raises as `run` does."""
+        trainer = self._made(layout)
+        with _refusing():
+            state = pickle.loads(saved)
+        return self._updated(trainer, state, batches)[0]
+
+    def _is_same_again(self, trainer: Any, found: Run, batches: Sequence[Batch]) -> bool:
+        try:
+            return _same(found, self._run(trainer, batches))
         except Refused:
             return False
 
     def _made(self, layout: Layout) -> Any:
         with _refusing():
-            trainer = self._make(layout)
-        for name in ("init", "step", "params"):
-            if not callable(getattr(trainer, name, None)):
-                kind = type(trainer).__name__
-                raise ConfigError(
-                    f"make: must return an object with init(), step() and params(); {kind} has no {name}()"
-                )
+            trainer = self.make(layout)
+            lacking = [name for name in ("init", "step", "params") if not callable(getattr(trainer, name, None))]
+        if lacking:
+            kind = type(trainer).__name__
+            raise ConfigError(
+                f"make: must return an object with init(), step() and params(); {kind} has no {lacking[0]}()"
+            )
         return trainer
 
-    def _run(self, trainer: Any, layout: Layout, batches: Sequence[Batch], save_after: int = 0) -> Run:
-        with _refusing():
-            state = trainer.init()
+    def _run(self, trainer: Any, batches: Sequence[Batch]) -> Run:
+        return self._updated(trainer, _init(trainer), batches)[0]
+
+    def _updated(self, trainer: Any, state: Any, batches: Sequence[Batch]) -> tuple[Run, Any]:
         first, rounding = self._params(trainer, state)
         params, losses, metrics = [first], [], []
-        for number, batch in enumerate(batches):
-            if save_after and number == save_after:
-                state = _saved(state)
-                trainer = self._made(layout)
+        for batch in batches:
             with _refusing():
                 answer = trainer.step(state, {name: array.copy() for name, array in batch.items()})
-            if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping | None):
+                is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None)
+                found = dict(answer[1] or {}) if is_pair else {}
+            if not is_pair:
                 raise ConfigError(f"step: returned a {type(answer).__name__}; it must return (state, metrics)")
-            state = answer[0]
-            scalars = dict(_scalars(answer[1] or {}))
+            state, scalars = answer[0], dict(_scalars(found))
             if "loss" in scalars:
                 losses.append(scalars.pop("loss"))
             metrics.append(scalars)
             params.append(self._params(trainer, state)[0])
         if losses and len(losses) < len(batches):
             raise ConfigError("step: metrics['loss'] must be there after every update, or after none")
-        return Run(params, losses, metrics, rounding)
+        return Run(params, losses, metrics, rounding), state
 
     def _params(self, trainer: Any, state: Any) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         with _refusing():
             params = trainer.params(state)
-        if not isinstance(params, Mapping) or not params:
+            named = {str(name): array for name, array in params.items()} if isinstance(params, Mapping) else {}
+        if not named:
             raise ConfigError(f"params: returned a {type(params).__name__}; it must return names and numpy arrays")
-        for name, array in params.items():
-            if not isinstance(array, np.ndarray | np.generic):
-                kind = type(array).__name__
-                raise ConfigError(f"params: {name} is a {kind}, not a numpy array; works: np.asarray({name})")
-        try:
-            found = {str(name): np.array(array, np.float64) for name, array in params.items()}
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"params: an array holds no numbers ({_line(error)})") from error
+        found = {name: _numbers(name, array) for name, array in named.items()}
         shapes = {name: array.shape for name, array in found.items()}
         if self._shapes is None:
             self._shapes = shapes
@@ -135,31 +158,46 @@ class Subject:
             name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
             was, now = self._shapes.get(name, "absent"), shapes.get(name, "absent")
             raise ConfigError(f"params: {name} was {was} and is {now}; names and shapes must be those of every layout")
-        return found, {str(name): _rounding(array) for name, array in params.items()}
+        return found, {name: _rounding(array) for name, array in named.items()}
 
 
-def _scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _init(trainer: Any) -> Any:
+    with _refusing():
+        return trainer.init()
+
+
+def _numbers(name: str, array: Any) -> np.ndarray:
+    """Returns a parameter in float64; raises ConfigError if it holds anything else than real numbers."""
+    if not isinstance(array, np.ndarray | np.generic):
+        kind = type(array).__name__
+        raise ConfigError(f"params: {name} is a {kind}, not a numpy array; works: np.asarray({name})")
+    if array.dtype.kind == "c":
+        works = f"{name}.real and {name}.imag under two names"
+        raise ConfigError(f"params: {name} holds complex numbers; works: {works}")
+    try:
+        with np.errstate(all="ignore"):
+            return np.array(array, np.float64)
+    except Exception as error:
+        raise ConfigError(f"params: {name} is an array that holds no numbers ({_line(error)})") from error
+
+
+def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         try:
+            if isinstance(value, str | bytes | bytearray):
+                raise TypeError("a text")
             yield str(name), float(value)
-        except (TypeError, ValueError) as error:
-            if name == "loss":
-                raise ConfigError(f"step: metrics['loss'] is a {type(value).__name__}, not a number") from error
+        except BaseException as error:
+            _reraise_if_stopped(error)
+            if isinstance(name, str) and name == "loss":
+                kind = type(value).__name__
+                raise ConfigError(f"step: metrics['loss'] is a {kind}, not a number ({_line(error)})") from error
 
 
 def _rounding(array: np.ndarray) -> float:
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:
         return float(np.finfo(array.dtype).eps)
-    return _LOW_PRECISION if array.dtype.itemsize == 2 else 0.0
-
-
-def _saved(state: Any) -> Any:
-    """Returns the state as read back from a file, or the state itself if it cannot be written to one."""
-    with contextlib.suppress(Exception):
-        return pickle.loads(pickle.dumps(state))
-    with contextlib.suppress(Exception):
-        return copy.deepcopy(state)
-    return state
+    return 0.0 if array.dtype.kind in "biuO" else _LOW_PRECISION
 
 
 def _same(a: Run, b: Run) -> bool:
@@ -175,10 +213,20 @@ def _refusing() -> Iterator[None]:
     try:
         with np.errstate(all="ignore"):
             yield
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        _reraise_if_stopped(error)
         raise Refused(_line(error)) from error
 
 
+def _reraise_if_stopped(error: BaseException) -> None:
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        raise error
+
+
 def _line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
+    kind = type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        return kind
+    return f"{kind}: {text}"[:_LONGEST] if text else kind

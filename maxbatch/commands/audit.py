@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
 import sys
+from collections.abc import Callable, Mapping
 
 from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
+from maxbatch.auditing.resuming import ImportMake
+from maxbatch.auditing.trainer import Make
 from maxbatch.commands.arguments import count, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from maxbatch.system.terminal import PipeConsole, PlainTable
+from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 _LONGEST_PROBLEM = 400
 
@@ -38,21 +42,37 @@ def run(args: argparse.Namespace) -> int:
     place, colon, name = args.make.rpartition(":")
     if not (place and colon and name):
         raise ConfigError(f"{shown(args.make)}: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make")
-    if args.simulate_devices:
-        from maxbatch.commands.simulation import simulate_devices
-
-        simulate_devices(args.simulate_devices)
-    with contextlib.redirect_stdout(sys.stderr):  # what the trainer prints is no part of the output
-        try:
-            make = import_function(args.make)
-        except ImportError as error:
-            raise ConfigError(f"{shown(args.make)}: {' '.join(str(error).split())[:_LONGEST_PROBLEM]}") from error
-        found = audit(make, length=args.length, vocab_size=args.vocab_size, updates=args.updates, seed=args.seed)
+    settings = {name: getattr(args, name) for name in LEAST}
+    setup = functools.partial(_auditing, args.make, args.simulate_devices, sys.path)
+    try:
+        with WorkerPool(setup, 1) as pool:
+            pool.wait_for_setup()
+            found = pool.submit([settings])[0].result()
+    except WorkerEnded as error:
+        raise ConfigError(f"{shown(args.make)}: the trainer ended its process ({error})") from error
     if args.json:
         print(json.dumps(found.to_json()))
     else:
         _print(found)
     return EXIT_DONE if found.holds else EXIT_FAILED
+
+
+def _auditing(spec: str, devices: int | None, path: list[str]) -> Callable[[Mapping[str, int]], Audit]:
+    """Returns the audit of a trainer, in a process of its own: the trainer may end it, or print."""
+    sys.path[:] = path
+    if devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(devices)
+    try:
+        make = import_function(spec)
+    except ImportError as error:
+        raise ConfigError(f"{shown(spec)}: {' '.join(str(error).split())[:_LONGEST_PROBLEM]}") from error
+    return functools.partial(_audited, make, functools.partial(import_function, spec))
+
+
+def _audited(make: Make, import_make: ImportMake, settings: Mapping[str, int]) -> Audit:
+    return audit(make, import_make=import_make, **settings)
 
 
 def _print(found: Audit) -> None:
@@ -63,7 +83,7 @@ def _print(found: Audit) -> None:
         table.add_row(verdict.promise, verdict.status, *by, str(verdict.case or ""))
     console.print(table)
     for verdict in found.verdicts:
-        if verdict.status != "holds":
+        if verdict.status != "holds" or verdict.reason:
             console.print(f"{verdict.promise}: {_reason(verdict)}")
     loss = "" if found.loss_spread is None else f"; loss {found.loss_spread:.1e}, {found.loss_tolerance:.1e}"
     console.print(f"spread over permutations and tolerance: parameters {found.spread:.1e}, {found.tolerance:.1e}{loss}")

@@ -168,7 +168,7 @@ class Odd(Trainer):
         ("shape", "params: out was (4, 8) and is (8, 4); names and shapes must be those of every layout"),
         ("list", "params: returned a list; it must return names and numpy arrays"),
         ("python", "params: out is a list, not a numpy array; works: np.asarray(out)"),
-        ("text", "params: an array holds no numbers"),
+        ("text", "params: a is an array that holds no numbers"),
         ("nan", "params: not finite within 4 updates"),
         ("no loss", "step: metrics['loss'] is not finite within 4 updates of finite parameters"),
     ],

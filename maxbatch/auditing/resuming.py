@@ -1,0 +1,108 @@
+"""Resumed runs: from a saved state on, with a fresh trainer, in this process or in a new one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from maxbatch.auditing.trainer import Batch, Layout, Make, Refused, Run, Subject
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
+
+ImportMake = Callable[[], Make]  # pickled, and called in a new process
+
+_WITHIN = "MAXBATCH_RESUMES_AUDITED_TRAINER"  # set in a new process, so that an audit in a module of users ends there
+
+
+class NoProcess(Exception):
+    """No new process trains with this trainer; the message is one line."""
+
+
+class _Rest(NamedTuple):
+    """The part of a run behind the saved state."""
+
+    layout: Layout
+    saved: bytes
+    batches: Sequence[Batch]
+
+
+def resumed_here(subject: Subject, layout: Layout, batches: Sequence[Batch], save_after: int) -> Run:
+    """Returns a run that a fresh trainer continues after `save_after` updates.
+
+    Another trainer trains in between for another number of updates, so that counts and generators outside of the state
+    do not continue by accident.
+
+    Raises:
+      Refused: the trainer raised an exception; Unsaved if the state cannot be pickled.
+      ConfigError: the trainer cannot be used.
+    """
+    begun, saved = subject.run_and_save(layout, batches[:save_after])
+    subject.run_and_save(layout, batches[: int(save_after != 1)])
+    return begun.then(subject.resume(layout, saved, batches[save_after:]))
+
+
+def resumed_elsewhere(
+    subject: Subject, import_make: ImportMake | None, layout: Layout, batches: Sequence[Batch], save_after: int
+) -> Run:
+    """Returns a run that a new process continues after `save_after` updates.
+
+    Args:
+      subject: the trainer.
+      import_make: returns its `make` there; None: by the name of its module.
+      layout: of its batches.
+      batches: of all updates.
+      save_after: updates before the state is saved.
+
+    Raises:
+      Refused, ConfigError: as `resumed_here`.
+      NoProcess: a new process cannot train with this trainer, not from the first update on either.
+    """
+    begun, saved = subject.run_and_save(layout, batches[:save_after])
+    try:
+        if os.environ.get(_WITHIN):
+            raise NoProcess("this process has been made by an audit")
+        with WorkerPool(
+            functools.partial(_resuming, import_make or by_name(subject.make), sys.path), 1, variables={_WITHIN: "1"}
+        ) as pool:
+            pool.wait_for_setup()
+            (answer,) = pool.submit([_Rest(layout, saved, batches[save_after:])])
+            return begun.then(answer.result())
+    except (Refused, ConfigError, NoProcess):
+        raise
+    except WorkerEnded as error:
+        raise NoProcess(str(error)) from error
+    except Exception as error:  # of pickling, or of importing there
+        raise NoProcess(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def by_name(make: Make) -> ImportMake:
+    """Returns an import of a `make` that pickle finds by the name of its module.
+
+    Raises:
+      NoProcess: pickle does not find it, as one that another function has made.
+    """
+    try:
+        return functools.partial(pickle.loads, pickle.dumps(make))
+    except Exception as error:
+        raise NoProcess(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _resuming(import_make: ImportMake, path: list[str]) -> Callable[[_Rest], Run]:
+    sys.path[:] = path
+    return functools.partial(_resume, import_make())
+
+
+def _resume(make: Make, rest: _Rest) -> Run:
+    subject = Subject(make)
+    try:
+        return subject.resume(*rest)
+    except Refused:
+        try:
+            subject.run(rest.layout, rest.batches[:1])
+        except Refused as error:
+            raise NoProcess(str(error)) from None
+        raise
