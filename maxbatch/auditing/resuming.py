@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from maxbatch.auditing.trainer import Batch, Layout, Make, Refused, Run, Subject
+from maxbatch.auditing.trainer import Batch, Layout, Make, Refused, Run, Saved, Subject
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
@@ -26,18 +26,18 @@ class _Rest(NamedTuple):
     """The part of a run behind the saved state."""
 
     layout: Layout
-    saved: bytes
+    saved: Saved
     batches: Sequence[Batch]
 
 
 def resumed_here(subject: Subject, layout: Layout, batches: Sequence[Batch], save_after: int) -> Run:
     """Returns a run that a fresh trainer continues after `save_after` updates.
 
-    Another trainer trains in between for another number of updates, so that counts and generators outside of the state
-    do not continue by accident.
+    In between the first trainer goes on, and another one trains for another number of updates, so that counts and
+    generators outside of the saved state do not continue by accident.
 
     Raises:
-      Refused: the trainer raised an exception; Unsaved if the state cannot be pickled.
+      Refused: the trainer raised an exception; Unsaved if the state can neither be pickled nor copied.
       ConfigError: the trainer cannot be used.
     """
     begun, saved = subject.run_and_save(layout, batches[:save_after])
@@ -62,6 +62,8 @@ def resumed_elsewhere(
       NoProcess: a new process cannot train with this trainer, not from the first update on either.
     """
     begun, saved = subject.run_and_save(layout, batches[:save_after])
+    if saved.problem:
+        raise NoProcess(saved.problem)
     try:
         if os.environ.get(_WITHIN):
             raise NoProcess("this process has been made by an audit")

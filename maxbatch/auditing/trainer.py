@@ -8,6 +8,7 @@ Shapes: B rows of a batch, L tokens in a row.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -38,7 +39,15 @@ class Refused(Exception):
 
 
 class Unsaved(Refused):
-    """The state cannot be pickled."""
+    """The state can neither be pickled nor copied."""
+
+
+class Saved(NamedTuple):
+    """A saved state."""
+
+    pickled: bytes
+    state: Any = None  # a deep copy, of a state that cannot be pickled
+    problem: str = ""  # why it cannot be
 
 
 class Run(NamedTuple):
@@ -88,21 +97,19 @@ class Subject:
             self._made_before[layout] = trainer
         return found
 
-    def run_and_save(self, layout: Layout, batches: Sequence[Batch]) -> tuple[Run, bytes]:
-        """Returns a run as `run` does, and its last state, pickled; raises Unsaved if it cannot be."""
+    def run_and_save(self, layout: Layout, batches: Sequence[Batch]) -> tuple[Run, Saved]:
+        """Returns a run as `run` does, and its last state; raises Unsaved if it can neither be pickled nor copied."""
         trainer = self._made(layout)
         found, state = self._updated(trainer, _init(trainer), batches)
-        try:
-            return found, pickle.dumps(state)
-        except BaseException as error:
-            _reraise_if_stopped(error)
-            raise Unsaved(f"the state cannot be pickled ({_line(error)})") from error
+        saved = _saved(state)
+        self._updated(trainer, state, batches[:1])  # the saved state must not move with this one
+        return found, saved
 
-    def resume(self, layout: Layout, saved: bytes, batches: Sequence[Batch]) -> Run:
+    def resume(self, layout: Layout, saved: Saved, batches: Sequence[Batch]) -> Run:
         """Returns the run of a fresh trainer from a saved state; raises as `run` does."""
         trainer = self._made(layout)
         with _refusing():
-            state = pickle.loads(saved)
+            state = saved.state if saved.problem else pickle.loads(saved.pickled)
         return self._updated(trainer, state, batches)[0]
 
     def _is_same_again(self, trainer: Any, found: Run, batches: Sequence[Batch]) -> bool:
@@ -198,6 +205,19 @@ def _rounding(array: np.ndarray) -> float:
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:
         return float(np.finfo(array.dtype).eps)
     return 0.0 if array.dtype.kind in "biuO" else _LOW_PRECISION
+
+
+def _saved(state: Any) -> Saved:
+    try:
+        return Saved(pickle.dumps(state))
+    except BaseException as error:
+        _reraise_if_stopped(error)
+        problem = f"the state cannot be pickled ({_line(error)})"
+    try:
+        return Saved(b"", copy.deepcopy(state), problem)
+    except BaseException as error:
+        _reraise_if_stopped(error)
+        raise Unsaved(problem) from error
 
 
 def _same(a: Run, b: Run) -> bool:
