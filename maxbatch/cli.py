@@ -51,22 +51,26 @@ def _run(argv: Sequence[str]) -> int:
     give_cpu_devices_threads()
     leave_out_absent_tpu()
     mark_start()
+    command = COMMANDS.get(argv[0]) if argv else None
+    as_json = command is not None and "[--json]" in command.usage and "--json" in argv
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()
         return code
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:
-        return report(error)
-    except OSError as error:
+        return report(error, as_json)
+    except Exception as error:
         if isinstance(error, PermissionError) and error.filename is not None:  # a path in a folder that is closed, say
-            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"))
+            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"), as_json)
         is_read_enough = isinstance(error, BrokenPipeError)
-        if not is_read_enough and not is_disk_full(error):
-            raise
-        from maxbatch.system.terminal import discard_output
+        if is_read_enough or is_disk_full(error):
+            from maxbatch.system.terminal import discard_output
 
-        discard_output()  # whatever is left of it has no reader, or perhaps no room
-        return EXIT_DONE if is_read_enough else report(error)
+            discard_output()  # whatever is left of it has no reader, or perhaps no room
+            return EXIT_DONE if is_read_enough else report(error, as_json)
+        if as_json:
+            return report(error, as_json)
+        raise
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 
 import maxbatch
 from maxbatch import ConfigError
-from maxbatch.cli import main
+from maxbatch.cli import main, make_parser
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.simulation import simulate_devices
 from tests.helpers.command import start
@@ -42,6 +43,32 @@ def test_a_commands_help_shows_examples_and_every_flag(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "examples:" in out and all(example in out for example in COMMANDS[name].examples)
     assert out.startswith(f"usage: maxbatch {name} ")
+
+
+WITH_JSON = [name for name in COMMANDS if "print one JSON object" in make_parser(name).format_help() or name == "data"]
+
+
+@pytest.mark.parametrize("flags", [["--nope"], ["learning_rat=1"], ["nowhere"], []], ids=" ".join)
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_with_json_an_error_is_an_object_on_standard_output_too(
+    capsys: pytest.CaptureFixture[str], name: str, flags: list[str]
+) -> None:
+    """Arguments, keys and files; without arguments most commands miss one, and `plan` and `config` do not."""
+    if name in ("plan", "config", "data", "compile", "fit") and not flags:
+        flags = ["max_target_length=1"]
+    code = main([name, *flags, "--json"])
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert said == {"error": err.strip().removeprefix("maxbatch: error: "), "exit_code": code} and code == 2
+
+
+def test_with_json_a_bug_is_an_object_on_standard_output_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxbatch.commands.config.run", lambda args: {}["key"])
+    assert main(["config", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": "KeyError: 'key'", "exit_code": 1} and "Traceback" in err
 
 
 @pytest.mark.parametrize("example", COMMANDS["plan"].examples)
