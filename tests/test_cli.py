@@ -81,6 +81,11 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
     [
         (["trian"], "trian: unknown command; nearest: train"),
         (["run.yml"], f"run.yml: unknown command; one of {', '.join(COMMANDS)}"),
+        (["generate", "nomodel"], "nomodel: no such folder (seen from "),
+        (["export", "nomodel", "--output", "out"], "nomodel: no such folder (seen from "),
+        (["report", "nomodel"], "nomodel: no such folder (seen from "),
+        (["critical-batch", "nomodel"], "nomodel: no such folder (seen from "),
+        (["train", *TINY_RUN, "load_parameters_path=nomodel"], "nomodel: no such folder (seen from "),
         (["train", "nowhere.yml"], "config file nowhere.yml: does not exist"),
         (["train", "a.yml", "b.yml"], "b.yml: only one config file is read (a.yml)"),
         (["train", "expansion_factor_real_data=0"], "expansion_factor_real_data=0: must be"),
