@@ -19,6 +19,7 @@ from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
+from maxbatch.system.child_process import continue_stopped_children
 from maxbatch.system.command_start import mark_start
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000, 20, 100)
     watch_signals()
     watch_cpu_devices()
+    continue_stopped_children()
     code = _run(sys.argv[1:])
     leave_threads_behind(code)
     return code

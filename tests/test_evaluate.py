@@ -182,8 +182,8 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
     Path("bomb").mkdir()
     Path("bomb/task.yaml").write_text(bomb())
-    for words in (["--tasks", "bomb"], ["--tasks", "bomb/task.yaml"], ["--tasks", "arc_easy", "--include-path", "bomb"]):
-        assert main(["evaluate", str(run_dir), *words]) == 2
+    for tasks_of in (["bomb"], ["bomb/task.yaml"], ["arc_easy", "--include-path", "bomb"]):
+        assert main(["evaluate", str(run_dir), "--tasks", *tasks_of]) == 2
         assert "bomb/task.yaml: expands by its aliases to more than 50,000 values" in capsys.readouterr().err
     fails = {"task": "fails", "doc_to_text": "{{text if 'red' in text else text.first.letter}}"}  # at a later document
     task = yaml.safe_load((tasks / "made_up_continuation.yaml").read_text())

@@ -66,7 +66,8 @@ def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> N
 @pytest.mark.usefixtures("standard_promotion")
 def test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16(tmp_path: Path) -> None:
     """Parameters that stay as they are, so that all that may differ is how the programs round."""
-    keys = ("dtype=bfloat16", "sampler_dtype=float32", "learning_rate=1e-12", "max_target_length=40", "steps=2", UNSAVED)
+    types = ("dtype=bfloat16", "sampler_dtype=float32")
+    keys = (*types, "learning_rate=1e-12", "max_target_length=40", "steps=2", UNSAVED)
     whole, chunks = train(tmp_path / "whole", *keys), ("micro_batch_size=8",)
     cuts = {1: chunks, 2: (), 4: ("ici_data_parallelism=2", *chunks)}
     for devices, cut in cuts.items():

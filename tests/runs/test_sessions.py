@@ -148,8 +148,8 @@ def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lo
 @pytest.mark.parametrize(
     "damage",
     [
-        {"last_step": 10**13}, {"first_step": 10**13, "last_step": 10**13}, {"first_step": -(10**13)}, {"last_step": -5},
-        {"hosts": 10**400}, {"devices": 0}, {"started": 1e300}, {"ended": math.nan},
+        {"last_step": 10**13}, {"first_step": 10**13, "last_step": 10**13}, {"first_step": -(10**13)},
+        {"last_step": -5}, {"hosts": 10**400}, {"devices": 0}, {"started": 1e300}, {"ended": math.nan},
         {"seconds": NOTHING | {"eval": 10**400}}, {"seconds": NOTHING | {"eval": 1e300}},
     ],
     ids=str,

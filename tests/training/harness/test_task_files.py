@@ -27,7 +27,7 @@ def test_a_task_file_beyond_a_bound_is_refused_by_name(content: str, said: str) 
     Path("tasks/below/own.yaml").write_text(content)
     Path("includes.yaml").write_text("include: [tasks/below/own.yaml]\ntask: b\n")
     for place in ("tasks", "tasks/below/own.yaml", "includes.yaml"):
-        with pytest.raises(ConfigError, match="below/own.yaml") as error:
+        with pytest.raises(ConfigError, match=r"below/own\.yaml") as error:
             check_task_files([place])
         assert said in str(error.value)
 
