@@ -31,6 +31,7 @@ _GRACE_S = 10  # for the other hosts to end by themselves after one ended
 _STOPPED_S = 2  # for which a host may be stopped while others end early
 _LINGER_S = 30  # for the other hosts after the first one, with which they end
 _POLL_S = 0.05
+_GAP_S = 2  # between two polls, only if this process was stopped
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -88,11 +89,15 @@ class _Stopped:
         self._hosts = hosts
         self._limits = [silence_of(heartbeat_timeout_s), *[heartbeat_timeout_s] * (len(hosts) - 1)]
         self._since: dict[int, float] = {}
+        self._looked_at = time.monotonic()
         self.dead: int | None = None  # a host that has been stopped for too long
 
     def look(self, is_over: bool) -> None:
         """Looks for a host that is stopped for too long; `is_over`: another one has ended without being done."""
         now = time.monotonic()
+        if now - self._looked_at > _GAP_S:  # this process was stopped with them
+            self._since = {}
+        self._looked_at = now
         stopped = [index for index, host in enumerate(self._hosts) if host.poll() is None and is_stopped(host.pid)]
         self._since = {index: self._since.get(index, now) for index in stopped}
         for index, since in self._since.items():
