@@ -311,7 +311,7 @@ class RLConfig(Section):
     )
     sampler_seed: int = key("seed of the responses", fixes=_PROGRAM, bounds=_SEED, maxtext=OURS)
     sampler_dtype: Literal["float32", "bfloat16"] | None = key(
-        "compute of the sampler: float32 (equal parameters give equal responses on any devices) | bfloat16; null: dtype",
+        "compute of the sampler: float32 (responses do not depend on the devices) | bfloat16; null: dtype",
         fixes=_PROGRAM,
         maxtext=OURS,
     )
