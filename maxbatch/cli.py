@@ -19,6 +19,7 @@ from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
+from maxbatch.system.child_process import continue_stopped_children
 from maxbatch.system.command_start import mark_start
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000, 20, 100)
     watch_signals()
     watch_cpu_devices()
+    continue_stopped_children()
     code = _run(sys.argv[1:])
     leave_threads_behind(code)
     return code
@@ -51,22 +53,26 @@ def _run(argv: Sequence[str]) -> int:
     give_cpu_devices_threads()
     leave_out_absent_tpu()
     mark_start()
+    command = COMMANDS.get(argv[0]) if argv else None
+    as_json = command is not None and "[--json]" in command.usage and "--json" in argv
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()
         return code
     except (ConfigError, TrainingError, KeyboardInterrupt) as error:
-        return report(error)
-    except OSError as error:
+        return report(error, as_json)
+    except Exception as error:
         if isinstance(error, PermissionError) and error.filename is not None:  # a path in a folder that is closed, say
-            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"))
+            return report(ConfigError(f"{shown(str(error.filename))}: cannot be opened ({reason(error)})"), as_json)
         is_read_enough = isinstance(error, BrokenPipeError)
-        if not is_read_enough and not is_disk_full(error):
-            raise
-        from maxbatch.system.terminal import discard_output
+        if is_read_enough or is_disk_full(error):
+            from maxbatch.system.terminal import discard_output
 
-        discard_output()  # whatever is left of it has no reader, or perhaps no room
-        return EXIT_DONE if is_read_enough else report(error)
+            discard_output()  # whatever is left of it has no reader, or perhaps no room
+            return EXIT_DONE if is_read_enough else report(error, as_json)
+        if as_json:
+            return report(error, as_json)
+        raise
 
 
 def _dispatch(argv: list[str]) -> int:

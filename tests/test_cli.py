@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ import pytest
 
 import maxbatch
 from maxbatch import ConfigError
-from maxbatch.cli import main
+from maxbatch.cli import main, make_parser
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.simulation import simulate_devices
 from tests.helpers.command import start
@@ -44,6 +45,32 @@ def test_a_commands_help_shows_examples_and_every_flag(capsys: pytest.CaptureFix
     assert out.startswith(f"usage: maxbatch {name} ")
 
 
+WITH_JSON = [name for name in COMMANDS if "print one JSON object" in make_parser(name).format_help() or name == "data"]
+
+
+@pytest.mark.parametrize("flags", [["--nope"], ["learning_rat=1"], ["nowhere"], []], ids=" ".join)
+@pytest.mark.parametrize("name", WITH_JSON)
+def test_with_json_an_error_is_an_object_on_standard_output_too(
+    capsys: pytest.CaptureFixture[str], name: str, flags: list[str]
+) -> None:
+    """Arguments, keys and files; without arguments most commands miss one, and `plan` and `config` do not."""
+    if name in ("plan", "config", "data", "compile", "fit") and not flags:
+        flags = ["max_target_length=1"]
+    code = main([name, *flags, "--json"])
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert said == {"error": err.strip().removeprefix("maxbatch: error: "), "exit_code": code} and code == 2
+
+
+def test_with_json_a_bug_is_an_object_on_standard_output_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maxbatch.commands.config.run", lambda args: {}["key"])
+    assert main(["config", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"error": "KeyError: 'key'", "exit_code": 1} and "Traceback" in err
+
+
 @pytest.mark.parametrize("example", COMMANDS["plan"].examples)
 def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: str) -> None:
     assert main(shlex.split(example)[1:]) == 0
@@ -54,6 +81,11 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
     [
         (["trian"], "trian: unknown command; nearest: train"),
         (["run.yml"], f"run.yml: unknown command; one of {', '.join(COMMANDS)}"),
+        (["generate", "nomodel"], "nomodel: no such folder (seen from "),
+        (["export", "nomodel", "--output", "out"], "nomodel: no such folder (seen from "),
+        (["report", "nomodel"], "nomodel: no such folder (seen from "),
+        (["critical-batch", "nomodel"], "nomodel: no such folder (seen from "),
+        (["train", *TINY_RUN, "load_parameters_path=nomodel"], "nomodel: no such folder (seen from "),
         (["train", "nowhere.yml"], "config file nowhere.yml: does not exist"),
         (["train", "a.yml", "b.yml"], "b.yml: only one config file is read (a.yml)"),
         (["train", "expansion_factor_real_data=0"], "expansion_factor_real_data=0: must be"),

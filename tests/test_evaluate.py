@@ -21,6 +21,7 @@ from maxbatch.training.weights.export import export_model
 from tests.helpers.chats import write_tokenizer
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import TINY_MODEL, read_metrics
+from tests.helpers.yaml_bombs import bomb
 
 COLOURS = ["red", "orange", "yellow", "green", "blue", "violet"]
 TEXTS = [" ".join((COLOURS * 6)[i : i + 18 + i % 5]) + "." for i in range(6)]
@@ -179,6 +180,11 @@ def test_the_command_prints_the_scores_and_refuses_what_it_cannot_run(
     assert main([*by_name, "made_up_completion", "max_target_length=8"]) == 2
     error = capsys.readouterr().err
     assert "made_up_completion asks for completions of up to 24 tokens" in error and "max_target_length=48" in error
+    Path("bomb").mkdir()
+    Path("bomb/task.yaml").write_text(bomb())
+    for tasks_of in (["bomb"], ["bomb/task.yaml"], ["arc_easy", "--include-path", "bomb"]):
+        assert main(["evaluate", str(run_dir), "--tasks", *tasks_of]) == 2
+        assert "bomb/task.yaml: expands by its aliases to more than 50,000 values" in capsys.readouterr().err
     fails = {"task": "fails", "doc_to_text": "{{text if 'red' in text else text.first.letter}}"}  # at a later document
     task = yaml.safe_load((tasks / "made_up_continuation.yaml").read_text())
     Path("fails.yaml").write_text(yaml.safe_dump(task | fails))

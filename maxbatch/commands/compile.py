@@ -93,13 +93,13 @@ def _compile_run(
         done[name] = compile_one(name, programs.step(shape), target, config, hlo, update)
         verdict = done[name].verdict
         if not verdict.fits:
-            known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
-            if is_json:
-                print(json.dumps(_refusal(verdict, known, target), indent=2))
-            raise _does_not_fit(
+            error = _does_not_fit(
                 f"a micro-batch of {shape.micro_batch} ({name})",
                 verdict, target, "maxbatch fit finds the largest that does",
             )  # fmt: skip
+            known = known_parts(programs.abstract, programs.placement.abstract_batch(shape))
+            error.figures = _refusal(verdict, known, target)
+            raise error
     for name, lowered in programs.others(plan.eval_batch_size):
         say(f"compiling {name}")
         done[name] = compile_one(name, lowered, target, config, hlo)

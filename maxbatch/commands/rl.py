@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         BatchPlan.from_config(config, num_devices, args.simulate_hosts)
         per_host = str(num_devices // args.simulate_hosts)
         command = ["rl", *args.config, "--simulate-devices", per_host]
-        return run_hosts(command, args.simulate_hosts, partial(_last_saved, config))
+        return run_hosts(command, args.simulate_hosts, partial(_last_saved, config), config.heartbeat_timeout_s)
     if args.simulate_devices:
         from maxbatch.commands.simulation import simulate_devices
 

@@ -19,17 +19,19 @@ from collections.abc import Sequence
 
 from maxbatch.commands.arguments import check_at_most
 from maxbatch.parallel.cpu_devices import make_cpu_devices
-from maxbatch.parallel.deaths import LastSaved, death_of
+from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
 from maxbatch.plan.mesh_shape import check_divides
-from maxbatch.system.child_process import last_line, start_child
+from maxbatch.system.child_process import is_stopped, last_line, start_child
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 _MOST_HOSTS = 64  # processes, each with JAX of its own
 _GRACE_S = 10  # for the other hosts to end by themselves after one ended
+_STOPPED_S = 2  # for which a host may be stopped while others end early
 _LINGER_S = 30  # for the other hosts after the first one, with which they end
 _POLL_S = 0.05
+_GAP_S = 2  # between two polls, only if this process was stopped
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -45,12 +47,13 @@ def check_hosts(num_devices: int, num_hosts: int) -> None:
     check_divides("--simulate-hosts ", num_hosts, num_devices)
 
 
-def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved) -> int:
+def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, heartbeat_timeout_s: int) -> int:
     """Runs `maxbatch ARGUMENTS` in H processes that form one run, until all have ended.
 
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
     hosts agree on the update after which they stop. Returns the exit code of the run. `last_saved` returns the newest
-    step that is saved, from which the same command continues after a host was killed.
+    step that is saved, from which the same command continues after a host was killed. A host that is stopped (SIGSTOP)
+    counts as dead, as a machine does that hangs.
     """
     port = free_port()
     with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
@@ -66,17 +69,51 @@ def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved) -
                 "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
             }
             hosts.append(start_child(arguments, output, variables=variables))
-        failed = _first_failed(hosts, stop)
+        stopped = _Stopped(hosts, heartbeat_timeout_s)
+        failed = _first_failed(hosts, stop, stopped)
+        if stopped.dead is not None:
+            return _end_stopped(stopped.dead, hosts, last_saved)
         if failed is None:
             return max(host.returncode for host in hosts)
         return _end_after(failed, hosts, last_line(logs[failed - 1]) if failed else "", last_saved)
 
 
-def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> int | None:
-    """Waits until a host has failed, and returns its index, or until all have ended without failure."""
+class _Stopped:
+    """The hosts that are stopped, and since when.
+
+    The first host watches the others and ends with a report, and they watch it and end. So this process, which sees
+    all of them, leaves them that time.
+    """
+
+    def __init__(self, hosts: Sequence[subprocess.Popen[bytes]], heartbeat_timeout_s: int) -> None:
+        self._hosts = hosts
+        self._limits = [silence_of(heartbeat_timeout_s), *[heartbeat_timeout_s] * (len(hosts) - 1)]
+        self._since: dict[int, float] = {}
+        self._looked_at = time.monotonic()
+        self.dead: int | None = None  # a host that has been stopped for too long
+
+    def look(self, is_over: bool) -> None:
+        """Looks for a host that is stopped for too long; `is_over`: another one has ended without being done."""
+        now = time.monotonic()
+        if now - self._looked_at > _GAP_S:  # this process was stopped with them
+            self._since = {}
+        self._looked_at = now
+        stopped = [index for index, host in enumerate(self._hosts) if host.poll() is None and is_stopped(host.pid)]
+        self._since = {index: self._since.get(index, now) for index in stopped}
+        for index, since in self._since.items():
+            if now - since >= (_STOPPED_S if is_over else self._limits[index]):
+                self.dead = index
+                return
+
+
+def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stopped: _Stopped) -> int | None:
+    """Waits until a host has failed, and returns its index, or until all have ended without failure or one is dead."""
     is_told, first_ended = False, math.inf
     while True:
         codes = [host.poll() for host in hosts]
+        stopped.look(is_over=any(code not in (None, EXIT_DONE) for code in codes))
+        if stopped.dead is not None:
+            return None
         failed = [i for i, code in enumerate(codes) if code not in (None, EXIT_DONE, EXIT_STOPPED)]
         if failed or None not in codes:
             return failed[0] if failed else None
@@ -89,6 +126,19 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping) -> i
             for host in hosts:
                 host.terminate()
         time.sleep(_POLL_S)
+
+
+def _end_stopped(stopped: int, hosts: Sequence[subprocess.Popen[bytes]], last_saved: LastSaved) -> int:
+    """Ends all hosts after one was stopped for too long, reports it unless the first did, and returns the exit code."""
+    if stopped:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            hosts[0].wait(_GRACE_S)
+    _end(hosts)
+    if stopped and hosts[0].returncode > 0:
+        return hosts[0].returncode
+    message, code = death_of(stopped, len(hosts), "has died: it is stopped (heartbeat_timeout_s)", last_saved)
+    report(TrainingError(message))
+    return code
 
 
 def _end_after(failed: int, hosts: Sequence[subprocess.Popen[bytes]], said: str, last_saved: LastSaved) -> int:

@@ -85,4 +85,5 @@ def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: Confi
     num_devices = args.simulate_devices or num_hosts
     check_hosts(num_devices, num_hosts)
     per_host = str(num_devices // num_hosts)
-    return run_hosts(["train", *args.config, "--simulate-devices", per_host], num_hosts, partial(_last_saved, config))
+    command, last_saved = ["train", *args.config, "--simulate-devices", per_host], partial(_last_saved, config)
+    return run_hosts(command, num_hosts, last_saved, config.heartbeat_timeout_s)

@@ -310,6 +310,11 @@ class RLConfig(Section):
         unit="probability",
     )
     sampler_seed: int = key("seed of the responses", fixes=_PROGRAM, bounds=_SEED, maxtext=OURS)
+    sampler_dtype: Literal["float32", "bfloat16"] | None = key(
+        "compute of the sampler: float32 (responses do not depend on the devices) | bfloat16; null: dtype",
+        fixes=_PROGRAM,
+        maxtext=OURS,
+    )
     reward: str = key(
         'module:function or FILE.py:function of (prompt, response, record); several: "a:f,0.7;b:g,0.3"',
         fixes=_PROGRAM,

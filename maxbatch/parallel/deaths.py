@@ -8,6 +8,12 @@ from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
 
 # Returns the newest step that is saved; None if there is none.
 LastSaved = Callable[[], int | None]
+_RESERVE_S = 8.0  # of `heartbeat_timeout_s`: to report a dead host, and for the others to end
+
+
+def silence_of(timeout_s: int) -> float:
+    """Returns the seconds of silence after which a host counts as dead, so that all have ended by `timeout_s`."""
+    return max(timeout_s / 2, timeout_s - _RESERVE_S)
 
 
 def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tuple[str, int]:

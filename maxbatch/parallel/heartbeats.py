@@ -21,19 +21,13 @@ from typing import Any, NoReturn
 
 import jax
 
-from maxbatch.parallel.deaths import LastSaved, death_of
+from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
 from maxbatch.system.folding import printable
 
 POLL_S = 0.5
 LEAVE_S = 6 * POLL_S  # for which the first host keeps the store, so that the others read why the run ends
-_RESERVE_S = 8.0  # of the timeout: to report a dead host, and for the others to end
 _FAILURE_KEY, _BEATS, _DONE = "maxbatch/failure", "maxbatch/beats/", "done"
 _CONNECT_S = 2.0
-
-
-def silence_of(timeout_s: int) -> float:
-    """Returns the seconds of silence after which a host counts as dead, so that all have ended by `timeout_s`."""
-    return max(timeout_s / 2, timeout_s - _RESERVE_S)
 
 
 def backstop_of(timeout_s: int) -> int:
@@ -73,7 +67,7 @@ class Heartbeats:
         self._index, self._num_hosts = jax.process_index(), jax.process_count()
         self._silence_s, self._period_s = silence_of(timeout_s), timeout_s / 10
         self._closed = threading.Event()
-        self._answered_at = time.monotonic()
+        self._answered_at = self._looked_at = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = {}  # of each host, its last beat and when it was new here
         self._threads = [
             threading.Thread(target=target, name="maxbatch-hosts", daemon=True)
@@ -142,6 +136,9 @@ class Heartbeats:
     def _look_for_silent(self) -> None:
         """Reports the first host that has been silent for too long."""
         now = time.monotonic()
+        if now - self._looked_at > self._silence_s / 2:  # this process was stopped, and perhaps the others with it
+            self._seen.clear()
+        self._looked_at = now
         beats = {int(key.rpartition("/")[2]): text for key, text in self._store.key_value_dir_get(_BEATS)}
         for host in range(1, self._num_hosts):
             text = beats.get(host, "")
@@ -160,7 +157,11 @@ class Heartbeats:
     def _watch_store(self) -> None:
         """Ends this process when the first host no longer answers."""
         while self._index and not self._closed.wait(POLL_S):
-            silent_s = time.monotonic() - self._answered_at
+            now = time.monotonic()
+            if now - self._looked_at > self._silence_s / 2:  # this process was stopped, and perhaps the first host too
+                self._answered_at = now
+            self._looked_at = now
+            silent_s = now - self._answered_at
             if silent_s >= self._silence_s:
                 how = f"has died: it has not answered for {silent_s:.0f} s (heartbeat_timeout_s)"
                 self._end(*death_of(0, self._num_hosts, how, self._last_saved))

@@ -57,6 +57,7 @@ class Roller:
         group: int = 1,
         end_ids: tuple[int, ...] = (),
     ) -> None:
+        config = _of_sampling(config)
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
@@ -102,7 +103,9 @@ class Roller:
         config = self._config.rl
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
-        return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
+        # Unless told otherwise, TPUs and GPUs round the factors of float32 products.
+        with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
+            return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
         """Waits for responses and reads them as text."""
@@ -117,6 +120,13 @@ class Roller:
             for tokens, start, end in zip(tokens_RxL.tolist(), starts_R, lengths_R, strict=True)
         ]
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
+
+
+def _of_sampling(config: RolloutConfig) -> RolloutConfig:
+    """Returns the keys of the model as it samples: in `sampler_dtype`, if that is stated."""
+    if config.rl.sampler_dtype in (None, config.dtype):
+        return config
+    return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})  # cudnn takes bfloat16 alone
 
 
 def score(rewards: Rewards, sampled: SampledPairs) -> Scores:

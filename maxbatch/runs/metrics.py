@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
@@ -97,17 +98,18 @@ class MetricsLog(StepLog):
             record = _parse(line)
             if record and not _wrong_field(record):
                 found[record["step"]].append((line, record))
-        kept, holes, before = [], [], {"step": 0, "samples_seen": 0}
+        kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
         start = min(found, default=step + 1) if self._is_branch else 1
-        for number in range(start, step + 1):
+        for number in sorted(number for number in found if start <= number <= step):
             sound = [one for one in found[number] if self._agrees(one[1], before, step)]
-            if len(sound) != 1 or len(found[number]) != 1:
-                holes.append(number)
+            if len(sound) == len(found[number]) == 1:
+                sure.add(number)
             if sound:
                 line, before = sound[0]
                 kept.append(line)
-        if holes:
-            steps = ", ".join(map(str, holes[:5])) + (f" and {len(holes) - 5} more" if len(holes) > 5 else "")
+        if num_holes := max(0, step + 1 - start) - len(sure):
+            holes = itertools.islice((number for number in range(start, step + 1) if number not in sure), 5)
+            steps = ", ".join(map(str, holes)) + (f" and {num_holes - 5} more" if num_holes > 5 else "")
             self._warn(
                 f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
                 "the run continues without them"

@@ -27,6 +27,8 @@ from maxbatch.system.storage import AnyPath, is_remote
 
 _PERIOD_S = 5.0
 _END_WAIT_S = 5.0
+# Beyond what a run does; a line with more is damaged.
+_MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
 
 
 class Part(StrEnum):
@@ -90,11 +92,23 @@ def _parse(line: bytes) -> Session | None:
     try:
         found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
         seconds = {part.value: float(found["seconds"][part]) for part in Part}
-        if not all(math.isfinite(one) and one >= 0 for one in (*seconds.values(), found["started"], found["ended"])):
-            return None
-    except (ValueError, TypeError, RecursionError):
+        session = Session(**{name: found[name] for name in Session._fields[:-1]}, seconds=seconds)
+        return session if _is_possible(session) else None
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return None
-    return Session(**{name: found[name] for name in Session._fields[:-1]}, seconds=seconds)
+
+
+def _is_possible(session: Session) -> bool:
+    """Returns whether a run can have had such a session: no number beyond its bounds, no update in no time."""
+    first, last = session.first_step or 1, session.last_step
+    return (
+        all(0 <= one <= _LATEST for one in (*session.seconds.values(), session.started, session.ended))
+        and min(session.hosts, session.devices) >= 1
+        and max(session.hosts, session.devices) <= _MOST_STEPS
+        and 1 <= first <= _MOST_STEPS
+        and (last is None or first - 1 <= last)
+        and (last or 0) - first < _MOST_UPDATES_PER_SECOND * (1 + max(0.0, session.ended - session.started))
+    )
 
 
 def total_seconds(sessions: Sequence[Session]) -> dict[str, float]:
@@ -190,8 +204,8 @@ def _without(session: Session, first: int, last: float, step: int, times: Mappin
     if step < first:
         return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, math.inf)
     mean = session.seconds[Part.UPDATES_KEPT] / (last - first + 1)
-    lost = (times.get(number) for number in range(step + 1, int(last) + 1))
-    seconds = sum(mean if one is None else one.whole - one.waited for one in lost)
+    lost = [one.whole - one.waited for number, one in times.items() if step < number <= last]
+    seconds = sum(lost) + mean * (last - step - len(lost))
     return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, seconds)
 
 

@@ -7,6 +7,7 @@ parent ends, by whatever cause, and the child ends at once. `python -m maxbatch.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import runpy
@@ -14,8 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import IO
+
+STOPPED_S = 30.0  # for which a child may be stopped
+_LOOK_S = 5.0
+_CONTINUE_S = 0.1  # in which a continued child no longer counts as stopped
 
 
 def start_child(
@@ -37,6 +43,46 @@ def start_child(
         stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=keep_open,
         env={**os.environ, **(variables or {})},
     )  # fmt: skip
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a child of this process is stopped (SIGSTOP, Ctrl-Z) and not continued yet."""
+    return _stopped_child(os.P_PID, pid) is not None
+
+
+def continue_stopped_children() -> None:
+    """Starts a thread that continues children that stay stopped while this process runs, which may wait for them.
+
+    They are continued after `STOPPED_S`, with a line on standard error. Ctrl-Z stops this process as well, and `fg`
+    continues all, so that there is nothing to do then.
+    """
+    if hasattr(os, "waitid"):
+        threading.Thread(target=_watch_stopped, name="maxbatch-children", daemon=True).start()
+
+
+def _watch_stopped() -> None:
+    since: dict[int, float] = {}  # when a child was first seen stopped
+    while True:
+        time.sleep(_LOOK_S)
+        pid = _stopped_child(os.P_ALL, 0)
+        since = {pid: since.get(pid, time.monotonic())} if pid is not None else {}
+        if pid is None or time.monotonic() - since[pid] < STOPPED_S:
+            continue
+        while pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            print(f"maxbatch: process {pid} was stopped and is continued", file=sys.stderr, flush=True)
+            time.sleep(_CONTINUE_S)
+            pid = _stopped_child(os.P_ALL, 0)
+
+
+def _stopped_child(kind: int, pid: int) -> int | None:
+    """Returns the id of a stopped child, which stays as it is; None if there is none."""
+    try:
+        found = os.waitid(kind, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found is not None else None
 
 
 def last_line(output: IO[bytes]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from maxbatch.system.folding import printable
 
@@ -33,6 +34,8 @@ class TrainingError(Exception):
 
     The message is one line: what happened, where, and what to try.
     """
+
+    figures: Mapping[str, object] = {}  # facts for programs, which `--json` prints beside the message
 
 
 class DivergedError(TrainingError):
@@ -111,15 +114,28 @@ def _without_middle(text: str) -> str:
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
 
 
-def report(error: BaseException) -> int:
-    """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code."""
+def report(error: BaseException, as_json: bool = False) -> int:
+    """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code.
+
+    Args:
+      error: the error.
+      as_json: prints it on standard output too, as an object.
+    """
+    code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
     if isinstance(error, KeyboardInterrupt):
-        print("maxbatch: interrupted", file=sys.stderr)
+        said = "interrupted"
+        print(f"maxbatch: {said}", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
-        said = _without_middle(" ".join(str(error).split()))
-        print(f"maxbatch: error: {printable(said, keep='')}", file=sys.stderr)
+        said = printable(_without_middle(" ".join(str(error).split())), keep="")
+        print(f"maxbatch: error: {said}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    return EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED
+    if as_json:
+        bug = traceback.format_exception_only(error)[-1]
+        figures = error.figures if isinstance(error, TrainingError) else {}
+        said = said or printable(_without_middle(" ".join(bug.split())), keep="")
+        with contextlib.suppress(OSError):  # its reader may have left, or its disk may be full
+            print(json.dumps({**figures, "error": said, "exit_code": code}), flush=True)
+    return code

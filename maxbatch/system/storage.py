@@ -210,6 +210,14 @@ def is_misplaced(path: AnyPath, is_folder: bool) -> bool:
     return os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file())
 
 
+def missing_folder(path: AnyPath) -> str | None:
+    """Returns, in words, that no folder is at a path; None if there is one."""
+    if path.is_dir():
+        return None
+    seen_from = "" if isinstance(path, RemotePath) else f" (seen from {os.getcwd()})"
+    return "is no folder" if path.exists() else f"no such folder{seen_from}"
+
+
 def open_whole(path: AnyPath) -> BinaryIO:
     """Opens a file for reading. An object is read at once, so that all its bytes are of one version.
 

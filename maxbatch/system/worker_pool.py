@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
+from maxbatch.system.child_process import end_with_parent, is_stopped, leave_signals_to_parent
 
 # For imports, which may take long but must not stop the caller forever.
 _SETUP_LIMIT_S = 300.0
@@ -43,7 +43,7 @@ class WorkerEnded(Exception):
 
 
 class Killed(WorkerEnded):
-    """The worker was killed with SIGKILL, which a call does not do: a person did, or the system ran out of memory."""
+    """The worker was killed or stopped, which a call does not do: a person did, or the system ran out of memory."""
 
 
 class TimedOut(WorkerEnded):
@@ -246,7 +246,10 @@ class _Worker:
         assert self._process is not None and self._connection is not None
         while not self._connection.poll(max(0.0, min(end - time.monotonic(), _POLL_S))):
             if time.monotonic() >= end:
+                was_stopped = is_stopped(self._process.pid)
                 self.end()
+                if was_stopped:
+                    raise Killed(f"the process was stopped for longer than {limit_s:g} s")
                 raise TimedOut(f"took more than {limit_s:g} s")
             if self._process.poll() is not None and not self._connection.poll():
                 raise EOFError

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+from collections.abc import Mapping
 
 import pytest
 
@@ -46,3 +48,34 @@ def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) ->
         taken, free = listener.getsockname()[1], free_port()
         monkeypatch.setattr(simulation._CHANCE, "sample", lambda *_: [taken, free])
         assert free_port() == free
+
+
+@pytest.mark.parametrize(
+    ("scripts", "said", "code"),
+    [
+        (("stop", "end 75"), "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved", 75),
+        (("stop", "end 1"), "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved", 75),
+        (("stop", "wait"), "host 0 of 2 has died: it is stopped", 75),
+        (("stop", "stop"), "host 0 of 2 has died: it is stopped", 75),
+        (("wait", "stop"), "host 1 of 2 has died: it is stopped", 75),
+        (("end 1", "stop"), "", 1),  # the first host has reported it
+        (("stop 0.3", "end 0"), "", 0),
+    ],
+)
+def test_a_host_that_is_stopped_is_a_dead_one(
+    scripts: tuple[str, str], said: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Shells in place of hosts, and a short timeout."""
+    words = {"stop": "kill -STOP $$; sleep 60", "stop 0.3": "(sleep 0.3; kill -CONT $$) & kill -STOP $$",
+             "wait": "sleep 60", "end 0": "exit 0",
+             "end 1": "sleep 0.2; exit 1", "end 75": "sleep 0.2; exit 75"}  # fmt: skip
+
+    def started(arguments: object, output: object, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", words[scripts[int(variables["JAX_PROCESS_ID"])]]], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(simulation, "start_child", started)
+    monkeypatch.setattr(simulation, "_STOPPED_S", 0.1)
+    monkeypatch.setattr(simulation, "_GRACE_S", 0.1)
+    assert simulation.run_hosts(["train"], 2, lambda: 7, heartbeat_timeout_s=1) == code
+    error = capsys.readouterr().err
+    assert error.startswith(f"maxbatch: error: {said}") if said else error == ""

@@ -40,3 +40,9 @@ def wait_for(
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """Returns the process ids of the children of a process that lives, in the order in which they started."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for file in lists for child in file.read_text().split())

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from maxbatch.commands.simulation import free_port
-from maxbatch.parallel.deaths import death_of
-from maxbatch.parallel.heartbeats import backstop_of, silence_of
-from tests.helpers.command import environment
-from tests.helpers.processes import wait_for
+from maxbatch.parallel.deaths import death_of, silence_of
+from maxbatch.parallel.heartbeats import backstop_of
+from tests.helpers.command import environment, start
+from tests.helpers.processes import children_of, wait_for
 from tests.helpers.tiny import TINY_RUN
 
 TIMEOUT_S = 30
@@ -89,6 +89,44 @@ def test_a_dead_host_is_named_and_ends_the_others_in_time(
     hosts = start_hosts(tmp_path, "-c", IDLE, str(TIMEOUT_S), str(tmp_path / "readyHOST"))
     ready = [tmp_path / f"ready{index}" for index in range(3)]
     assert lose(tmp_path, hosts, ready, victim, how) == f"maxbatch: error: {said}"
+
+
+@pytest.mark.processes
+def test_hosts_that_are_all_stopped_and_continued_go_on(tmp_path: Path) -> None:
+    """As by Ctrl-Z and `fg`: for longer than the timeout, of which nobody was silent while the others looked."""
+    hosts = start_hosts(tmp_path, "-c", IDLE, "10", str(tmp_path / "readyHOST"))
+    try:
+        ready = [tmp_path / f"ready{index}" for index in range(3)]
+        wait_for(lambda: all(path.exists() for path in ready))
+        for how, seconds in ((signal.SIGSTOP, 12), (signal.SIGCONT, 4)):
+            for host in hosts:
+                os.kill(host.pid, how)
+            time.sleep(seconds)
+        assert [host.poll() for host in hosts] == [None] * 3, (tmp_path / "errors1").read_text()
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_a_simulated_host_that_is_stopped_ends_the_command_as_a_dead_one_does(
+    tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", "heartbeat_timeout_s=10")
+    process = start("train", *TINY_RUN, *keys, "--simulate-hosts", "2")
+    try:
+        wait_for(lambda: (tmp_path / "run" / "checkpoints" / "2").exists(), process)
+        hosts = sorted(children_of(process.pid))  # in the order in which they were started
+        for victim in victims:
+            os.kill(hosts[victim], signal.SIGSTOP)
+        output, _ = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 75
+    assert f"maxbatch: error: host {victims[0]} of 2 has died: " in output and output.count("error") == 1
+    assert "is saved, and the same command continues" in output
 
 
 @pytest.mark.processes

@@ -15,7 +15,7 @@ from maxbatch.runs.devices import read_devices
 from tests.helpers.command import Hold, recorded, start
 from tests.helpers.policies import KEYS, RL, reward_file, train
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import assert_same_run, read_metrics
+from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
 
 # Batches of 4 groups in two updates, sampled by the policy before the last batch; each host has two devices.
 CUT = (
@@ -96,3 +96,16 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
         for file in (one / "transcripts.jsonl", two / "transcripts.jsonl")
     )
     assert list(first) == [1, 4, 8, 12] and first == {step: second[step] for step in first}
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("standard_promotion")
+def test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16(tmp_path: Path) -> None:
+    """Parameters that stay as they are, so that all that may differ is how the programs round."""
+    types, long = ("dtype=bfloat16", "sampler_dtype=float32"), ("max_target_length=40", "steps=2")
+    keys = (*types, *long, "learning_rate=1e-12", UNSAVED)
+    expected, two = train(tmp_path / "one", *keys), tmp_path / "two"
+    process = start("rl", RL, *KEYS, reward_file(tmp_path), f"run_dir={two}", *keys, *HOSTS[1:])
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert_same_run(read_metrics(two), expected, ("data_fingerprint", "reward", "response_length"), ())

@@ -62,6 +62,27 @@ def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> N
     assert {name: cut[0][name] for name in same} == {name: whole[0][name] for name in same}
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+def test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16(tmp_path: Path) -> None:
+    """Parameters that stay as they are, so that all that may differ is how the programs round."""
+    types = ("dtype=bfloat16", "sampler_dtype=float32")
+    keys = (*types, "learning_rate=1e-12", "max_target_length=40", "steps=2", UNSAVED)
+    whole, chunks = train(tmp_path / "whole", *keys), ("micro_batch_size=8",)
+    cuts = {1: chunks, 2: (), 4: ("ici_data_parallelism=2", *chunks)}
+    for devices, cut in cuts.items():
+        found = train(tmp_path / f"on {devices}", *keys, *cut, devices=devices)
+        assert_same_run(found, whole, ("data_fingerprint", "reward", "response_length"), ())
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_ratio_is_to_the_policy_that_sampled_in_its_own_type(tmp_path: Path) -> None:
+    """Log-probabilities of float32 for training in bfloat16: apart by its rounding, on policy as well."""
+    keys = ("dtype=bfloat16", "sampler_dtype=float32", "learning_rate_schedule=constant", "steps=1", UNSAVED)
+    own, other = (train(tmp_path / name, *keys, f"sampler_dtype={name}")[0] for name in ("bfloat16", "float32"))
+    assert own["old_policy_kl"] < 1e-6 < other["old_policy_kl"] < 1e-2
+
+
 def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     apart = (
         "trainer_devices_fraction=0.5",

@@ -115,6 +115,8 @@ def test_a_hole_is_said_once_and_the_sound_lines_stay(folder: RunFolder, name: s
 
 
 def test_many_holes_are_one_short_warning(folder: RunFolder) -> None:
+    (warning,) = resume(folder, 10**13)
+    assert "and 9999999999995 more" in warning, "at once, whatever the step"
     (warning,) = resume(folder, 1000)
     assert "(step 1, 2, 3, 4, 5 and 995 more)" in warning and len(warning) < 300
 

@@ -143,3 +143,23 @@ def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lo
             folder._hold.lost = "another process has taken the run over"
             raise KeyboardInterrupt
     assert [(one.hosts, one.last_step) for one in read_sessions(run_dir)] == [(4, 1), (2, None)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"last_step": 10**13}, {"first_step": 10**13, "last_step": 10**13}, {"first_step": -(10**13)},
+        {"last_step": -5}, {"hosts": 10**400}, {"devices": 0}, {"started": 1e300}, {"ended": math.nan},
+        {"seconds": NOTHING | {"eval": 10**400}}, {"seconds": NOTHING | {"eval": 1e300}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_line_with_numbers_that_no_run_has_is_left_out(tmp_path: Path, damage: dict[str, object]) -> None:
+    sound = session(1e9, 1, 5, updates_kept=10).to_json()
+    (tmp_path / SESSIONS_FILE).write_text("".join(json.dumps(one) + "\n" for one in (sound, sound | damage)))
+    assert [found.last_step for found in read_sessions(tmp_path)] == [5]
+
+
+def test_the_time_of_lost_updates_takes_no_time_however_many_they_are() -> None:
+    (found,) = resumed([session(0, 1, 10**13, updates_kept=10**13)], 1, 100, times(2, 3))
+    assert found.seconds["updates_lost"] == 10**13 - 1 + 2 * 0.5

@@ -53,3 +53,15 @@ def test_a_child_is_a_command_whose_last_line_is_read(tmp_path: Path) -> None:
         assert last_line(log) == "trian: unknown command; nearest: train"
     assert child.stdin is not None
     child.stdin.close()
+
+
+def test_a_child_that_stays_stopped_is_continued(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; from maxbatch.system import child_process\n"
+        "child_process.STOPPED_S, child_process._LOOK_S = 0.5, 0.1\n"
+        "child_process.continue_stopped_children()\n"
+        "children = [subprocess.Popen(['sh', '-c', 'kill -STOP $$; exit 7']) for _ in range(3)]\n"
+        "sys.exit(str([child.wait() for child in children]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.stderr.count("was stopped and is continued") == 3 and done.stderr.endswith("[7, 7, 7]\n")

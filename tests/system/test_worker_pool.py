@@ -173,6 +173,14 @@ def test_prints_go_to_standard_error(setup: Callable[..., Any], capfd: pytest.Ca
     assert out == "" and err.count("by its number") == 2 and err.count("to standard output") == 2
 
 
+def test_a_call_whose_worker_is_stopped_from_outside_is_made_again(setup: Callable[..., Any]) -> None:
+    with WorkerPool(setup, 1, limit_s=1, attempts=2) as pool:
+        pool.wait_for_setup()
+        (pid,) = pids_of(pool)
+        os.kill(pid, signal.SIGSTOP)
+        assert outcomes(pool.submit(["abc"])) == [3] and pids_of(pool) != [pid]
+
+
 def test_a_worker_that_ended_is_set_up_anew(setup: Callable[..., Any], tmp_path: Path) -> None:
     log = tmp_path / "log"
     with WorkerPool(functools.partial(setup, log), 1) as pool:

@@ -94,7 +94,8 @@ class Branches:
         folder, first = self.folder(branch), branch.fork.step + 1
         records = [record for record in read_metrics(folder) if record[Metric.STEP] >= first]
         try:
-            if [record[Metric.STEP] for record in records] != list(range(first, first + branch.updates)):
+            in_order = all(record[Metric.STEP] == number for number, record in enumerate(records, first))
+            if len(records) != branch.updates or not in_order:
                 raise ValueError(f"there are {len(records)} updates instead of {branch.updates}")
             return last_chunks(records, branch.end - self._plan.compared, branch.end, self._plan.chunk)
         except ValueError as error:

@@ -15,7 +15,7 @@ from maxbatch.runs.metrics import read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, missing_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,8 @@ class MeasuredRun:
     @classmethod
     def read(cls, path: AnyPath, num_devices: int) -> MeasuredRun:
         """Reads a run's folder."""
+        if missing := missing_folder(path):
+            raise ConfigError(f"{path}: {missing}; give the run_dir of a run")
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(str(path / "config.yml")), read_metrics(path)

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     search = _search(config, target, args, say)
     if not search.choices:
-        raise _nothing_fits(args.json, search.ways, target)
+        raise _nothing_fits(search.ways, target)
     choices, wanted = search.choices, search.wanted
     rows = [row_of(target, args.slices, wanted, choices[0])]
     for left, num_slices in smaller:
@@ -118,7 +118,7 @@ def _search(config: ConfigDict, target: Target, args: argparse.Namespace, say: C
     try:
         return _Search(wanted, ways, *find_ways(ways, cuts or wanted.any_mesh, cuts, say))
     except KeyboardInterrupt as interrupt:
-        code = report(interrupt)
+        code = report(interrupt, args.json)
         sys.stderr.flush()
         os._exit(code)
 
@@ -177,17 +177,15 @@ def _needed(verdict: Verdict) -> int:
     return verdict.needed_bytes or 2**63
 
 
-def _nothing_fits(as_json: bool, ways: Sequence[Way], target: Target) -> TrainingError:
-    if as_json:
-        verdict = _least(ways)
-        record = {
-            "per_device_batch_size": None,
-            "hbm_bytes_needed": verdict.needed_bytes,
-            "hbm_bytes_available": verdict.available_bytes,
-            "target": target.name,
-        }
-        print(json.dumps(record, indent=2))
-    return TrainingError(_too_large(ways, target))
+def _nothing_fits(ways: Sequence[Way], target: Target) -> TrainingError:
+    error, verdict = TrainingError(_too_large(ways, target)), _least(ways)
+    error.figures = {
+        "per_device_batch_size": None,
+        "hbm_bytes_needed": verdict.needed_bytes,
+        "hbm_bytes_available": verdict.available_bytes,
+        "target": target.name,
+    }
+    return error
 
 
 def _too_large(ways: Sequence[Way], target: Target) -> str:

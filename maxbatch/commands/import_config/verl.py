@@ -106,7 +106,7 @@ _IGNORED = tuple((pattern, why) for why, patterns in {
     "where the sampler's weights lie; rollout_tensor_parallelism says it here": (
         f"{_ROLLOUT}*parallel_size",),
     "of its sampler, and the sampler here is JAX's": tuple(f"{_ROLLOUT}{name}" for name in (
-        "name", "mode", "dtype", "gpu_memory_utilization", "engine_kwargs.*", "load_format", "enforce_eager",
+        "name", "mode", "gpu_memory_utilization", "engine_kwargs.*", "load_format", "enforce_eager",
         "free_cache_engine", "enable_*", "layered_summon", "multi_stage_wake_up", "calculate_log_probs",
         "disable_log_stats", "prometheus.*", "trace.*", "checkpoint_engine.*", "agent.num_workers", "scheduling_policy",
         "cudagraph_capture_sizes", "max_*", "log_prob_*", "multi_turn.*", "prompt_length", "response_length")),
@@ -430,6 +430,11 @@ def _model(t: Translation) -> None:
             t.map(word, **{ours: kinds[t.text(word)]})
         elif word in t:
             t.refuse(word, "float32 or bfloat16")
+    sampled_in = f"{_ROLLOUT}dtype"
+    if sampled_in in t and t.text(sampled_in) in kinds:
+        t.map(sampled_in, sampler_dtype=kinds[t.text(sampled_in)])
+    elif sampled_in in t:
+        t.ignore(sampled_in, "the sampler computes in dtype; sampler_dtype is float32 or bfloat16")
     folder = "trainer.default_local_dir"
     if folder in t and "$" not in t.text(folder):
         t.map(folder, run_dir=t.text(folder))

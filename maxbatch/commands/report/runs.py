@@ -20,7 +20,7 @@ from maxbatch.runs.metrics import scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
 from maxbatch.runs.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.storage import AnyPath
+from maxbatch.system.storage import AnyPath, missing_folder
 
 SMOOTHED_LOSS = "smoothed loss"
 PANELS = (
@@ -266,10 +266,8 @@ def is_run(path: AnyPath) -> bool:
 
 
 def _no_run(path: AnyPath) -> str:
-    if not path.exists():
-        return "does not exist; a run folder is what run_dir names"
-    if not path.is_dir():
-        return "is no folder; a run folder is what run_dir names"
+    if missing := missing_folder(path):
+        return f"{missing}; a run folder is what run_dir names"
     inside = sorted(child for child in path.iterdir() if child.is_dir() and is_run(child))
     works = f"; works: {' '.join(map(str, inside[:3]))}" if inside else ""
     return f"holds no metrics.jsonl and no config.yml of a run{works}"

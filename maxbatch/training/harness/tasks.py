@@ -18,6 +18,7 @@ from jax.errors import JaxRuntimeError
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.harness.asked_model import AskedModel
+from maxbatch.training.harness.task_files import check_task_files
 
 # The harness's own, so that few-shot examples and shuffled documents are those of its command.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
@@ -144,6 +145,7 @@ def _load(
     for folder in folders:
         if not os.path.isdir(folder):
             raise ConfigError(f"--include-path {shown(folder)}: must be a folder of task files")
+    check_task_files([*folders, *filter(os.path.isfile, names)])
     own = TaskManager(include_path=folders, include_defaults=False)
     manager = own
     if any(not _is_place(name) and name not in own.all_tasks for name in names):

@@ -20,18 +20,19 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig, names_fixing
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, shown_path
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, as_path, is_remote
+from maxbatch.system.storage import AnyPath, as_path, is_remote, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
 from maxbatch.training.weights.huggingface_reading import zeros_of
 from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
 
 _ITEMS = ("params", "opt_state", "position")
+_GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
 
 
 class StoredCheckpoint:
@@ -228,15 +229,14 @@ def find_checkpoint(path: str | Path) -> AnyPath:
     Raises:
       ConfigError: there is none.
     """
+    if missing := missing_folder(as_path(path)):
+        raise ConfigError(f"{shown_path(path)}: {missing}; {_GIVE}")
     folder = as_path(path).absolute()
     if any((folder / item).is_dir() for item in _ITEMS):
         return folder
     if steps := committed_steps(folder):
         return folder / "checkpoints" / str(steps[0])
-    raise ConfigError(
-        f"{folder}: no checkpoint here; give a run folder with checkpoints/, one of checkpoints/STEP, or "
-        "a Hugging Face folder (config.json)"
-    )
+    raise ConfigError(f"{folder}: no checkpoint here; {_GIVE}")
 
 
 def _damaged(folder: AnyPath, damage: str) -> ConfigError:

@@ -333,7 +333,7 @@ def test_parameters_alone_start_another_run(saved: Saved) -> None:
     for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(saved.state.params), strict=True):
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
-        open_source(saved.folder / "nothing")
+        open_source(saved.folder / "checkpoints")
     wider = abstract_state(UpdateConfig.of(tiny_config("base_emb_dim=64")), make_mesh(saved.config, jax.devices()[:1]))
     with pytest.raises(ConfigError, match="do not fit"):
         read_parameters(saved, wider.params)
