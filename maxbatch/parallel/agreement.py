@@ -39,7 +39,7 @@ def check_agreed(facts: Facts, remedy: str, where: str = "") -> None:
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
-    """Returns a text for each fact that differs between hosts, such as `steps: 4 on host 0, 8 on hosts 1, 2`.
+    """Returns a text for each fact that differs between hosts, such as `steps: 4 on host 0 | 8 on hosts 1, 2`.
 
     Args:
       facts: of each host, by its index.
@@ -55,7 +55,7 @@ def _difference(name: str, facts: Sequence[Facts]) -> str | None:
     if len(hosts) <= 1:
         return None
     texts = _shortened(list(hosts))
-    return f"{name}: " + ", ".join(f"{texts[value]} on {_named(found)}" for value, found in hosts.items())
+    return f"{name}: " + " | ".join(f"{texts[value]} on {_named(found)}" for value, found in hosts.items())
 
 
 def _shortened(values: Sequence[str]) -> dict[str, str]:
