@@ -33,7 +33,8 @@ WALLS = {
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip
-# The functions of these rooms that take the whole config: the public Python API, what opens a session or compares configs.
+# The functions of these rooms that take the whole config: the public Python API, and what opens a session or compares
+# configs.
 WHOLE_CONFIG = {
     "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
              "RampupBatchManager.from_state", "render_plan"},

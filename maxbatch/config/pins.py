@@ -83,13 +83,13 @@ def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
     return facts
 
 
-_THE_BATCH = "the batch"
+THE_BATCH, THE_CUT = "the batch", "the cut of the batch alone"
 # What a resume with another value changes, by section; "" changes nothing of the run.
 _CHANGES: dict[type[Section], str] = {
     RunConfig: "",
     LengthConfig: "the end of the run, and rates that follow its length",
-    BatchConfig: _THE_BATCH,
-    RampConfig: _THE_BATCH,
+    BatchConfig: THE_BATCH,
+    RampConfig: THE_BATCH,
     PromptBatchConfig: "the batch of prompts",
     RLConfig: "responses, rewards or their loss",
     RatesConfig: "the learning rate",
@@ -129,9 +129,9 @@ def changes(name: str) -> str:
     return _OF_KEYS.get(name, _CHANGES[section])
 
 
-def is_of_batch(name: str) -> bool:
+def states_batch(name: str) -> bool:
     """Returns whether a key states the batch in samples."""
-    return changes(name) == _THE_BATCH
+    return changes(name) == THE_BATCH
 
 
 def read_written(path: AnyPath) -> dict[str, Value] | None:
@@ -146,15 +146,24 @@ def read_written(path: AnyPath) -> dict[str, Value] | None:
         return None
 
 
-def changed_since(previous: Mapping[str, Value], config: Mapping[str, Value]) -> dict[str, str]:
-    """Returns a line for each key whose value differs from the last session's and changes the run, by key."""
+def changed_since(
+    previous: Mapping[str, Value], config: Mapping[str, Value], of_batch: str = THE_BATCH
+) -> dict[str, str]:
+    """Returns a line for each key whose value differs from the last session's and changes the run, by key.
+
+    Args:
+      previous: the last session's config.
+      config: this one's.
+      of_batch: what the keys of the batch change: `THE_BATCH` or `THE_CUT`.
+    """
     states_prompts = previous["batch_size"] is not None  # and then nothing of the batch in samples
     lines = {}
     for name, key in keys().items():
-        if previous[name] == config[name] or (states_prompts and is_of_batch(name)):
+        if previous[name] == config[name] or (states_prompts and states_batch(name)):
             continue
         if what := changes(name):
             before, now = (_quoted(key.write(values[name])) for values in (previous, config))
+            what = of_batch if states_batch(name) else what
             lines[name] = f"{name}: {before} before, {now} now: changes {what}"
     return lines
 

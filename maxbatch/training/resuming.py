@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.pins import changed_since, is_of_batch, read_written
+from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written, states_batch
 from maxbatch.config.values import Value
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
@@ -25,29 +25,40 @@ def changes_since(run_dir: AnyPath, config: ConfigDict, plan: BatchPlan, samples
     before = read_written(run_dir / "config.yml")
     if before is None:
         return []
-    lines = changed_since(before, config)
-    if not any(map(is_of_batch, lines)) and (line := _batch_line(run_dir, before, plan, samples_seen)):
-        return [*lines.values(), line]
-    return [*lines.values()]
+    old = _plan_before(run_dir, before, plan)
+    same = old is not None and _same_batches(old, plan, samples_seen)
+    lines = changed_since(before, config, THE_CUT if same else THE_BATCH)
+    found = list(lines.values())
+    if old and not same and not any(map(states_batch, lines)):
+        found.append(_batch_line(old, samples_seen))
+    return found
 
 
-def _batch_line(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan, samples_seen: int) -> str | None:
-    """Returns a line that names the last session's batch if the same keys state another one on these devices."""
+def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan) -> BatchPlan | None:
+    """Returns the last session's plan of the batch; None if prompts state it, or it is not known."""
     used = read_devices(run_dir)
     if plan.rl is not None or not used:
         return None
     last = used[-1]
+    stated, epoch = ConfigDict(dict(before)), plan.samples_per_epoch
     try:
-        stated = ConfigDict(dict(before))
-        old = BatchPlan.from_config(
-            stated, last.num_devices, last.num_hosts,
-            num_slices=last.num_slices, samples_per_epoch=plan.samples_per_epoch,
-        )  # fmt: skip
+        return BatchPlan.from_config(
+            stated, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
+        )
     except ConfigError:  # of a version whose rules were others
         return None
+
+
+def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:
+    """Returns whether two plans have the same batch everywhere from a position on."""
+    begins = {stage.first_sample for plan in (old, new) for stage in plan.stages}
+    positions = {samples_seen, *(begin for begin in begins if begin > samples_seen)}
+    return all(old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions)
+
+
+def _batch_line(old: BatchPlan, samples_seen: int) -> str:
+    """Returns a line on the last session's batch, where the same keys state another one on these devices."""
     batch = old.manager.batch_size_at(samples_seen)
-    if batch == plan.manager.batch_size_at(samples_seen):
-        return None
     keeps = f"global_batch_size={batch}"
     if len(old.stages) > 1:
         stages = " ".join(f"{stage.first_sample}:{stage.global_batch_size}" for stage in old.stages)
