@@ -33,7 +33,8 @@ WALLS = {
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip
-# The functions of these rooms that take the whole config: the public Python API, and what opens a session.
+# The functions of these rooms that take the whole config: the public Python API, and what opens a session or compares
+# configs.
 WHOLE_CONFIG = {
     "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
              "RampupBatchManager.from_state", "render_plan"},
@@ -42,7 +43,8 @@ WHOLE_CONFIG = {
     "data": {"open_stream"},
     "sampling": set(),
     "runs": set(),
-    "training": {"MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "train", "with_flags"},
+    "training": {"MakeModel.__call__", "RunContext.__init__", "changes_since", "check_same_start", "module_maker",
+                 "program_keys", "train", "with_flags"},
     "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),

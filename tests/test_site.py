@@ -69,6 +69,13 @@ def test_the_pictures_are_those_of_the_plans() -> None:
         assert drawn == svg, f"docs/images/{name}: run python docs/tools/pictures.py"
 
 
+def test_every_key_has_its_row_in_the_table_of_what_a_run_depends_on() -> None:
+    page = (TOP / "docs" / "depends.md").read_text(encoding="utf-8")
+    assert page == tool("depends").page(), "run python docs/tools/depends.py"
+    of_keys = page.partition("## Keys")[2]
+    assert sorted(re.findall(r"`(\w+)`", of_keys)) == sorted(keys())
+
+
 def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> None:
     reference = tool("reference")
     keys_page = reference.keys_page()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +34,58 @@ def import_function(spec: str) -> Callable[..., Any]:
         nearest = nearest_name(name, names)
         raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))
     return function
+
+
+def source_hash(spec: str) -> str:
+    """Returns a hash of the file of a function and of the files of its own that this imports; nothing is run of them.
+
+    Files of its own are those in the folder of a FILE.py, and those of the package of a module.
+    """
+    place, _, _ = spec.rpartition(":")
+    if place.endswith(".py"):
+        path = os.path.abspath(os.path.expanduser(place))
+        root, package = os.path.dirname(path), ""
+    else:
+        found = importlib.util.find_spec(place)
+        path, package = (found and found.origin) or "", place.partition(".")[0]
+        root = os.path.abspath(path)
+        for _ in range(place.count(".") + 1 + (os.path.basename(path) == "__init__.py")):
+            root = os.path.dirname(root)
+    total, contents, left = hashlib.sha256(), dict[str, bytes](), [path]
+    while left:
+        one = left.pop()
+        if one in contents or not os.path.isfile(one):
+            continue
+        with open(one, "rb") as file:
+            contents[one] = file.read()
+        left += _imported(contents[one], os.path.dirname(one), root, package)
+    for one in sorted(contents):
+        total.update(hashlib.sha256(os.path.relpath(one, root).encode()).digest())
+        total.update(hashlib.sha256(contents[one]).digest())
+    return total.hexdigest()[:16]
+
+
+def _imported(source: bytes, folder: str, root: str, package: str) -> Iterator[str]:
+    """Yields the places of the modules that a source imports, as far as they may lie below `root`, in its package."""
+    try:
+        statements = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):
+        return
+    for statement in statements:
+        names, base = [], root
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            module = statement.module or ""
+            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in statement.names)]
+            for _ in range(statement.level - 1):
+                folder = os.path.dirname(folder)
+            base = folder if statement.level else root
+        for name in names:
+            if base == root and package and name.partition(".")[0] != package:
+                continue
+            place = os.path.join(base, *name.split("."))
+            yield from (f"{place}.py", os.path.join(place, "__init__.py"))
 
 
 def _file_module(path: str) -> ModuleType:

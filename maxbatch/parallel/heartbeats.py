@@ -66,7 +66,7 @@ class Heartbeats:
         self._store, self._address, self._last_saved = store, address, last_saved
         self._index, self._num_hosts = jax.process_index(), jax.process_count()
         self._silence_s, self._period_s = silence_of(timeout_s), timeout_s / 10
-        self._closed = threading.Event()
+        self._closed, self._reports = threading.Event(), False
         self._answered_at = self._looked_at = time.monotonic()
         self._seen: dict[int, tuple[str, float]] = {}  # of each host, its last beat and when it was new here
         self._threads = [
@@ -95,6 +95,10 @@ class Heartbeats:
         """Waits for as long as it may take to find a dead host, whose report ends this process."""
         self._threads[0].join(self._silence_s + self._period_s + LEAVE_S)
 
+    def own_report(self) -> None:
+        """Notes that this host reports a failure of its own: it does not print another host's as well."""
+        self._reports = True
+
     def fail(self, message: str, code: int, host: int | None = None) -> None:
         """Reports to all hosts that one failed, by default this one."""
         failure = {"host": self._index if host is None else host, "message": message, "code": code}
@@ -115,7 +119,7 @@ class Heartbeats:
             except jax.errors.JaxRuntimeError:
                 continue  # the store does not answer: `_watch_store` counts
             self._answered_at = time.monotonic()
-            if failure and (failure["host"] != self._index or failure.get("is_dead")):
+            if failure and not self._reports and (failure["host"] != self._index or failure.get("is_dead")):
                 own = "" if failure.get("is_dead") else f"host {failure['host']}: "
                 self._end(f"{own}{failure['message']}", failure["code"])
             if failure:

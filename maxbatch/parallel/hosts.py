@@ -111,6 +111,7 @@ def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, l
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _OF_PEERS.search(str(error)):
             heartbeats.wait_for_report()  # perhaps another host has failed or died, whose report ends this process
+        heartbeats.own_report()
         code = report(error)
         heartbeats.fail(" ".join(str(error).split())[:2000] or type(error).__name__, code)
         leave(code, is_first())

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
-from maxbatch.parallel.hosts import broadcast, is_first
+from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
@@ -25,7 +25,6 @@ from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.training.record.board import Board
-from maxbatch.training.task import check_same_data
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8
@@ -102,11 +101,9 @@ def open_evaluator(
     rewards: Rewards,
 ) -> PolicyEvaluator | None:
     """Returns the evaluator of a run on the mesh that samples; None if there is no eval or nothing is held out."""
-    held_out = source.held_out() if config.eval_interval > 0 else None
+    held_out = source.held_out if config.eval_interval > 0 else None
     if held_out is None:
         return None
-    first = broadcast(lambda: held_out.identity)
-    check_same_data(f"eval_dataset_path={source.eval_dataset_path!r}", first, held_out.identity)
     assert plan.rl is not None, "the config states a batch of prompts"
     num_pairs, num_prompts = plan.eval_batch_size, held_out.num_prompts
     if config.eval_steps != -1:

@@ -119,17 +119,13 @@ class PromptSource:
         self._dataset = _read_dataset(self._config, "dataset_path", self._text)
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
-    @property
-    def eval_dataset_path(self) -> str:
-        """The place of the held-out prompts; empty if they are a part of the others."""
-        return self._config.eval_dataset_path
-
     def train(self) -> Prompts:
         """Returns the prompts to train on."""
         return self._split(self._dataset, self._part(held_out=False), trains=True)
 
+    @cached_property
     def held_out(self) -> Prompts | None:
-        """Returns the held-out prompts, of `eval_dataset_path` if it is given; None if nothing is held out."""
+        """The held-out prompts, of `eval_dataset_path` if it is given; None if nothing is held out."""
         if self._config.eval_dataset_path:
             dataset = _read_dataset(self._config, "eval_dataset_path", self._text)
             return self._split(dataset, dataset.records, trains=False)

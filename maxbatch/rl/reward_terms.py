@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from maxbatch.config.user_function import source_hash
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
@@ -37,6 +38,14 @@ def parse_rewards(text: str) -> list[RewardTerm]:
         RewardTerm(spec, name if names.count(name) == 1 else spec, weight)
         for (spec, weight), name in zip(weights.items(), names, strict=True)
     ]
+
+
+def identity_of(text: str) -> dict[str, str]:
+    """Returns what the key `reward` amounts to, wherever its files lie: names, weights and hashes of the sources."""
+    return {
+        f"reward {number}": f"{term.name} x {term.weight:g}, source {source_hash(term.spec)}"
+        for number, term in enumerate(parse_rewards(text), 1)
+    }
 
 
 def _parse_term(text: str, item: str) -> tuple[str, float]:

@@ -29,12 +29,14 @@ from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
 from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.refusals import check_policy
+from maxbatch.rl.reward_terms import identity_of
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
+from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
@@ -52,6 +54,7 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     config = with_flags(config)
+    check_same_start(config, "rl", {})
     devices = list(devices or jax.devices())
     # Refuses before a file is read.
     BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
@@ -89,7 +92,7 @@ class PolicyTraining:
         self._source = PromptSource(context.config)
         self._prompts = self._source.train()
         identity = broadcast(lambda: self._prompts.identity)
-        check_same_data(f"dataset_path={context.config.dataset_path!r}", identity, self._prompts.identity)
+        check_same_data(f"dataset_path={context.config.dataset_path!r}", self._prompts.identity)
         self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
         self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
         self._evaluator: PolicyEvaluator | None = None
@@ -140,6 +143,13 @@ class PolicyTraining:
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
         )
+
+    def identities(self) -> dict[str, str]:
+        found = identity_of(self._config.reward)
+        found["end tokens of a response"] = str(self._prompts.end_ids)
+        if self._config.eval_interval > 0 and (held_out := self._source.held_out):
+            found |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
+        return found
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
         """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""

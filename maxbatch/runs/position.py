@@ -72,6 +72,7 @@ class CheckpointRecord(NamedTuple):
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
     average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
     ahead: str | None = None  # a hash of what it holds for the batches ahead; None: it holds nothing
+    run_id: str | None = None  # of the run that wrote it; None in a checkpoint made before runs had ids
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
@@ -82,6 +83,8 @@ class CheckpointRecord(NamedTuple):
             del saved["average"]
         if self.ahead is None:
             del saved["ahead"]
+        if self.run_id is None:
+            del saved["run_id"]
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -108,7 +111,11 @@ class CheckpointRecord(NamedTuple):
         ahead = saved.get("ahead")
         if not isinstance(ahead, str | None):
             raise ValueError("not a hash")
-        return cls(position, saved["identity"], _word(saved["checksum"]), hosts, parameters, average, ahead)
+        run_id = saved.get("run_id")
+        if not isinstance(run_id, str | None):
+            raise ValueError("not an id")
+        checksum = _word(saved["checksum"])
+        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id=run_id)
 
 
 class DamagedError(Exception):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import time
 from pathlib import Path, PurePosixPath
 
+from maxbatch.runs.json_file import write_json
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
+from maxbatch.runs.run_id import RUN_FILE, RunIdentity, read_identity
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, DivergedError, writing
+from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
 from maxbatch.system.leases import LOCK_FILE, Hold, hold_folder
 from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 
@@ -16,6 +20,7 @@ CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # 
 SESSIONS_FILE = "sessions.jsonl"
 _FILES = (
     LOCK_FILE,
+    RUN_FILE,
     "config.yml",
     "metrics.jsonl",
     SESSIONS_FILE,
@@ -23,6 +28,7 @@ _FILES = (
     "answers.jsonl",
     "reference.bin",
 )
+_LOOK_S = 0.2
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
 
@@ -33,14 +39,24 @@ class RunFolder:
     The lock goes with the process, also when it is killed, so nothing is left that blocks the next start. The lease of
     a folder in an object store lapses. A start that is refused removes the folder that it made.
 
+    Attributes:
+      identity: the id of the run, made with the folder; of the other hosts once `join` has told it.
+
     Raises:
       ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
     """
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
         self.path: AnyPath = as_path(run_dir)
-        self._is_new = False
+        self._is_new = self._made_identity = False
+        self.identity: RunIdentity | None = None
         self._hold = self._taken(run_dir) if writes else None
+        if self._hold:
+            try:
+                self.identity = read_identity(self.path) or self._identified()
+            except BaseException:
+                self._hold.close()
+                raise
 
     def check(self) -> None:
         """Raises LeaseLost once another process may have taken the folder over."""
@@ -55,6 +71,36 @@ class RunFolder:
             self._check_kinds(run_dir)
             probe(self.path)
             return hold_folder(self.path, f"is training in it; {_INSTEAD}", named)
+
+    def _identified(self) -> RunIdentity:
+        """Returns the identity of a run that had none, and writes it down."""
+        has_begun = any((self.path / name).exists() for name in ("config.yml", "metrics.jsonl", "checkpoints"))
+        self._made_identity = not has_begun
+        return self._write_identity(RunIdentity.new(is_older=has_begun))
+
+    def _write_identity(self, identity: RunIdentity) -> RunIdentity:
+        write_json(self.path / RUN_FILE, dataclasses.asdict(identity))
+        return identity
+
+    def start_together(self) -> RunIdentity:
+        """Writes down a start on several hosts, by which the others know the folder; returns what they must find."""
+        assert self.identity is not None, "the host that writes knows its run"
+        self.identity = self._write_identity(self.identity.started())
+        return self.identity
+
+    def join(self, started: RunIdentity, patience_s: float = 10.0) -> bool:
+        """Takes over the identity of the run from the host that writes; returns whether this host sees its folder.
+
+        Args:
+          started: what `start_together` returned there.
+          patience_s: for which a network file system may lag behind.
+        """
+        self.identity, end = started, time.monotonic() + patience_s
+        while read_identity(self.path) != started:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
 
     def _check_kinds(self, run_dir: str) -> None:
         for name in (*_FILES, *_FOLDERS):
@@ -75,6 +121,9 @@ class RunFolder:
         if self._hold:
             if isinstance(error, DivergedError):
                 write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
+            if isinstance(error, ConfigError) and self._made_identity and not (self.path / "config.yml").exists():
+                with contextlib.suppress(ConfigError, TrainingError, OSError):  # the refusal is what the user is told
+                    (self.path / RUN_FILE).unlink(missing_ok=True)
             if isinstance(error, ConfigError) and self._is_new:
                 self._remove_empty()
             self._hold.close()

@@ -6,8 +6,10 @@ Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V voc
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -64,6 +66,23 @@ class Parts(NamedTuple):
     objective: Loss | None = None
     stream: Samples | Stream | None = None
     outputs: tuple[Output, ...] = ()
+
+
+def code_of(parts: Parts) -> dict[str, str]:
+    """Returns for each given part its name and a hash of the file that defines it, by its argument."""
+    given = {"model": parts.model, "objective": parts.objective, "stream": parts.stream}
+    return {name: _code_of(part) for name, part in given.items()}
+
+
+def _code_of(part: object) -> str:
+    if part is None:
+        return "the config's"
+    code: Any = part if hasattr(part, "__code__") or isinstance(part, type) else type(part)
+    try:
+        content = Path(inspect.getfile(code)).read_bytes()
+    except (TypeError, OSError):  # of a notebook, or of C
+        content = b""
+    return f"{_name(part)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def check_parts(parts: Parts) -> None:

@@ -36,6 +36,7 @@ from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted
+from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.compile.ladder import StepLadder
@@ -43,7 +44,7 @@ from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator, num_evaluated
 from maxbatch.training.harness.run_model import RunModel, RunModelConfig
 from maxbatch.training.harness.tasks import Tasks
-from maxbatch.training.own import Parts, check_parts, module_maker, objective_of, task_model
+from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
@@ -76,6 +77,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     give_cpu_devices_threads()
     leave_out_absent_tpu()
     config = with_flags(config)
+    check_same_start(config, "train", code_of(parts))
     with ExitStack() as stack:
         context = RunContext(config, devices or jax.devices(), stack)
         return Session(context, Pretraining(context, parts), parts.outputs).run()
@@ -117,7 +119,8 @@ class Pretraining:
         self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
-        self._held_out: Stream | None = None  # from `feed` on, on a host that loads
+        self._has_opened_held_out = False
+        self._held_out: Stream | None = None  # once opened, on a host that loads
         self._num_held_out = 0
         self._evaluator: Evaluator | None = None
         self._tasks_model: RunModel | None = None  # from `build` on, if there are tasks
@@ -151,7 +154,7 @@ class Pretraining:
 
         identity, samples_per_epoch = broadcast(facts)
         own = self.stream.identity if self.stream else identity
-        check_same_data(f"dataset_path={self._context.config.dataset_path!r}", identity, own)
+        check_same_data(f"dataset_path={self._context.config.dataset_path!r}", own)
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
     def plan(self, resume: Resume) -> BatchPlan:
@@ -181,6 +184,24 @@ class Pretraining:
                 RunModelConfig.of(config), self.mesh, tokenizer, context_length(config), ends, self.abstract.model
             )
             self._tasks.check(self._tasks_model)
+
+    def identities(self) -> dict[str, str]:
+        config, own_parts = self._context.config, self._parts.model is not None or self._parts.stream is not None
+        self._open_held_out()
+        held_out = self._held_out.identity if self._held_out else {}
+        first = broadcast(lambda: held_out)
+        key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
+        found = {f"{name} of {key}": str(value) for name, value in (held_out if self._loads else first).items()}
+        if self._saved:
+            found["shapes in compiled_dir"] = str([tuple(shape) for shape in self._saved.shapes])
+        if config.generate_prompt and not own_parts:  # the sample at the end
+            tokenizer = self.stream.tokenizer if self.stream else self._tokenizer()
+            found["content of tokenizer_path"] = tokenizer.identity
+            found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
+            if config.use_sft:
+                with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
+                    found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
+        return found
 
     def _tokenizer(self) -> Tokenizer:
         return make_tokenizer(self._context.config.tokenizer_type, self._context.config.tokenizer_path)
@@ -298,8 +319,11 @@ class Pretraining:
         return made
 
     def _open_held_out(self) -> None:
-        """Opens the held-out data, unless the config has no eval."""
+        """Opens the held-out data, unless the config has no eval or they are open."""
         config = self._context.config
+        if self._has_opened_held_out:
+            return
+        self._has_opened_held_out = True
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
             return

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.loading import dump_config
 from maxbatch.config.sections import ModelConfig, slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.parallel.trees import State
@@ -45,6 +46,7 @@ from maxbatch.system.errors import (
 )
 from maxbatch.system.folding import counted
 from maxbatch.system.terminal import TrainingConsole
+from maxbatch.training.agreement import share_folder
 from maxbatch.training.compile.background import Background
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.record.board import Board
@@ -52,6 +54,7 @@ from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_log
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Record, RecordConfig, Recorder, ThroughputMeter
+from maxbatch.training.resuming import changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
@@ -109,6 +112,7 @@ class RunContext:
         self.console = TrainingConsole(quiet=not is_first())
         started = take_start()
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
+        self.identity = share_folder(self.folder)
         log = SessionLog(self.folder, started, jax.process_count(), len(devices), writes=is_first())
         self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
@@ -177,6 +181,11 @@ class Session(Generic[B]):
         self._ahead = restored.ahead if restored else None
         if not restored:
             context.open_parameters(self.task.abstract.model)
+        if not self.is_complete and jax.process_count() > 1:
+            check_agreed(self.task.identities(), "give every host the same files")
+        self._changes: list[str] = []
+        if self.position.step and is_first():
+            self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
@@ -193,6 +202,7 @@ class Session(Generic[B]):
             {"data": dict(self.task.data.identity), "model": dict(self.task.model.identity)},
             warn,
             self.task.data.num_loading_hosts,
+            self._context.identity.run_id,
         )
         return self._context.stack.enter_context(closing(checkpoints))
 
@@ -201,7 +211,7 @@ class Session(Generic[B]):
         if not (self.checkpoints and directory):
             return None
         return self._context.stack.enter_context(
-            closing(LocalCheckpoints(directory, self.folder.path, self.checkpoints, warn))
+            closing(LocalCheckpoints(directory, self.folder.path, self._context.identity, self.checkpoints, warn))
         )
 
     def _restore(self) -> Restored | None:
@@ -430,6 +440,8 @@ class Session(Generic[B]):
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
         for line in self.task.introduction(self.plan):
+            self.console.print(line)
+        for line in self._changes:
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.task.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"

@@ -10,12 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.agreement import check_agreed
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.position import Position
-from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -31,28 +30,17 @@ class TaskData(NamedTuple):
     unit: str = "samples"  # what `samples_seen` counts
 
 
-def check_same_data(stated: str, identity: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Checks that all hosts read the data of the first one; all of them call it.
+def check_same_data(stated: str, own: Mapping[str, object]) -> None:
+    """Checks that all hosts read the same data; all of them call it.
 
     Args:
       stated: the key of the data and its value, as a message repeats them.
-      identity: the data of the first host.
-      own: the data of this host; `identity` if another host reads them.
+      own: the identity of the data of this host; of the first host's if another one reads them.
 
     Raises:
       ConfigError: the data of some hosts differ.
     """
-    differing = [
-        f"{key} on host {host}"
-        for host, theirs in enumerate(gather(own))
-        for key in sorted(identity.keys() | theirs.keys())
-        if identity.get(key) != theirs.get(key)
-    ]
-    if differing:
-        raise ConfigError(
-            f"{stated}: the hosts see different data ({', '.join(differing[:8])} differ from host 0); give every host "
-            "the same files"
-        )
+    check_agreed({key: str(value) for key, value in own.items()}, "give every host the same files", f"{stated}: ")
 
 
 class TaskModel(NamedTuple):
@@ -101,7 +89,7 @@ B = TypeVar("B", bound=TaskBatch)
 class Task(Protocol[B]):
     """The batches of a run, and the update that each of them takes.
 
-    The methods are called in this order, all but `step`, `evaluate` and `executable` once.
+    The methods are called in this order, all but `step`, `evaluate` and `executable` at most once.
 
     Attributes:
       data: the data of the run.
@@ -126,6 +114,12 @@ class Task(Protocol[B]):
 
     def build(self, plan: BatchPlan) -> None:
         """Builds the mesh and abstract state from the plan; compiles nothing."""
+
+    def identities(self) -> dict[str, str]:
+        """Returns what this host reads besides its training data, by name; called only where there are several hosts.
+
+        Where another host reads a part, it has the first host's.
+        """
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns a compiled program."""

@@ -95,7 +95,7 @@ def test_reading_far_ahead_costs_what_reading_at_the_start_does(path: Path) -> N
 
 
 def test_a_fraction_is_held_out_by_the_rule_of_pre_training(path: Path) -> None:
-    held_out = PromptSource(config(path, "eval_fraction=0.2")).held_out()
+    held_out = PromptSource(config(path, "eval_fraction=0.2")).held_out
     train = PromptSource(config(path, "eval_fraction=0.2")).train()
     assert held_out is not None
     assert [prompt.record for prompt in held_out.read(0, 2)] == [RECORDS[4], RECORDS[9]]
@@ -108,14 +108,14 @@ def test_a_fraction_is_held_out_by_the_rule_of_pre_training(path: Path) -> None:
 def test_both_parts_come_from_one_reading(path: Path) -> None:
     source = PromptSource(config(path, "eval_fraction=0.2"))
     path.unlink()
-    held_out = source.held_out()
+    held_out = source.held_out
     assert held_out is not None and source.train().num_prompts + held_out.num_prompts == 10
 
 
 def test_held_out_prompts_of_their_own_path(path: Path, tmp_path: Path) -> None:
     own = write_jsonl(tmp_path / "eval.jsonl", [{"question": "b"}, {"question": "a"}])
     both = config(path, f"eval_dataset_path={own}")
-    assert texts(PromptSource(both).held_out(), 0, 2) == ["Q: b\nA:", "Q: a\nA:"]
+    assert texts(PromptSource(both).held_out, 0, 2) == ["Q: b\nA:", "Q: a\nA:"]
     assert PromptSource(both).train().num_prompts == 10
     # A file that both paths name is held out.
     folder = config(tmp_path, f"eval_dataset_path={own}")
@@ -123,7 +123,7 @@ def test_held_out_prompts_of_their_own_path(path: Path, tmp_path: Path) -> None:
 
 
 def test_where_nothing_is_held_out_there_are_no_held_out_prompts(path: Path) -> None:
-    assert PromptSource(config(path)).held_out() is None
+    assert PromptSource(config(path)).held_out is None
 
 
 def test_the_identity_changes_with_whatever_changes_the_prompts(path: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def test_the_ready_config_sorts_lists_that_its_warm_start_sorts_in_one_of_four()
     config = load_config("sort")
     assert [term.name for term in parse_rewards(config.reward)] == ["is_sorted", "digits_kept"]
     source = PromptSource(config)
-    held_out = source.held_out()
+    held_out = source.held_out
     assert held_out is not None and (source.train().num_prompts, held_out.num_prompts) == (9000, 1000)
     unseen = {prompt.text for prompt in held_out.read(0, 1000)}
     right: Counter[bool] = Counter()

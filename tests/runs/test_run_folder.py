@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.runs.run_folder import RunFolder
+from maxbatch.runs.run_id import read_identity
 from maxbatch.system import leases
 from maxbatch.system.errors import LeaseLost
 from tests.helpers.stores import Store
@@ -45,7 +47,7 @@ def test_a_second_process_is_refused_in_a_bucket_too(store: Store, monkeypatch: 
     assert re.fullmatch(said, str(refused.value))
     with RunFolder(run_dir):
         pass
-    assert not held.path.exists()
+    assert [path.name for path in held.path.iterdir()] == ["run.json"], "the lease is given back"
 
 
 def test_a_run_dir_that_cannot_be_made_is_the_users_fault(tmp_path: Path) -> None:
@@ -100,3 +102,39 @@ def test_a_refused_start_removes_the_folder_that_it_made_and_no_other(tmp_path: 
     refuse("steps: 1")
     refuse()
     assert (tmp_path / "run" / "config.yml").exists()
+
+
+def test_a_run_has_a_random_id_from_its_first_start_on(tmp_path: Path) -> None:
+    ids = []
+    for name in ("run", "run", "other"):
+        with RunFolder(str(tmp_path / name)) as folder:
+            assert folder.identity is not None and not folder.identity.is_older
+            ids.append(folder.identity.run_id)
+    assert ids[0] == ids[1] != ids[2]
+    assert folder.identity.wrote(ids[2]) and not folder.identity.wrote(ids[0]) and not folder.identity.wrote(None)
+
+
+def test_a_run_made_before_there_were_ids_gets_one_and_keeps_its_states(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for _ in range(2):
+        with RunFolder(str(tmp_path)) as folder:
+            assert folder.identity is not None and folder.identity.wrote(None) and not folder.identity.wrote("another")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": 3}', "null"])
+def test_a_damaged_id_is_made_anew(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with RunFolder(str(tmp_path)) as folder:
+        assert folder.identity == read_identity(tmp_path)
+
+
+def test_hosts_know_the_folder_of_the_first_one_from_another_at_the_same_path(tmp_path: Path) -> None:
+    """Also from a copy of it, with the same id."""
+    with RunFolder(str(tmp_path / "run")) as first:
+        first.start_together()
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        started = first.start_together()
+        assert RunFolder(str(tmp_path / "run"), writes=False).join(started, 0)
+        for another in ("copy", "nowhere"):
+            assert not RunFolder(str(tmp_path / another), writes=False).join(started, 0)
+    assert not (tmp_path / "nowhere").exists()

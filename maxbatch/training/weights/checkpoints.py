@@ -99,6 +99,7 @@ class Checkpoints:
       identity: what a checkpoint must agree with to be resumed: `{"data": {...}, "model": {...}}`.
       warn: told of every checkpoint that is set aside.
       num_loading_hosts: hosts that load data, written down for the next run.
+      run_id: of the run, written down as well.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Checkpoints:
         identity: dict[str, dict[str, Any]],
         warn: Callable[[str], None],
         num_loading_hosts: int = 1,
+        run_id: str | None = None,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._is_remote = is_remote(self._run_dir)  # then Orbax removes no leftovers, and tries again for minutes
         self._keep, self._identity, self._warn = keep, identity, warn
-        self._hosts = (jax.process_count(), num_loading_hosts)
+        self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._opened: ocp.CheckpointManager | None = None
         self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
@@ -334,7 +336,9 @@ class Checkpoints:
             average = stored_parameters(state.average, sums[-len(parameters) :])
         of_ahead = None if ahead is None else _hash(ahead)
         checksum = combined(sums)
-        return CheckpointRecord(position, self._identity, checksum, self._hosts, parameters, average, of_ahead)
+        return CheckpointRecord(
+            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, run_id=self._run_id
+        )
 
     def has(self, step: int) -> bool:
         """Returns whether a checkpoint of this step is saved or being saved."""

@@ -31,6 +31,7 @@ from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import num_slices, slice_of
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position
+from maxbatch.runs.run_id import RunIdentity
 from maxbatch.system.errors import reason, writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path, remove_tree
@@ -76,6 +77,7 @@ class LocalCheckpoints:
     Args:
       directory: `local_checkpoint_directory`, of each host or shared by several.
       run_dir: the folder of the run, whose states have a folder of their own.
+      identity: of the run; states of another one that had the same `run_dir` are removed.
       checkpoints: those of the run, which give and check the records.
       warn: told of every state that cannot be used, and of saves that fail.
 
@@ -83,8 +85,15 @@ class LocalCheckpoints:
       ConfigError: the folder cannot be made.
     """
 
-    def __init__(self, directory: str, run_dir: AnyPath, checkpoints: Checkpoints, warn: Callable[[str], None]) -> None:
-        self._run_dir, self._checkpoints, self._warn = run_dir, checkpoints, warn
+    def __init__(
+        self,
+        directory: str,
+        run_dir: AnyPath,
+        identity: RunIdentity,
+        checkpoints: Checkpoints,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._run_dir, self._identity, self._checkpoints, self._warn = run_dir, identity, checkpoints, warn
         self._folder = Path(str(as_path(directory))) / broadcast(partial(run_name, run_dir))
         self._own = self._folder / f"host-{jax.process_index()}"
         with writing(f"local_checkpoint_directory={directory}", "give another folder"):
@@ -95,6 +104,7 @@ class LocalCheckpoints:
         self._passing: dict[int, Future[Any]] = {}  # by array: the program that sends its blocks to the next host
         self._parts: list[StoredPart] = []
         self._damages: dict[int, str] = {}  # why a state cannot be used, by its step
+        self._foreign: set[int] = set()  # steps of the states of another run
         self.states = self._look()  # newest first
 
     # --- finding ---
@@ -111,6 +121,7 @@ class LocalCheckpoints:
         offers: list[list[Any]] = gather([[part.record.to_json(), part.forms, sorted(part.places)] for part in parts])
         for host, steps in enumerate(gather(torn)):
             self._damages |= {int(step): f"{why} on host {host}" for step, why in steps.items()}
+        offers = [[one for one in offered if self._is_own(CheckpointRecord.from_json(one[0]))] for offered in offers]
         found: dict[str, LocalState] = {}
         for host, offered in enumerate(offers):
             for saved, forms, names in offered:
@@ -126,6 +137,13 @@ class LocalCheckpoints:
                 self._checkpoints.check_identity(state.record, f"its local checkpoint of step {state.step}")
                 whole.append(state)
         return whole
+
+    def _is_own(self, record: CheckpointRecord) -> bool:
+        """Returns whether a state is of this run; notes the step of another run's."""
+        is_own = self._identity.wrote(record.run_id)
+        if not is_own:
+            self._foreign.add(record.position.step)
+        return is_own
 
     def _fault(self, state: LocalState) -> str | None:
         """Returns why a state cannot be used; None if it is whole and of this run."""
@@ -191,9 +209,16 @@ class LocalCheckpoints:
         for other, why in sorted(self._damages.items(), reverse=True):
             if other > step:
                 self._warn(f"local checkpoint {other} cannot be used ({why}); training goes on from step {step}")
+        if self._foreign:
+            steps = ", ".join(map(str, sorted(self._foreign)))
+            self._warn(
+                f"{self._folder}: has local checkpoints of another run that had this run_dir (step {steps}), which are "
+                f"removed; training goes on from step {step}"
+            )
         gather(None)  # hosts that share the path have read what they need
+        foreign = {part.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}
         for folder in state_folders(self._folder):
-            if int(folder.name) > step:
+            if int(folder.name) > step or folder in foreign:
                 remove_tree(folder)
         for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
             remove_tree(unfinished)

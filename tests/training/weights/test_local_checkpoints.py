@@ -223,6 +223,19 @@ def test_a_new_run_in_an_emptied_folder_takes_no_state_of_the_old_one(lost: Path
     assert not local_states(lost)
 
 
+def test_a_state_of_another_run_that_had_the_same_run_dir_is_not_adopted(
+    lost: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its step and position are those of a line of the new run, which kept no local checkpoints."""
+    shutil.rmtree(lost / "run")
+    lose(lost, LOST_AT, "learning_rate=1e-3", "local_checkpoint_directory=", "local_checkpoint_period=0")
+    capsys.readouterr()
+    assert restart(lost, ONE, "learning_rate=1e-3")[0] == 5
+    assert capsys.readouterr().err.count("of another run that had this run_dir (step 6)") == 1
+    assert not local_states(lost)
+    assert restart(lost, ONE, "learning_rate=1e-3")[0] == 5 and not capsys.readouterr().err
+
+
 def test_a_full_disk_costs_one_warning_and_the_state_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,53 @@
+"""The table of keys in docs/depends.md, made from config/pins.py and config/sections.py: run this file to write it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from maxbatch.config.keys import Fixes, Key
+from maxbatch.config.loading import keys
+from maxbatch.config.pins import Shared, changes, shared
+
+PAGE = Path(__file__).parents[1] / "depends.md"
+BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
+_HOSTS = {
+    Shared.VALUE: "the value",
+    Shared.CONTENT: "the content, in whichever place",
+    Shared.STATED: "whether it is stated",
+    Shared.NOTHING: "nothing: a host's own place",
+}
+_PINNED = Fixes.STREAM | Fixes.MODEL | Fixes.ADAPTERS | Fixes.PROMPTS
+_ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
+
+
+def resumed(key: Key) -> str:
+    """Returns what a resume with another value of a key does."""
+    what = changes(key.name)
+    if key.name in ("load_parameters_path", "load_full_state_path"):
+        return "reads what the run started from, by content, or is refused"
+    if key.fixes & _PINNED & ~_ANYWHERE or (key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what):
+        return "refused"
+    if key.fixes & _ANYWHERE and not what:
+        return "refused if the content is another"
+    return f"told: changes {what}" if what else "changes nothing"
+
+
+def table() -> str:
+    """Returns a row for each group of keys that are treated alike."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key in keys().values():
+        groups[_HOSTS[shared(key.name)], resumed(key)].append(key.name)
+    lines = ["| keys | hosts must share | a resume with another value |\n", "|---|---|---|\n"]
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {a} | {b} |\n" for (a, b), names in groups.items()]
+    return "".join(lines)
+
+
+def page() -> str:
+    """Returns the page with the table as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

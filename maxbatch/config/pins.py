@@ -1,0 +1,173 @@
+"""What depends on the value of a key: whether hosts must share it, and what a resume changes through it.
+
+`docs/depends.md` shows both for every key. A key that is not named here is compared between hosts by its value, so a
+new one cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from maxbatch.config.keys import Fixes, Section
+from maxbatch.config.loading import keys
+from maxbatch.config.sections import (
+    SECTIONS,
+    AdapterConfig,
+    BatchConfig,
+    CheckpointConfig,
+    CompilingConfig,
+    DataConfig,
+    EvaluationConfig,
+    LengthConfig,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PreferenceConfig,
+    PromptBatchConfig,
+    RampConfig,
+    RatesConfig,
+    RematConfig,
+    RLConfig,
+    RunConfig,
+    names_fixing,
+)
+from maxbatch.config.values import Value, shown
+from maxbatch.config.yaml_file import entries
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
+
+
+class Shared(enum.Enum):
+    """What hosts must share of a key."""
+
+    VALUE = "its value"
+    CONTENT = "what it names, in whichever place, or that it names nothing"
+    STATED = "whether it is stated; the place is a host's own"
+    NOTHING = "nothing: a host's own place"
+
+
+# Keys of which hosts need not share the value, each with what they share of it.
+_NOT_BY_VALUE = {
+    "run_dir": Shared.CONTENT,
+    "base_output_directory": Shared.CONTENT,
+    "load_parameters_path": Shared.CONTENT,
+    "load_full_state_path": Shared.CONTENT,
+    "reward": Shared.CONTENT,
+    "warm_start_path": Shared.CONTENT,
+    "dataset_path": Shared.CONTENT,
+    "eval_dataset_path": Shared.CONTENT,
+    "tokenizer_path": Shared.CONTENT,
+    "compiled_dir": Shared.CONTENT,
+    "local_checkpoint_directory": Shared.STATED,
+    "data_cache_dir": Shared.NOTHING,
+    "compilation_cache_dir": Shared.NOTHING,
+}
+
+
+def shared(name: str) -> Shared:
+    """Returns what hosts must share of a key."""
+    return _NOT_BY_VALUE.get(name, Shared.VALUE)
+
+
+def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
+    """Returns what every host must share of a config before it reads anything, as texts by key."""
+    facts = {}
+    for name, key in keys().items():
+        value = config[name]
+        if shared(name) is Shared.VALUE:
+            facts[name] = key.write(value)
+        elif shared(name) is not Shared.NOTHING:
+            facts[name] = "stated" if value else "not stated"
+    return facts
+
+
+THE_BATCH, THE_CUT = "the batch", "the cut of the batch alone"
+# What a resume with another value changes, by section; "" changes nothing of the run.
+_CHANGES: dict[type[Section], str] = {
+    RunConfig: "",
+    LengthConfig: "the end of the run, and rates that follow its length",
+    BatchConfig: THE_BATCH,
+    RampConfig: THE_BATCH,
+    PromptBatchConfig: "the batch of prompts",
+    RLConfig: "responses, rewards or their loss",
+    RatesConfig: "the learning rate",
+    OptimizerConfig: "the updates",
+    ModelConfig: "the model's computation",
+    RematConfig: "memory and time; updates to rounding",
+    AdapterConfig: "the adapters",
+    DataConfig: "the data",
+    PreferenceConfig: "the loss of pairs",
+    MeshConfig: "the layout; updates to rounding",
+    CheckpointConfig: "which states are kept",
+    EvaluationConfig: "what is evaluated",
+    LoggingConfig: "what is logged",
+    CompilingConfig: "the compiled programs; updates to rounding",
+}
+# Keys whose value alone changes nothing: places of equal content (else a resume is refused), and the reading of data.
+_HARMLESS = {
+    *(name for name, how in _NOT_BY_VALUE.items() if how is not Shared.CONTENT),
+    "dataset_path", "tokenizer_path", "compiled_dir", "grain_worker_count", "grain_prefetch_buffer_size",
+    *names_fixing(Fixes.RECORDS),
+}  # fmt: skip
+_OF_KEYS = {
+    "max_target_length": "the length of a sample",
+    "expansion_factor_real_data": "which hosts load",
+    "reward_worker_count": "",
+    "eval_dataset_path": "what is evaluated",
+    "max_consecutive_skips": "when a run that diverges ends",
+    "gradient_noise_scale": "what is measured",
+    "early_stopping_patience": "when the run ends",
+}
+
+
+def changes(name: str) -> str:
+    """Returns what a resume with another value of a key changes, in words; "" if it changes nothing of the run."""
+    if name in _HARMLESS:
+        return ""
+    section = next(one for one in SECTIONS if any(key.name == name for key in one.declared()))
+    return _OF_KEYS.get(name, _CHANGES[section])
+
+
+def states_batch(name: str) -> bool:
+    """Returns whether a key states the batch in samples."""
+    return changes(name) == THE_BATCH
+
+
+def read_written(path: AnyPath) -> dict[str, Value] | None:
+    """Returns the values of a config that a run wrote, without the environment; None if it cannot be read.
+
+    A key that the file lacks is newer than the run, and had its default.
+    """
+    try:
+        texts = {entry.name: (entry.text, entry.plain) for entry in entries(path)}
+        return {name: key.read(*texts.get(name, (key.default,))) for name, key in keys().items()}
+    except ConfigError:
+        return None
+
+
+def changed_since(
+    previous: Mapping[str, Value], config: Mapping[str, Value], of_batch: str = THE_BATCH
+) -> dict[str, str]:
+    """Returns a line for each key whose value differs from the last session's and changes the run, by key.
+
+    Args:
+      previous: the last session's config.
+      config: this one's.
+      of_batch: what the keys of the batch change: `THE_BATCH` or `THE_CUT`.
+    """
+    states_prompts = previous["batch_size"] is not None  # and then nothing of the batch in samples
+    lines = {}
+    for name, key in keys().items():
+        if previous[name] == config[name] or (states_prompts and states_batch(name)):
+            continue
+        if what := changes(name):
+            before, now = (_quoted(key.write(values[name])) for values in (previous, config))
+            what = of_batch if states_batch(name) else what
+            lines[name] = f"{name}: {before} before, {now} now: changes {what}"
+    return lines
+
+
+def _quoted(text: str) -> str:
+    return shown(text) if text else '""'

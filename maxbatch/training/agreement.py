@@ -1,0 +1,88 @@
+"""What the hosts of a run compare at its start: the config, the versions, the run folder, and what they read.
+
+The config comes first, before anything that hosts could do in different numbers or orders. Nothing here runs on a
+single host, or reads what the run does not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+
+import jax
+from ml_collections import ConfigDict
+
+from maxbatch.config.pins import facts_of
+from maxbatch.parallel.agreement import check_agreed
+from maxbatch.parallel.hosts import broadcast, gather, is_first
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.runs.run_id import RunIdentity
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.compile.saved import versions
+
+# Settings of JAX, which users may set in the environment, that shape programs or the numbers drawn.
+_JAX_SETTINGS = (
+    "jax_default_matmul_precision",
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_disable_jit",
+)
+_OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags that shape no program
+
+
+def check_same_start(config: ConfigDict, command: str, given: Mapping[str, str]) -> None:
+    """Checks that all hosts start the same command with the same config, versions and devices.
+
+    Args:
+      config: a resolved config, with the flags of the TPU's compiler.
+      command: `train` or `rl`.
+      given: a user's own parts of the run, by their argument.
+
+    Raises:
+      ConfigError: some differ; the message names each with its values and their hosts.
+    """
+    if jax.process_count() > 1:
+        facts = {"command": command} | facts_of(config) | dict(given) | _machine()
+        check_agreed(facts, "start all hosts with the same config, on the same versions")
+
+
+def _machine() -> dict[str, str]:
+    """Returns the versions, devices and settings that shape programs."""
+    devices = jax.local_devices()
+    found = versions(devices[0].platform)
+    found.pop("cpu", None)  # every host compiles for its own
+    found["source of maxbatch"] = found.pop("source")
+    found |= {name: importlib.metadata.version(name) for name in ("maxbatch", "orbax-checkpoint")}
+    flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OF_A_PLACE))
+    return {
+        **found,
+        "devices of the host": f"{len(devices)} x {devices[0].device_kind}",
+        "XLA_FLAGS": " ".join(sorted(flags)),
+        **{name.upper(): str(getattr(jax.config, name, None)) for name in _JAX_SETTINGS},
+    }
+
+
+def share_folder(folder: RunFolder) -> RunIdentity:
+    """Returns the identity of the run, once all hosts have found the folder that the first one writes to.
+
+    Raises:
+      ConfigError: a host sees another folder, or none.
+    """
+    if jax.process_count() > 1:
+        told = RunIdentity(**broadcast(lambda: folder.start_together().__dict__))
+        sees = is_first() or folder.join(told)
+        others = [
+            (host, path) for host, path in enumerate(gather(None if sees else str(folder.path.absolute()))) if path
+        ]
+        if others:
+            hosts, paths = zip(*others, strict=True)
+            raise ConfigError(
+                f"run_dir={folder.path}: must be one folder that all hosts see, and host {', '.join(map(str, hosts))} "
+                f"does not see the one of host 0 (it looked in {paths[0]}); give a folder of a network file system or "
+                "of an object store"
+            )
+    assert folder.identity is not None, "the hosts have found it"
+    return folder.identity

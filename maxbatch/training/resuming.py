@@ -1,0 +1,66 @@
+"""What a resume changes of its run: keys that differ from the last session's, and the batch on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written, states_batch
+from maxbatch.config.values import Value
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.runs.devices import read_devices
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath
+
+
+def changes_since(run_dir: AnyPath, config: ConfigDict, plan: BatchPlan, samples_seen: int) -> list[str]:
+    """Returns lines on what changes with this start of a run; none where nothing does.
+
+    Args:
+      run_dir: its folder, in which the last session left `config.yml` and `devices.json`.
+      config: the config of this start.
+      plan: the plan of this start, from `samples_seen` on.
+    """
+    before = read_written(run_dir / "config.yml")
+    if before is None:
+        return []
+    old = _plan_before(run_dir, before, plan)
+    same = old is not None and _same_batches(old, plan, samples_seen)
+    lines = changed_since(before, config, THE_CUT if same else THE_BATCH)
+    found = list(lines.values())
+    if old and not same and not any(map(states_batch, lines)):
+        found.append(_batch_line(old, samples_seen))
+    return found
+
+
+def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan) -> BatchPlan | None:
+    """Returns the last session's plan of the batch; None if prompts state it, or it is not known."""
+    used = read_devices(run_dir)
+    if plan.rl is not None or not used:
+        return None
+    last = used[-1]
+    stated, epoch = ConfigDict(dict(before)), plan.samples_per_epoch
+    try:
+        return BatchPlan.from_config(
+            stated, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
+        )
+    except ConfigError:  # of a version whose rules were others
+        return None
+
+
+def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:
+    """Returns whether two plans have the same batch everywhere from a position on."""
+    begins = {stage.first_sample for plan in (old, new) for stage in plan.stages}
+    positions = {samples_seen, *(begin for begin in begins if begin > samples_seen)}
+    return all(old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions)
+
+
+def _batch_line(old: BatchPlan, samples_seen: int) -> str:
+    """Returns a line on the last session's batch, where the same keys state another one on these devices."""
+    batch = old.manager.batch_size_at(samples_seen)
+    keeps = f"global_batch_size={batch}"
+    if len(old.stages) > 1:
+        stages = " ".join(f"{stage.first_sample}:{stage.global_batch_size}" for stage in old.stages)
+        keeps = f'enable_rampup_batch_size=false batch_size_schedule="{stages}"'
+    return f"the batch was {batch} before; {keeps} keeps it"

@@ -1,0 +1,74 @@
+"""A resume says which keys changed since the last session and what they change, and nothing where nothing did."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import jax
+import pytest
+
+from maxbatch.training.pretraining import Pretraining, train
+from maxbatch.training.session import RunContext, Session
+from tests.helpers.tiny import tiny_config
+
+RUN = ("per_device_batch_size=8", "steps=4")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two devices: a batch of 16."""
+    run_dir = tmp_path_factory.mktemp("resuming") / "run"
+    train(tiny_config(*RUN, "steps=2", f"run_dir={run_dir}"), jax.devices()[:2])
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def lines(run_dir: Path, *overrides: str, devices: int = 2) -> list[str]:
+    with ExitStack() as stack:
+        context = RunContext(tiny_config(*RUN, f"run_dir={run_dir}", *overrides), jax.devices()[:devices], stack)
+        return Session(context, Pretraining(context))._changes
+
+
+def test_the_batch_on_other_devices_is_told_with_what_keeps_it(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    train(tiny_config(*RUN, "steps=3", f"run_dir={run_dir}"), jax.devices()[:1])
+    printed = capsys.readouterr().out.splitlines()
+    assert "the batch was 16 before; global_batch_size=16 keeps it" in printed
+    assert "steps: 2 before, 3 now: changes the end of the run, and rates that follow its length" in printed
+    last = lines(run_dir, "steps=4", "global_batch_size=16", devices=1)[-1]
+    assert last == "global_batch_size: null before, 16 now: changes the batch"
+
+
+def test_only_what_changed_is_told(run_dir: Path) -> None:
+    (length,) = lines(run_dir)
+    assert length.startswith("steps: 2 before, 4 now"), "of the run in the fixture"
+    assert lines(run_dir) == [], "the last session is the one that compares, not the first"
+    told = lines(run_dir, "learning_rate=1e-3", "data_cache_dir=", "run_dir=" + str(run_dir), "grain_worker_count=1")
+    assert told == ["learning_rate: 0.01 before, 0.001 now: changes the learning rate"]
+    kept = lines(run_dir, "learning_rate=1e-3", "global_batch_size=16", devices=1)
+    assert kept == [
+        "gradient_accumulation_steps: 1 before, null now: changes the cut of the batch alone",
+        "global_batch_size: null before, 16 now: changes the cut of the batch alone",
+    ]
+
+
+def test_a_ramp_on_other_devices_is_kept_by_its_schedule(run_dir: Path) -> None:
+    ramp = ("enable_rampup_batch_size=true", "per_device_batch_size_start=4", "per_device_batch_size_increment=4",
+            "global_rampup_samples=64", "steps=8")  # fmt: skip
+    lines(run_dir, *ramp)
+    schedule = "enable_rampup_batch_size=false batch_size_schedule"
+    assert lines(run_dir, *ramp, devices=1) == [f'the batch was 8 before; {schedule}="0:8 64:16" keeps it']
+
+
+def test_a_config_that_cannot_be_read_is_not_compared(run_dir: Path) -> None:
+    (run_dir / "config.yml").write_text("steps: [")
+    assert lines(run_dir, "learning_rate=1e-3") == []
