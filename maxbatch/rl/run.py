@@ -32,13 +32,13 @@ from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
-from maxbatch.rl.warm_start import first_parameters, warm_up
+from maxbatch.rl.warm_start import first_parameters, warm_start_folder, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, model_of
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, first_source, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -91,7 +91,7 @@ class PolicyTraining:
         identity = broadcast(lambda: self._prompts.identity)
         check_same_data(f"dataset_path={context.config.dataset_path!r}", identity, self._prompts.identity)
         self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
-        self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
+        self.model = model_of(UpdateConfig.of(context.config))
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
@@ -139,6 +139,20 @@ class PolicyTraining:
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
         )
+
+    @property
+    def start(self) -> tuple[str, str]:
+        if self._config.warm_start_steps:
+            return "warm_start_steps", warm_start_folder(self._config)
+        return first_source(self._config)
+
+    @property
+    def rereads_start(self) -> bool:
+        return bool(self._config.grpo_beta)  # for the reference that the divergence is measured from
+
+    def open_start(self, is_new: bool) -> None:
+        if not (is_new and self._config.warm_start_steps):  # the warm start opens what it starts from
+            self._context.open_parameters(self.abstract.model)
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
         """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""

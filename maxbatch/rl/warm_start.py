@@ -13,7 +13,6 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import ModelConfig
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
@@ -27,7 +26,6 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
-from maxbatch.training.weights.parameters import open_parameters, open_source
 
 
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
@@ -37,7 +35,7 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     """
     if not config.warm_start_steps:
         return None
-    folder = as_path(config.run_dir) / WARM_START
+    folder = as_path(warm_start_folder(config))
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
 
     def write_examples() -> None:
@@ -87,12 +85,13 @@ def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: 
     return changed.lock()
 
 
+def warm_start_folder(config: ConfigDict) -> str:
+    """Returns the folder of the run that trains the parameters which reinforcement learning starts from."""
+    return str(as_path(config.run_dir) / WARM_START)
+
+
 def first_parameters(context: RunContext, abstract: TrainState) -> State:
     """Returns the parameters before the first update of reinforcement learning."""
-    config = context.config
-    if config.warm_start_steps:
-        warm = open_source(str(as_path(config.run_dir) / WARM_START))
-        return open_parameters(warm, ModelConfig.of(config), abstract.params)(abstract.params)
     if read := context.open_parameters(abstract.model):
         return read(abstract.params)
-    return init_state(UpdateConfig.of(config), abstract).params
+    return init_state(UpdateConfig.of(context.config), abstract).params

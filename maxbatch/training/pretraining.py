@@ -48,7 +48,7 @@ from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_m
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, first_source
 from maxbatch.training.update.optimizers import AT_REST
 from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
@@ -111,8 +111,7 @@ class Pretraining:
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         make_model = module_maker(parts.model, config) if parts.model else None
-        base = config.load_parameters_path
-        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
+        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape)
         own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
         self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
@@ -245,11 +244,32 @@ class Pretraining:
             self._context.folder.write(REFERENCE_FILE, known.to_bytes())
         return known
 
+    @property
+    def start(self) -> tuple[str, str]:
+        return first_source(self._context.config)
+
+    @property
+    def rereads_start(self) -> bool:
+        return self.abstract.frozen is not None  # a checkpoint lacks the model that adapters adapt
+
+    def open_start(self, is_new: bool) -> None:
+        if self._context.config.load_full_state_path:
+            self._context.origin.source()
+        else:
+            self._context.open_parameters(self.abstract.model)
+
+    def _full_state(self) -> TrainState | None:
+        """Returns the state that `load_full_state_path` names; None if it is empty."""
+        if not self._context.config.load_full_state_path:
+            return None
+        source = self._context.origin.source()
+        assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
+        return source.full_state(self.abstract)
+
     def _first_params(self) -> State:
         """Returns the parameters of the model that the run started from, without adapters."""
-        config = self._context.config
-        if config.load_full_state_path:
-            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract).model
+        if full := self._full_state():
+            return full.model
         if read := self._context.open_parameters(self.abstract.model):
             return read(self.abstract.model)
         made: TrainState = self.executable(INIT, self._programs.init)()
@@ -289,11 +309,10 @@ class Pretraining:
         return restored._replace(frozen=read(self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
-        config = self._context.config
-        if config.load_full_state_path:
-            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract)
+        if full := self._full_state():
+            return full
         if read := self._context.open_parameters(self.abstract.model):
-            return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
+            return init_opt_state(UpdateConfig.of(self._context.config), self.abstract, read(self.abstract.model))
         made: TrainState = self.executable(INIT, self._programs.init)()
         return made
 
