@@ -46,7 +46,7 @@ from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.own import Parts, check_parts, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
-from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
+from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, first_source
 from maxbatch.training.update.optimizers import AT_REST
@@ -219,25 +219,35 @@ class Pretraining:
         """
         path, plan = self._context.folder.path / REFERENCE_FILE, start.plan
         known = read_on_all_hosts(path) if start.position.step else Reference()
-        if known is None:
-            warn(f"{path}: missing or damaged; the reference is computed again from the first parameters")
+        origin = self._context.origin.mark
+        if known is None or (known.origin and origin and known.origin != origin):
+            why = "missing or damaged" if known is None else "of another run"
+            warn(f"{path}: {why}; the reference is computed again from the first parameters")
             known = Reference()
         assert plan.total_samples is not None, "data that are here have known epochs"
         # The first epoch has every pair; the sources of a mixture have epochs of their own.
         last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
         bounds = EvaluationConfig.of(self._context.config)
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
+        held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out else None))
+        if held_out != known.held_out:  # other pairs, or a file made before it stated them
+            read = self._held_out
+            is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
+            known.num_held_out = last_held_out if is_known else 0
         missing = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
         count = sum(max(0, end - first) for _, first, end in missing)
-        if not count:
+        if not count and held_out == known.held_out:
             return known
-        self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
-        params = self._first_params()
-        reading = self._programs.reference_pass(plan.eval_batch_size)
-        score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
-        for stream, first, end in missing:
-            if end > first:
-                known.add(*reading(score, params, stream, first, end))
+        if count:
+            self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
+            params = self._first_params()
+            reading = self._programs.reference_pass(plan.eval_batch_size)
+            score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
+            for stream, first, end in missing:
+                if end > first:
+                    known.add(*reading(score, params, stream, first, end))
+            known.origin = self._context.origin.mark
+        known.held_out = held_out
         known.num_samples = max(known.num_samples, last)
         known.num_held_out = max(known.num_held_out, last_held_out)
         if is_first() and self._context.config.enable_checkpointing:

@@ -125,6 +125,11 @@ class RunOrigin(Generic[S]):
         else:
             self.pin = None if path else Origin(key)
 
+    @property
+    def mark(self) -> str:
+        """A text that tells these first parameters from others of the same model and seed; empty if not known."""
+        return "" if self.pin is None else self.pin.identity or self.pin.key
+
     def source(self) -> S | None:
         """Returns what is to be read; None if the parameters are made. All hosts call it.
 

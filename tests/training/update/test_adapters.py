@@ -129,7 +129,7 @@ def test_adapters_resume_only_over_the_model_that_they_adapt(base: Path, adapted
     other = tmp_path / "other"
     train(tiny_config(*RUN, f"run_dir={other}", "steps=1", "init_weights_seed=0"), jax.devices()[:1])
     shutil.copytree(adapted, tmp_path / "run")
-    with pytest.raises(ConfigError, match="has no checkpoint of step 2, and the run in run_dir=.*run started from it"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint of step 2, and the run in run_dir=.*run started from it"):
         train(lora(other, tmp_path / "run", "steps=7", "eval_fraction=0.02"), jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"belongs to another run .*lora_alpha"):
         train(lora(base, tmp_path / "run", "steps=7", "lora_alpha=3", "eval_fraction=0.02"), jax.devices()[:1])
