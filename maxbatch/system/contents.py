@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -47,10 +47,16 @@ def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
         yield Block(file, begin, min(size, begin + BLOCK_BYTES))
 
 
-def digests(blocks: Iterable[Block]) -> list[bytes]:
-    """Returns the hash of each block; the blocks are read side by side."""
+def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> list[bytes]:
+    """Returns the hash of each block; the blocks are read side by side. `progress` is told of the bytes read."""
+
+    def digest(block: Block) -> bytes:
+        found = block.digest
+        progress(block.end - block.begin)
+        return found
+
     with ThreadPoolExecutor(min(_MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
-        return list(threads.map(lambda block: block.digest, blocks))
+        return list(threads.map(digest, blocks))
 
 
 def joined(parts: Iterable[bytes]) -> str:
