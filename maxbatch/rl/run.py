@@ -38,7 +38,7 @@ from maxbatch.runs.sessions import Part
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, first_source, model_of
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -143,8 +143,8 @@ class PolicyTraining:
     @property
     def start(self) -> tuple[str, str]:
         if self._config.warm_start_steps:
-            return "warm_start_steps", warm_start_folder(self._config)
-        return first_source(self._config)
+            return "warm_start_steps", warm_start_folder(self._config.run_dir)
+        return self._context.start
 
     @property
     def rereads_start(self) -> bool:

@@ -20,6 +20,7 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.policy_config import WARM_START, PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.templates import Template
+from maxbatch.runs.position import committed_steps
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
@@ -35,11 +36,12 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     """
     if not config.warm_start_steps:
         return None
-    folder = as_path(warm_start_folder(config))
+    folder = as_path(warm_start_folder(config.run_dir))
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
 
     def write_examples() -> None:
-        if not config.warm_start_path and not as_path(documents).exists():
+        # Those of a start without a checkpoint may be of other settings.
+        if not config.warm_start_path and not (as_path(documents).exists() and committed_steps(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
@@ -85,9 +87,9 @@ def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: 
     return changed.lock()
 
 
-def warm_start_folder(config: ConfigDict) -> str:
+def warm_start_folder(run_dir: str) -> str:
     """Returns the folder of the run that trains the parameters which reinforcement learning starts from."""
-    return str(as_path(config.run_dir) / WARM_START)
+    return str(as_path(run_dir) / WARM_START)
 
 
 def first_parameters(context: RunContext, abstract: TrainState) -> State:

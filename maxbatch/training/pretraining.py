@@ -48,7 +48,7 @@ from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_m
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, first_source
+from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
 from maxbatch.training.update.optimizers import AT_REST
 from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
@@ -256,7 +256,7 @@ class Pretraining:
 
     @property
     def start(self) -> tuple[str, str]:
-        return first_source(self._context.config)
+        return self._context.start
 
     @property
     def rereads_start(self) -> bool:

@@ -119,6 +119,12 @@ class RunContext:
         self.origin: RunOrigin[Source]  # set by the session, which knows the newest checkpoint
         self._read_parameters: Reader | None = None
 
+    @property
+    def start(self) -> tuple[str, str]:
+        """The config key and the path of the source of the first parameters; an empty path if they are made."""
+        keys = ("load_full_state_path", "load_parameters_path")
+        return next(((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", ""))
+
     def open_parameters(self, abstract_params: State) -> Reader | None:
         """Returns the reader of the parameters that the run starts from, opened once; None if they are made.
 

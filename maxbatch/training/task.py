@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.parallel.hosts import gather
@@ -66,12 +65,6 @@ class TaskModel(NamedTuple):
 def model_of(config: UpdateConfig) -> TaskModel:
     """Returns the model that the config describes."""
     return TaskModel(model_identity(config), model_flops_per_token(config))
-
-
-def first_source(config: ConfigDict) -> tuple[str, str]:
-    """Returns the config key and the path of the source of a run's first parameters; an empty path if they are made."""
-    read = ((key, str(config[key])) for key in ("load_full_state_path", "load_parameters_path") if config[key])
-    return next(read, ("init_weights_seed", ""))
 
 
 class Dispatched(NamedTuple):

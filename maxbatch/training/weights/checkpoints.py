@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
+from maxbatch.config.huggingface import END_TOKENS
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import names_fixing
@@ -213,6 +214,8 @@ class Checkpoints:
             theirs = (
                 {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
             )
+            if part == "data" and END_TOKENS in mine:
+                theirs[END_TOKENS] = mine[END_TOKENS]  # which checkpoints made before do not state
             theirs |= record.identity[part]  # a key that is newer than the checkpoint had its default
             theirs.pop(OLD_BASE, None)  # compared when the base is read
             changes = [
