@@ -29,7 +29,7 @@ WALLS = {
     "training/weights": {"AdapterConfig", "DataConfig", "ModelConfig"},
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),
-    "rl": {"DataConfig", "EvaluationConfig", "ModelConfig", "RLConfig"},
+    "rl": {"DataConfig", "EvaluationConfig", "RLConfig"},
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip

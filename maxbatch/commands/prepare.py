@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
 
 from maxbatch.commands.arguments import add_config, config_of, count, place, whole
 from maxbatch.config.keys import Fixes
@@ -13,7 +14,7 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signature, was_prepared
+from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -66,7 +67,7 @@ def run(args: Namespace) -> int:
     check_data_paths(config)
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
-    store = _unchanged(folder, signature(source, tokenizer, config))
+    store = _unchanged(folder, signatures(source, tokenizer, config) or ())
     if store is not None:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
@@ -92,7 +93,7 @@ def _check_dataset(config: StreamConfig) -> None:
         )
 
 
-def _unchanged(folder: AnyPath, wanted: str) -> TokenStore | None:
+def _unchanged(folder: AnyPath, wanted: Collection[str | None]) -> TokenStore | None:
     """Returns the store in the output folder if its signature is `wanted`; refuses a folder with other files."""
     if not folder.exists():
         return None
@@ -100,7 +101,7 @@ def _unchanged(folder: AnyPath, wanted: str) -> TokenStore | None:
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
         # A store that was made without hashes is made again, which adds them.
-        return store if store.manifest["signature"] == wanted and store.blocks is not None else None
+        return store if store.manifest["signature"] in wanted and store.blocks is not None else None
     if any(folder.iterdir()) and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "

@@ -18,6 +18,7 @@ from maxbatch.system.errors import ConfigError, reading
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+END_TOKENS = "end tokens of load_parameters_path"  # in the identity of prompts
 
 _DEFAULT_LENGTH = 256  # max_target_length of base.yml
 

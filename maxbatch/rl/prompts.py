@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
+from maxbatch.config.huggingface import END_TOKENS, end_tokens
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import DataConfig, names_fixing
@@ -150,6 +151,8 @@ class PromptSource:
         }
         if trains:
             identity |= order_identity(DataConfig.of(config))
+        if ends := end_tokens(config.load_parameters_path):
+            identity[END_TOKENS] = str(ends)
         is_shuffled = trains and config.enable_data_shuffling
         shuffle = (config.data_shuffle_seed, dataset.content) if is_shuffled else None
         return Prompts(

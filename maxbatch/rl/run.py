@@ -33,7 +33,7 @@ from maxbatch.rl.reward_terms import identity_of
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
-from maxbatch.rl.warm_start import first_parameters, warm_up
+from maxbatch.rl.warm_start import first_parameters, warm_start_folder, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
 from maxbatch.training.agreement import check_same_start
@@ -94,7 +94,7 @@ class PolicyTraining:
         identity = broadcast(lambda: self._prompts.identity)
         check_same_data(f"dataset_path={context.config.dataset_path!r}", self._prompts.identity)
         self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
-        self.model = model_of(UpdateConfig.of(context.config), context.config.load_parameters_path)
+        self.model = model_of(UpdateConfig.of(context.config))
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
@@ -150,6 +150,20 @@ class PolicyTraining:
         if self._config.eval_interval > 0 and (held_out := self._source.held_out):
             found |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
         return found
+
+    @property
+    def start(self) -> tuple[str, str]:
+        if self._config.warm_start_steps:
+            return "warm_start_steps", warm_start_folder(self._config.run_dir)
+        return self._context.start
+
+    @property
+    def rereads_start(self) -> bool:
+        return bool(self._config.grpo_beta)  # for the reference that the divergence is measured from
+
+    def open_start(self, is_new: bool) -> None:
+        if not (is_new and self._config.warm_start_steps):  # the warm start opens what it starts from
+            self._context.open_parameters(self.abstract.model)
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
         """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""

@@ -13,7 +13,6 @@ import jax
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import ModelConfig
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
@@ -21,13 +20,13 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.rl.policy_config import WARM_START, PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.templates import Template
+from maxbatch.runs.position import committed_steps
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
-from maxbatch.training.weights.parameters import open_parameters, open_source
 
 
 def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
@@ -37,11 +36,12 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
     """
     if not config.warm_start_steps:
         return None
-    folder = as_path(config.run_dir) / WARM_START
+    folder = as_path(warm_start_folder(config.run_dir))
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
 
     def write_examples() -> None:
-        if not config.warm_start_path and not as_path(documents).exists():
+        # Those of a start without a checkpoint may be of other settings.
+        if not config.warm_start_path and not (as_path(documents).exists() and committed_steps(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
@@ -87,12 +87,13 @@ def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: 
     return changed.lock()
 
 
+def warm_start_folder(run_dir: str) -> str:
+    """Returns the folder of the run that trains the parameters which reinforcement learning starts from."""
+    return str(as_path(run_dir) / WARM_START)
+
+
 def first_parameters(context: RunContext, abstract: TrainState) -> State:
     """Returns the parameters before the first update of reinforcement learning."""
-    config = context.config
-    if config.warm_start_steps:
-        warm = open_source(str(as_path(config.run_dir) / WARM_START))
-        return open_parameters(warm, ModelConfig.of(config), abstract.params)(abstract.params)
     if read := context.open_parameters(abstract.model):
         return read(abstract.params)
-    return init_state(UpdateConfig.of(config), abstract).params
+    return init_state(UpdateConfig.of(context.config), abstract).params

@@ -17,6 +17,7 @@ from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders, wait_until_listed
 
 _OWN_CHECKSUM = "json_checksum"
+OLD_BASE = "base"  # in the model's identity: what old checkpoints of adapters state of the model that they adapt
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
 RECENT_FILE = "recent.txt"  # in `checkpoints` of an object store: steps, newest first
 _MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
@@ -62,6 +63,19 @@ class StoredParameter(NamedTuple):
     checksum: int  # 32 bits
 
 
+class Origin(NamedTuple):
+    """What the first parameters of a run were read from, or made from."""
+
+    key: str  # the config key that states it; `init_weights_seed`: it was made, not read
+    source: str = ""  # its path, as stated
+    identity: str = ""  # a hash of its content
+    step: int | None = None  # of the checkpoint; None for a Hugging Face folder
+
+    def __str__(self) -> str:
+        step = "" if self.step is None else f", its checkpoint of step {self.step}"
+        return f"{self.key}={self.source!r}{step}" if self.source else self.key
+
+
 class CheckpointRecord(NamedTuple):
     """The content of the JSON of a checkpoint."""
 
@@ -73,6 +87,13 @@ class CheckpointRecord(NamedTuple):
     average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
     ahead: str | None = None  # a hash of what it holds for the batches ahead; None: it holds nothing
     run_id: str | None = None  # of the run that wrote it; None in a checkpoint made before runs had ids
+    origin: Origin | None = None  # what its run started from; None in a checkpoint made before it was stated
+
+    @property
+    def old_base(self) -> str | None:
+        """The identity of the model that adapters adapt, as checkpoints made before origins state it; else None."""
+        base = self.identity["model"].get(OLD_BASE)
+        return base if self.origin is None and isinstance(base, str) else None
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
@@ -85,6 +106,9 @@ class CheckpointRecord(NamedTuple):
             del saved["ahead"]
         if self.run_id is None:
             del saved["run_id"]
+        saved["origin"] = self.origin and self.origin._asdict()
+        if self.origin is None:
+            del saved["origin"]
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod
@@ -114,8 +138,8 @@ class CheckpointRecord(NamedTuple):
         run_id = saved.get("run_id")
         if not isinstance(run_id, str | None):
             raise ValueError("not an id")
-        checksum = _word(saved["checksum"])
-        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id=run_id)
+        checksum, origin = _word(saved["checksum"]), _origin(saved.get("origin"))
+        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id, origin)
 
 
 class DamagedError(Exception):
@@ -234,6 +258,14 @@ def _parameters(saved: Any) -> dict[str, StoredParameter] | None:
         str(name): StoredParameter(tuple(map(_whole, one["shape"])), str(one["dtype"]), _word(one["checksum"]))
         for name, one in saved.items()
     }
+
+
+def _origin(saved: Any) -> Origin | None:
+    if saved is None:
+        return None
+    step = saved["step"]
+    key, source, identity = (str(saved[name]) for name in ("key", "source", "identity"))
+    return Origin(key, source, identity, None if step is None else _whole(step))
 
 
 def _best_eval(saved: Sequence[Any]) -> BestEval:

@@ -89,7 +89,7 @@ def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
       ConfigError: there are none, a file is missing or damaged, or two files hold tensors of one name.
     """
     found: dict[str, StoredTensor] = {}
-    for file in _files(folder):
+    for file in tensor_files(folder):
         for name, tensor in _header(file).items():
             if name in found:
                 raise ConfigError(f"{folder}: {name} is in {found[name].file.name} and in {file.name}")
@@ -97,7 +97,8 @@ def stored_tensors(folder: AnyPath) -> dict[str, StoredTensor]:
     return found
 
 
-def _files(folder: AnyPath) -> Iterable[AnyPath]:
+def tensor_files(folder: AnyPath) -> Iterable[AnyPath]:
+    """Returns the files that `stored_tensors` reads; raises as it does."""
     index = folder / INDEX
     if index.is_file():
         return [folder / name for name in _indexed(index)]

@@ -39,6 +39,8 @@ class SourceFile(NamedTuple):
     name: str  # its path below the dataset
     size: int  # bytes
     stamp: int | str  # changes with the content: mtime in ns, or the store's version of the object
+    marks: tuple[int, ...] = ()  # on a disk: inode, and time of change in ns, which cannot be set back
+    content: str = ""  # in a store: what identifies the content, by the store's own checksum or version
 
 
 class LocalDisk:
@@ -50,7 +52,9 @@ class LocalDisk:
     def file(self, path: str, name: str) -> SourceFile | None:
         """Describes a regular file; None for anything else, OSError if nothing is there."""
         status = os.stat(path)
-        return SourceFile(path, name, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
+        if not S_ISREG(status.st_mode):
+            return None
+        return SourceFile(path, name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns))
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
         """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
@@ -133,7 +137,9 @@ class RemoteStore:
         stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
         # A listing and a request for a single object give the same time in different types.
         stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
-        return SourceFile(self._file_system.unstrip_protocol(path), name, info["size"], stamp)
+        url, checksum = self._file_system.unstrip_protocol(path), info.get("md5Hash")
+        content = f"{info['size']} {checksum}" if checksum else f"{info['size']} {stamp} {url}"
+        return SourceFile(url, name, info["size"], stamp, content=content)
 
 
 _DISK = LocalDisk()

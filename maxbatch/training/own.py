@@ -246,18 +246,17 @@ def _described(value: Any) -> str:
     return type(value).__name__ if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, base: str) -> TaskModel:
+def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape) -> TaskModel:
     """Returns the model of a run.
 
-    Without a user's model it is the config's, whose adapters adapt the model at `base`. A user's is known by the shapes
-    of its parameters. Its FLOPs are 6 per parameter and token, those of attention left out (Kaplan et al. 2020,
-    https://arxiv.org/abs/2001.08361, section 2.1).
+    Without a user's model it is the config's. A user's is known by the shapes of its parameters. Its FLOPs are 6 per
+    parameter and token, without those of attention (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
 
     Raises:
       ConfigError: the model has variables other than parameters, or the config needs a feature of its own model.
     """
     if make_model is None:
-        return model_of(config, base)
+        return model_of(config)
     if mesh.num_pipeline_stages != 1:
         raise ConfigError(
             f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a pipeline need the layers of "

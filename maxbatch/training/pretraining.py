@@ -47,7 +47,7 @@ from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
-from maxbatch.training.reference import REFERENCE_FILE, Reference, read_on_all_hosts, with_reference
+from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, read_on_all_hosts, with_reference
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
 from maxbatch.training.update.optimizers import AT_REST
@@ -113,8 +113,7 @@ class Pretraining:
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         make_model = module_maker(parts.model, config) if parts.model else None
-        base = config.load_parameters_path
-        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, base)
+        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape)
         own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
         self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
@@ -241,36 +240,67 @@ class Pretraining:
         """
         path, plan = self._context.folder.path / REFERENCE_FILE, start.plan
         known = read_on_all_hosts(path) if start.position.step else Reference()
-        if known is None:
-            warn(f"{path}: missing or damaged; the reference is computed again from the first parameters")
+        origin = self._context.origin.mark
+        if known is None or (known.origin and origin and known.origin != origin):
+            why = "missing or damaged" if known is None else "of another run"
+            warn(f"{path}: {why}; the reference is computed again from the first parameters")
             known = Reference()
         assert plan.total_samples is not None, "data that are here have known epochs"
         # The first epoch has every pair; the sources of a mixture have epochs of their own.
         last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
         bounds = EvaluationConfig.of(self._context.config)
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
+        held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out else None))
+        if held_out != known.held_out:  # other pairs, or a file made before it stated them
+            read = self._held_out
+            is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
+            known.num_held_out = last_held_out if is_known else 0
         missing = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
         count = sum(max(0, end - first) for _, first, end in missing)
-        if not count:
+        if not count and held_out == known.held_out:
             return known
-        self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
-        params = self._first_params()
-        reading = self._programs.reference_pass(plan.eval_batch_size)
-        score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
-        for stream, first, end in missing:
-            if end > first:
-                known.add(*reading(score, params, stream, first, end))
+        if count:
+            self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
+            params = self._first_params()
+            reading = self._programs.reference_pass(plan.eval_batch_size)
+            score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
+            for stream, first, end in missing:
+                if end > first:
+                    known.add(*reading(score, params, stream, first, end))
+            known.origin = self._context.origin.mark
+        known.held_out = held_out
         known.num_samples = max(known.num_samples, last)
         known.num_held_out = max(known.num_held_out, last_held_out)
         if is_first() and self._context.config.enable_checkpointing:
             self._context.folder.write(REFERENCE_FILE, known.to_bytes())
         return known
 
+    @property
+    def start(self) -> tuple[str, str]:
+        return self._context.start
+
+    @property
+    def rereads_start(self) -> bool:
+        return self.abstract.frozen is not None  # a checkpoint lacks the model that adapters adapt
+
+    def open_start(self, is_new: bool) -> None:
+        if self._context.config.load_full_state_path:
+            self._context.origin.source()
+        else:
+            self._context.open_parameters(self.abstract.model)
+
+    def _full_state(self) -> TrainState | None:
+        """Returns the state that `load_full_state_path` names; None if it is empty."""
+        if not self._context.config.load_full_state_path:
+            return None
+        source = self._context.origin.source()
+        assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
+        return source.full_state(self.abstract)
+
     def _first_params(self) -> State:
         """Returns the parameters of the model that the run started from, without adapters."""
-        config = self._context.config
-        if config.load_full_state_path:
-            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract).model
+        if full := self._full_state():
+            return full.model
         if read := self._context.open_parameters(self.abstract.model):
             return read(self.abstract.model)
         made: TrainState = self.executable(INIT, self._programs.init)()
@@ -310,11 +340,10 @@ class Pretraining:
         return restored._replace(frozen=read(self.abstract.frozen))
 
     def _first_state(self) -> TrainState:
-        config = self._context.config
-        if config.load_full_state_path:
-            return StoredCheckpoint(config.load_full_state_path).full_state(self.abstract)
+        if full := self._full_state():
+            return full
         if read := self._context.open_parameters(self.abstract.model):
-            return init_opt_state(UpdateConfig.of(config), self.abstract, read(self.abstract.model))
+            return init_opt_state(UpdateConfig.of(self._context.config), self.abstract, read(self.abstract.model))
         made: TrainState = self.executable(INIT, self._programs.init)()
         return made
 

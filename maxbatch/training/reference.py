@@ -13,6 +13,7 @@ Shapes: M pairs of a pass, W = 2 L slots of a pair, K pairs that are known.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import zlib
 
@@ -30,6 +31,7 @@ from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage import AnyPath
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
@@ -37,6 +39,7 @@ from maxbatch.training.update.preferences import score_answers
 from maxbatch.training.update.update_config import UpdateConfig
 
 REFERENCE_FILE = "reference.bin"
+_READ_PAIRS = 1024  # at a time, to see whether they are known
 
 
 @dataclasses.dataclass
@@ -46,12 +49,16 @@ class Reference:
     Attributes:
       num_samples: samples of the training stream, from its start, whose pairs are known.
       num_held_out: the same of the held-out stream.
+      held_out: a hash of the identity of that stream.
+      origin: a hash of the identity of the first parameters.
       hashes_K: uint64, of the pairs, rising.
       logprobs_Kx2: float32, sums over the tokens of the chosen and of the rejected answer.
     """
 
     num_samples: int = 0
     num_held_out: int = 0
+    held_out: str = ""
+    origin: str = ""
     hashes_K: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64))
     logprobs_Kx2: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.float32))
 
@@ -63,16 +70,33 @@ class Reference:
 
     def beside(self, rows: Rows) -> Rows:
         """Returns rows with `reference`, float32[n, W]: the two sums, each in the first slot of its answer's row."""
-        place_n = np.searchsorted(self.hashes_K, _hashes(rows))
+        place_n, known_n = self._places(_hashes(rows))
+        if not known_n.all():
+            raise TrainingError(
+                f"{np.sum(~known_n)} of {len(known_n)} pairs are not in the reference: the data changed while they "
+                f"were read; remove {REFERENCE_FILE} of the run and start again, and it is computed anew"
+            )
         reference = np.zeros((len(place_n), 2, rows["tokens"].shape[1] // 2), np.float32)
         reference[:, :, 0] = self.logprobs_Kx2[place_n]
         return rows | {"reference": reference.reshape(rows["tokens"].shape)}
 
+    def knows(self, samples: SampleRows, count: int) -> bool:
+        """Returns whether all of the first `count` pairs of a stream are known; reads them."""
+        batches = (range(first, min(first + _READ_PAIRS, count)) for first in range(0, count, _READ_PAIRS))
+        return all(self._places(_hashes(samples.batch(list(batch))))[1].all() for batch in batches)
+
+    def _places(self, hash_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the places of pairs, int64[n], and whether they are known, bool[n]; others have any place."""
+        if not len(self.hashes_K):
+            return np.zeros(len(hash_n), np.int64), np.zeros(len(hash_n), bool)
+        place_n = np.minimum(np.searchsorted(self.hashes_K, hash_n), len(self.hashes_K) - 1)
+        return place_n, self.hashes_K[place_n] == hash_n
+
     def to_bytes(self) -> bytes:
         """Returns the content of the file: a line of JSON with a checksum of the rest, and the two arrays."""
         arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_Kx2.astype("<f4").tobytes()
-        facts = {"num_samples": self.num_samples, "num_held_out": self.num_held_out, "pairs": len(self.hashes_K)}
-        return json.dumps(facts | {"crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
+        facts = {name: getattr(self, name) for name in ("num_samples", "num_held_out", "held_out", "origin")}
+        return json.dumps(facts | {"pairs": len(self.hashes_K), "crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
 
     @classmethod
     def read(cls, path: AnyPath) -> Reference | None:
@@ -85,7 +109,9 @@ class Reference:
                 return None
             hashes_K = np.frombuffer(arrays, "<u8", count).astype(np.uint64)
             logprobs = np.frombuffer(arrays, "<f4", offset=8 * count).astype(np.float32)
-            return cls(int(facts["num_samples"]), int(facts["num_held_out"]), hashes_K, logprobs.reshape(count, 2))
+            made_of = str(facts.get("held_out", "")), str(facts.get("origin", ""))
+            counts = int(facts["num_samples"]), int(facts["num_held_out"])
+            return cls(*counts, *made_of, hashes_K, logprobs.reshape(count, 2))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -94,6 +120,11 @@ def read_on_all_hosts(path: AnyPath) -> Reference | None:
     """Returns what a file holds if every host can read it."""
     found = Reference.read(path)
     return found if all(gather(found is not None)) else None
+
+
+def digest_of(identity: object) -> str:
+    """Returns a hash of the identity of a stream."""
+    return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _hashes(rows: Rows) -> np.ndarray:

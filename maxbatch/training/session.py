@@ -31,7 +31,7 @@ from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import MetricsLog, read_metrics
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.position import Position
+from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.runs.sessions import Part, SessionLog
 from maxbatch.system.command_start import take_start
@@ -58,9 +58,11 @@ from maxbatch.training.resuming import changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
+from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
-from maxbatch.training.weights.parameters import Reader, open_parameters, open_source
+from maxbatch.training.weights.origin import RunOrigin
+from maxbatch.training.weights.parameters import Reader, Source, open_parameters, open_source
 
 
 class Outcome(NamedTuple):
@@ -118,17 +120,23 @@ class RunContext:
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
         self.board: Board | None = None  # while the run trains, on the host that writes
+        self.origin: RunOrigin[Source]  # set by the session, which knows the newest checkpoint
         self._read_parameters: Reader | None = None
 
+    @property
+    def start(self) -> tuple[str, str]:
+        """The config key and the path of the source of the first parameters; an empty path if they are made."""
+        keys = ("load_full_state_path", "load_parameters_path")
+        return next(((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", ""))
+
     def open_parameters(self, abstract_params: State) -> Reader | None:
-        """Returns the source of the parameters of `load_parameters_path`, opened once; None if the config states none.
+        """Returns the reader of the parameters that the run starts from, opened once; None if they are made.
 
         Args:
           abstract_params: shapes and shardings of the model's parameters.
         """
-        path = self.config.load_parameters_path
-        if path and self._read_parameters is None:
-            self._read_parameters = open_parameters(open_source(path), ModelConfig.of(self.config), abstract_params)
+        if self._read_parameters is None and (source := self.origin.source()):
+            self._read_parameters = open_parameters(source, ModelConfig.of(self.config), abstract_params)
         return self._read_parameters
 
 
@@ -160,6 +168,7 @@ class Session(Generic[B]):
         local = self._local.states[0].record if self._local and self._local.states else None
         if local and (newest is None or local.position.step >= newest.position.step):
             newest = local
+        self._pin_origin(newest)
         hosts = newest.hosts if newest else ()
         self._stand_at(newest.position if newest else Position(), *hosts)
         for message in self.plan.warnings:
@@ -179,10 +188,11 @@ class Session(Generic[B]):
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
         self._ahead = restored.ahead if restored else None
-        if not restored:
-            context.open_parameters(self.task.abstract.model)
         if not self.is_complete and jax.process_count() > 1:
             check_agreed(self.task.identities(), "give every host the same files")
+        if not restored or (self.task.rereads_start and not self.is_complete):
+            with self._clock.during(Part.RESTORING):
+                self.task.open_start(is_new=not restored)
         self._changes: list[str] = []
         if self.position.step and is_first():
             self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
@@ -192,6 +202,13 @@ class Session(Generic[B]):
             self._clock.stand_at(self.position.step)
             self.folder.write("config.yml", dump_config(self.config))
             self._record_devices()
+
+    def _pin_origin(self, newest: CheckpointRecord | None) -> None:
+        key, path = self.task.start
+        open_at = StoredCheckpoint if key == "load_full_state_path" else open_source
+        self._context.origin = RunOrigin(open_at, key, path, self.folder.path, newest)
+        if self.checkpoints:
+            self.checkpoints.origin = self._context.origin
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self.config.enable_checkpointing:

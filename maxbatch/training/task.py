@@ -50,9 +50,9 @@ class TaskModel(NamedTuple):
     flops_per_token: int  # of training, forward and backward
 
 
-def model_of(config: UpdateConfig, base: str) -> TaskModel:
-    """Returns the model that the config describes; its adapters, if it has any, adapt the model at `base`."""
-    return TaskModel(model_identity(config, base), model_flops_per_token(config))
+def model_of(config: UpdateConfig) -> TaskModel:
+    """Returns the model that the config describes."""
+    return TaskModel(model_identity(config), model_flops_per_token(config))
 
 
 class Dispatched(NamedTuple):
@@ -94,6 +94,8 @@ class Task(Protocol[B]):
     Attributes:
       data: the data of the run.
       model: the model of the run.
+      start: the config key and the path of the source of the first parameters; an empty path if they are made.
+      rereads_start: whether every resume reads them again, from `build` on.
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
@@ -108,6 +110,15 @@ class Task(Protocol[B]):
     takes_turns: bool
     evaluates: bool
     has_eval_loss: bool
+
+    @property
+    def start(self) -> tuple[str, str]: ...
+
+    @property
+    def rereads_start(self) -> bool: ...
+
+    def open_start(self, is_new: bool) -> None:
+        """Opens the source of the first parameters, if it is there: not before the warm start of a new run."""
 
     def plan(self, resume: Resume) -> BatchPlan:
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""

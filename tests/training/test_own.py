@@ -34,7 +34,7 @@ class OneMatrix(nnx.Module):
 def model_on(num_devices: int, *overrides: str) -> TaskModel:
     config = tiny_config("ici_fsdp_parallelism=1", *overrides)
     mesh = MeshShape.from_config(PlanConfig.of(config), num_devices)
-    return task_model(partial(OneMatrix, config), UpdateConfig.of(config), mesh, "")
+    return task_model(partial(OneMatrix, config), UpdateConfig.of(config), mesh)
 
 
 def test_a_model_of_the_user_takes_a_pipeline_axis_that_comes_to_one_stage() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import train
 from maxbatch.training.record.recorder import Record
@@ -31,13 +32,19 @@ SETTINGS = (
     "generate_prompt=", "log_to=", "compilation_cache_dir=none",
 )  # fmt: skip
 
+QUICK = ("eval_interval=-1", "eval_fraction=0", "checkpoint_period=1000")
+
 Run = Callable[..., list[Record]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pairs")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
     """A function that trains in a folder on some devices, and returns the records of all updates."""
-    folder = tmp_path_factory.mktemp("pairs")
     write_jsonl(folder / "pairs.jsonl", PAIRS)
 
     def trained(name: str, num_devices: int, *overrides: str) -> list[Record]:
@@ -72,6 +79,48 @@ def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(run: Run, 
         for name in ("loss", "margin"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), (ours["step"], name)
     assert [record["step"] for record in resumed] == [1, 2, 3, 4, 5]
+
+
+def test_held_out_pairs_that_a_resume_brings_are_compared_with_their_own_reference(run: Run, tmp_path: Path) -> None:
+    others = [one | {"prompt": f"{one['prompt']} then?"} for one in PAIRS]
+    evals = (*QUICK, "eval_interval=1", "learning_rate=0.1")
+    first, second = (f"eval_dataset_path={tmp_path}/{name}.jsonl" for name in ("first", "second"))
+    write_jsonl(tmp_path / "first.jsonl", PAIRS[:6])
+    write_jsonl(tmp_path / "second.jsonl", others[:6])
+    run("moved", 1, "steps=1", *evals, first)
+    moved = run("moved", 1, "steps=2", *evals, second)
+    fresh = run("fresh", 1, "steps=2", *evals, second)
+    assert moved[-1]["loss"] == pytest.approx(fresh[-1]["loss"], rel=1e-5)
+    assert moved[-1]["eval_loss"] == pytest.approx(fresh[-1]["eval_loss"], rel=1e-4)
+
+
+def test_a_pair_that_the_reference_lacks_is_an_error() -> None:
+    tokens, ones = np.array([[1, 2, 3, 4]], np.int32), np.ones((1, 4))
+    rows = {"tokens": tokens, "segments": ones.astype(np.int32), "weights": ones.astype(np.float32)}
+    known = Reference()
+    known.add(np.array([1, 2**64 - 1], np.uint64), np.ones((2, 2), np.float32))
+    for reference in (known, Reference()):
+        with pytest.raises(TrainingError, match="1 of 1 pairs are not in the reference"):
+            reference.beside(rows)
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(run: Run, folder: Path) -> None:
+    """The base trains on, and the file of the reference is lost, or that of another run."""
+    run("base", 1, "steps=1", *QUICK)
+    start = (f"load_parameters_path={folder}/base", *QUICK)
+    expected = run("expected", 1, "steps=2", *start)
+    run("resumed", 1, "steps=1", *start)
+    run("base", 1, "steps=30", *QUICK)
+    run("later", 1, "steps=1", *start)
+    for file in (None, folder / "later" / REFERENCE_FILE):
+        shutil.rmtree(folder / "again", ignore_errors=True)
+        shutil.copytree(folder / "resumed", folder / "again")
+        (folder / "again" / REFERENCE_FILE).unlink()
+        if file:
+            shutil.copy(file, folder / "again")
+        again = run("again", 1, "steps=2", *start)
+        assert again[1]["margin"] == pytest.approx(expected[1]["margin"], rel=1e-4)
 
 
 def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:

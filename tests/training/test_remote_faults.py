@@ -81,7 +81,7 @@ class Saving:
         )
         self.run_dir = as_path(run_dir)
         self.checkpoints = Checkpoints(
-            self.run_dir, 3, {"data": {}, "model": model_identity(UpdateConfig.of(config), "")}, print
+            self.run_dir, 3, {"data": {}, "model": model_identity(UpdateConfig.of(config))}, print
         )
 
     def save(self, step: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from maxbatch.config.values import shown
 from maxbatch.system.atomic_files import writing_atomically
-from maxbatch.system.bounded import read_json
+from maxbatch.system.bounded import MOST_BYTES, read_json
 from maxbatch.system.errors import writing
 from maxbatch.system.storage import user_cache
 
@@ -30,10 +30,10 @@ def cache_file(data_cache_dir: str, name: str, facts: object) -> Path:
     return cache_folder(data_cache_dir, name) / digest
 
 
-def recall(path: Path) -> object:
+def recall(path: Path, most_bytes: int = MOST_BYTES) -> object:
     """Returns the JSON value that `keep` wrote, which is not null; None if the file is missing or damaged."""
     try:
-        value, checksum = read_json(path, str(path))
+        value, checksum = read_json(path, str(path), most_bytes=most_bytes)
     except (OSError, ValueError, TypeError):
         return None
     return value if checksum == _checksum(path, value) else None

@@ -1,26 +1,28 @@
 """The token store of the dataset that a config names: prepared earlier, found in the cache, or built now.
 
-The cache holds one store per dataset, tokenizer and settings, and finds it again as long as the dataset's files stay
-the same (path, size, time of change). If several processes need a new store, one builds it and the others wait.
+The cache holds one store per content, tokenizer and settings; a dataset whose files were moved, copied or touched has
+the store that it had (`maxbatch.data.store.file_contents`). If several processes need a new store, one builds it and
+the others wait.
 `dataset_type=tokens` names a store that `maxbatch prepare` wrote.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.cache_folder import cache_folder, writing_cache
+from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.token_store import (
     MANIFEST,
     Manifest,
     TokenStore,
     load_folder,
     open_folder,
-    signature,
+    signatures,
     was_prepared,
 )
 from maxbatch.data.store.tokenizers import Tokenizer
@@ -35,7 +37,8 @@ def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
-    return _cached_store(cache_folder(config.data_cache_dir) / signature(source, tokenizer, config))
+    names = signatures(source, tokenizer, config, reads=False)
+    return names and _cached(config, *names)
 
 
 def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
@@ -53,13 +56,29 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     from maxbatch.system.bars import bytes_bar
 
     source = DocumentSource.from_config(config, key)
-    folder = cache_folder(config.data_cache_dir) / signature(source, tokenizer, config)
-    if (store := _cached_store(folder)) is not None:
+    names = signatures(source, tokenizer, config)
+    assert names is not None, "files were read"
+    if (store := _cached(config, *names)) is not None:
         _warn_without_hashes(store)
         return store
+    folder = cache_folder(config.data_cache_dir) / names[0]
     writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
     with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
         return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
+
+
+def _cached(config: DataConfig, name: str, old: str | None) -> TokenStore | None:
+    """Returns the store of a signature, or the one of before that was found to be of the same content."""
+    folder = cache_folder(config.data_cache_dir)
+    if (store := _cached_store(folder / name)) is not None:
+        return store
+    noted = cache_file(config.data_cache_dir, "contents", ["made before", name])
+    found = recall(noted) or old
+    if not isinstance(found, str) or (store := _cached_store(folder / found)) is None:
+        return None
+    with contextlib.suppress(OSError):  # the cache may only be read
+        keep(noted, found)
+    return store
 
 
 def _cached_store(folder: Path) -> TokenStore | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +33,10 @@ from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
+from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
-from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError
+from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.npy import read_npy
 from maxbatch.system.storage import AnyPath, file_sizes, is_remote, size_of
@@ -121,7 +122,7 @@ class TokenStore:
 
     Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
-    identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of files and settings),
+    identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of content and settings),
     `sizes` (bytes per file, those of tokens in order), `offsets_crc32` and `checksum` (hash of the manifest without it;
     new stores only). A store of conversations also has `conversations`, the settings that made them.
     """
@@ -227,10 +228,47 @@ class TokenStore:
 
 
 def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) -> str:
-    """Returns a hash of the files (path, size, time of change) and of all settings that shape a store."""
+    """Returns a hash of the files' content and of all settings that shape a store; reads files not hashed so far."""
+    return _signature(source, tokenizer, config, _facts(source, _read_contents(source, config)))
+
+
+def signatures(
+    source: DocumentSource, tokenizer: Tokenizer, config: DataConfig, reads: bool = True
+) -> tuple[str, str | None] | None:
+    """Returns the signature, and the one that a store of before has whose files have not changed since.
+
+    Stores were signed by path, size and time of writing of their files. One is believed as it was then, once, when its
+    files are first hashed; after a change of their content it is not.
+
+    Args:
+      reads: whether files may be read; without, None if one must be.
+    """
+    contents = _read_contents(source, config) if reads else known_contents(source.files, config.data_cache_dir)
+    if contents is None:
+        return None
+    old = _signature(source, tokenizer, config, [file[:4] for file in source.files]) if contents.are_first else None
+    return _signature(source, tokenizer, config, _facts(source, contents)), old
+
+
+def _read_contents(source: DocumentSource, config: DataConfig) -> Contents:
+    try:
+        return contents_of(source.files, config.data_cache_dir)
+    except OSError as error:
+        with reading(error.filename or source.value, blame=source.error):
+            raise
+
+
+def _facts(source: DocumentSource, contents: Contents) -> list[list[str]]:
+    """Returns what identifies each file; in the standard library names say what is held out."""
+    named = source.dataset_type == "python_stdlib"
+    pairs = zip(source.files, contents.hashes, strict=True)
+    return [[hashed, file.name] if named else [hashed] for file, hashed in pairs]
+
+
+def _signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig, files: Sequence[object]) -> str:
     settings = {
         "version": VERSION,
-        "files": source.files,
+        "files": files,
         "missing_shards": source.missing_shards,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,

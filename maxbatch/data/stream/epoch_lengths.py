@@ -14,6 +14,7 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
@@ -51,10 +52,10 @@ def _path(config: StreamConfig) -> Path:
     return cache_file(config.data_cache_dir, "epoch-lengths", facts)
 
 
-def _tokenizer_files(stated: str) -> list[tuple[str, int, int]]:
-    """Returns path, size and time of change of a tokenizer's files."""
+def _tokenizer_files(stated: str) -> list[tuple[str, object]]:
+    """Returns the paths of a tokenizer's files, and what changes with their content."""
     if not stated:
         return []
     path = Path(str(folder_of(stated)))
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return [(str(file), content_stamp(file)) for file in files]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,7 +24,7 @@ from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State, TreeOf
-from maxbatch.runs.position import CheckpointRecord, DamagedError, StoredParameter, committed_steps, read_record
+from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
@@ -33,6 +34,14 @@ from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, 
 
 _ITEMS = ("params", "opt_state", "position")
 _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
+
+
+class Adapting(NamedTuple):
+    """The run of adapters."""
+
+    config: ConfigDict
+    origin: Origin | None  # the model that they adapt; None in a checkpoint made before it was stated
+    old_base: str | None  # what such a checkpoint states instead
 
 
 class StoredCheckpoint:
@@ -83,14 +92,28 @@ class StoredCheckpoint:
 
     @property
     def identity(self) -> str:
+        """A hash of its step, its model, the checksums of its arrays and what its run started from."""
+        record = self.record
+        parts = (record.position.step, record.checksum, record.parameters, record.average, record.identity["model"])
+        stated = json.dumps([*parts, record.origin and record.origin.identity], sort_keys=True)
+        return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
+
+    @property
+    def old_identity(self) -> str:
         """A hash of its step, the checksum of its arrays and its model."""
         stated = f"{self.record.position.step} {self.record.checksum} {self.record.identity['model']}"
         return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
 
-    def adapting(self) -> tuple[ConfigDict, str] | None:
-        """Returns the config of its run and the identity of the model that it adapts if it holds adapters."""
-        model = self.record.identity["model"]
-        return (self.config(), model.get("base", "")) if model.get("lora_rank") else None
+    @property
+    def step(self) -> int:
+        """The updates before it."""
+        return self.record.position.step
+
+    def adapting(self) -> Adapting | None:
+        """Returns the run of the adapters that it holds; None if it holds a whole model."""
+        if not self.record.identity["model"].get("lora_rank"):
+            return None
+        return Adapting(self.config(), self.record.origin, self.record.old_base)
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
         """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model.
@@ -223,6 +246,11 @@ def _split_bias(params: State) -> tuple[State, State]:
     return bias, rest
 
 
+def is_checkpoint(folder: AnyPath) -> bool:
+    """Returns whether a folder is a checkpoint itself, not that of a run."""
+    return any((folder / item).is_dir() for item in _ITEMS)
+
+
 def find_checkpoint(path: str | Path) -> AnyPath:
     """Returns the folder of the newest checkpoint of a run, or of the one that is named; never that of another.
 
@@ -232,7 +260,7 @@ def find_checkpoint(path: str | Path) -> AnyPath:
     if missing := missing_folder(as_path(path)):
         raise ConfigError(f"{shown_path(path)}: {missing}; {_GIVE}")
     folder = as_path(path).absolute()
-    if any((folder / item).is_dir() for item in _ITEMS):
+    if is_checkpoint(folder):
         return folder
     if steps := committed_steps(folder):
         return folder / "checkpoints" / str(steps[0])

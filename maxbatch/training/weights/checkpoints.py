@@ -21,12 +21,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
+from maxbatch.config.huggingface import END_TOKENS
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.parallel.hosts import broadcast
-from maxbatch.runs.position import CheckpointRecord, DamagedError, Position, committed_steps, is_committed, read_record
+from maxbatch.runs.position import (
+    OLD_BASE,
+    CheckpointRecord,
+    DamagedError,
+    Position,
+    committed_steps,
+    is_committed,
+    read_record,
+)
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, LeaseLost, reading, writing
 from maxbatch.system.fences import BUILDING, ask
@@ -53,7 +62,7 @@ from maxbatch.training.weights.orbax_files import (
     restore_as,
     staged_below,
 )
-from maxbatch.training.weights.parameters import open_source
+from maxbatch.training.weights.origin import RunOrigin
 
 _POLL_S, _LOOK_S = 0.05, 10.0
 _MOST_AHEAD_BYTES = 4 << 30
@@ -67,15 +76,14 @@ class Restored(NamedTuple):
     ahead: str | None = None  # what its task has saved for the batches ahead
 
 
-def model_identity(config: UpdateConfig, base: str) -> dict[str, Any]:
+def model_identity(config: UpdateConfig) -> dict[str, Any]:
     """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state.
 
-    Adapters add theirs, and the identity of the model at `base`, which they adapt.
+    Adapters add theirs; the model that they adapt is the origin of their run (`Checkpoints.origin`).
     """
     identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
     if config.adapters.lora_rank:
         identity |= {key: config[key] for key in names_fixing(Fixes.ADAPTERS)}
-        identity["base"] = open_source(base).identity
     return identity
 
 
@@ -100,6 +108,9 @@ class Checkpoints:
       warn: told of every checkpoint that is set aside.
       num_loading_hosts: hosts that load data, written down for the next run.
       run_id: of the run, written down as well.
+
+    Attributes:
+      origin: what the run started from, which every checkpoint states if it is known.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class Checkpoints:
         self._is_remote = is_remote(self._run_dir)  # then Orbax removes no leftovers, and tries again for minutes
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
+        self.origin: RunOrigin[Any] | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._opened: ocp.CheckpointManager | None = None
         self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
@@ -204,7 +216,10 @@ class Checkpoints:
             theirs = (
                 {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
             )
+            if part == "data" and END_TOKENS in mine:
+                theirs[END_TOKENS] = mine[END_TOKENS]  # which checkpoints made before do not state
             theirs |= record.identity[part]  # a key that is newer than the checkpoint had its default
+            theirs.pop(OLD_BASE, None)  # compared when the base is read
             changes = [
                 f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
                 for key in sorted(mine.keys() | theirs.keys())
@@ -336,8 +351,9 @@ class Checkpoints:
             average = stored_parameters(state.average, sums[-len(parameters) :])
         of_ahead = None if ahead is None else _hash(ahead)
         checksum = combined(sums)
+        origin = self.origin.pin if self.origin else None
         return CheckpointRecord(
-            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, run_id=self._run_id
+            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, self._run_id, origin
         )
 
     def has(self, step: int) -> bool:

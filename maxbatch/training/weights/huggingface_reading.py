@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,23 +18,25 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.hub import folder_of
-from maxbatch.config.huggingface import CONFIG_FILE
+from maxbatch.config.huggingface import CONFIG_FILE, end_tokens
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
+from maxbatch.system.contents import Block, blocks_of, content_stamp, digests
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
-from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors
+from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
 from maxbatch.system.storage import AnyPath, read_range
 from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, layouts_of, parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
-_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the identity of a folder
+_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
 
 class HuggingFaceFolder:
@@ -52,9 +55,30 @@ class HuggingFaceFolder:
 
     @property
     def identity(self) -> str:
+        """A hash of all that is read of it: `config.json`, the ids that end a text, and the files of its tensors.
+
+        Hosts that see the same files hash a share of the blocks each. A host with files of its own hashes them all.
+        """
+        folder, parts = self._folder, list[Block]()
+        stated = json.dumps(end_tokens(self._path)).encode()
+        files = sorted([folder / CONFIG_FILE, *tensor_files(folder)], key=str)
+        seen = [content_stamp(file) for file in files]
+        for file, (size, _) in zip(files, seen, strict=True):
+            parts += blocks_of(file, size)
+        is_shared = len({json.dumps(one) for one in gather(seen)}) == 1
+        host, num_hosts = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
+        mine = parts[len(parts) * host // num_hosts : len(parts) * (host + 1) // num_hosts]
+        total = sum(_number(f"{one.file.name} {one.begin} {one.end}".encode(), hashed)
+                    for one, hashed in zip(mine, digests(mine), strict=True))  # fmt: skip
+        if is_shared:
+            total = sum(int(text, 16) for text in gather(f"{total:x}"))
+        return f"{(total + _number(stated, b'')) % (1 << 128):032x}"
+
+    @property
+    def old_identity(self) -> str:
         """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB spread over each.
 
-        Reading them whole would take as long as loading them.
+        It is what checkpoints of adapters made before origins were pinned state of the model that they adapt.
         """
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted([self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str):
@@ -65,6 +89,10 @@ class HuggingFaceFolder:
                 first = block * last // (_BLOCKS - 1)
                 digest.update(read_range(file, first, min(size, first + _BLOCK_BYTES)))
         return digest.hexdigest()
+
+    @property
+    def step(self) -> None:
+        """None: it is no checkpoint."""
 
     def adapting(self) -> None:
         """Returns None: it holds a whole model."""
@@ -99,6 +127,10 @@ class HuggingFaceFolder:
             return whole
 
         return read
+
+
+def _number(stated: bytes, hashed: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(stated + b"\0" + hashed, digest_size=16).digest(), "little")
 
 
 def _without_bias(decoder_block: str, abstract_params: State) -> State:

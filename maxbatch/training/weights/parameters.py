@@ -25,18 +25,15 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.weights.checkpoint_reading import Adapting, StoredCheckpoint
 from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
+from maxbatch.training.weights.origin import Identified, open_origin
 
 Reader = Callable[[State], State]  # from shapes, types and places of parameters to the parameters
 
 
-class Source(Protocol):
+class Source(Identified, Protocol):
     """A model on disk or in an object store, or the adapters of one."""
-
-    @property
-    def identity(self) -> str:
-        """What identifies its parameters, in whichever folder they are."""
 
     def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
         """Returns the config of the model, with "key=value" texts over it.
@@ -45,8 +42,8 @@ class Source(Protocol):
           ConfigError: its model is not supported, or its files contradict each other.
         """
 
-    def adapting(self) -> tuple[ConfigDict, str] | None:
-        """Returns the config of the run that trained it and the identity of the adapted model if it holds adapters."""
+    def adapting(self) -> Adapting | None:
+        """Returns the run of the adapters that it holds; None if it holds a whole model."""
 
     def open(self, config: ModelConfig, abstract_params: State) -> Reader:
         """Returns a function that reads what it holds: all of `abstract_params`, or some of them.
@@ -88,14 +85,8 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     adapting = source.adapting()
     if adapting is None:
         return source.open(config, abstract_params)
-    run, identity = adapting
-    base = open_source(run.load_parameters_path)
-    if base.identity != identity:
-        path = shown(repr(run.load_parameters_path))
-        raise ConfigError(
-            f"{source}: holds adapters of another model than load_parameters_path={path} is now; put back the one that "
-            "they were trained on"
-        )
+    run, key = adapting.config, "load_parameters_path"
+    base, _ = open_origin(open_source, key, run[key], adapting.origin, adapting.old_base, f"the run of {source}")
     adapters = _adapters_of(AdapterConfig.of(run))
     somewhere = jax.tree.leaves(abstract_params)[0].sharding
     where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
@@ -145,7 +136,7 @@ def load_adapters(path: str | Path, averaged: bool = False) -> tuple[ConfigDict,
     adapting = source.adapting()
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
-    config, _ = adapting
+    config = adapting.config
     adapters, (_, base) = _adapters_of(AdapterConfig.of(config)), abstract_model(DecoderConfig.of(config))
     abstract = placed(adapters.abstract(base), jax.devices()[0])
     return config, base, adapters, source.open(ModelConfig.of(config), abstract)(abstract)

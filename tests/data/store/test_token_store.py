@@ -20,7 +20,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
-from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.store.token_store import TokenStore, manifest_checksum, signatures
 from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
@@ -93,6 +93,73 @@ def test_a_changed_file_is_a_new_entry_also_where_its_size_stays(config: ConfigD
     second = opened(config)
     assert second.folder != first.folder and second.manifest["content"] != first.manifest["content"]
     assert document(first, 0) == [256, *b"alpha", 257], "a run keeps what it opened"
+
+
+def hidden(path: Path, content: bytes, how: str) -> None:
+    """Replaces a file by other content of its size, and sets the time of writing back."""
+    before = path.stat()
+    if how == "rewritten":
+        path.write_bytes(content)
+    elif how == "renamed over":
+        path.with_suffix(".new").write_bytes(content)
+        path.with_suffix(".new").rename(path)
+    else:  # a link that points elsewhere now
+        (path.parent / "elsewhere").mkdir()
+        other = path.parent / "elsewhere" / path.name
+        other.write_bytes(content)
+        path.unlink()
+        path.symlink_to(other)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "renamed over", "linked"])
+def test_content_that_hides_behind_size_and_time_is_not_taken_for_the_old(
+    config: ConfigDict, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, path = opened(config), Path(config.dataset_path)
+    content = path.read_bytes()
+    hidden(path, content.replace(b"alpha", b"ALPHA"), how)
+    assert found(config) is None, "a plan reads no files"
+    assert document(opened(config), 0) == [256, *b"ALPHA", 257]
+    monkeypatch.setattr(DocumentSource, "documents", lambda self: pytest.fail("read again"))
+    path.unlink()
+    path.write_bytes(content)
+    assert opened(config) == first
+
+
+def test_files_that_were_touched_or_copied_are_not_tokenised_again(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, path = opened(config), Path(config.dataset_path)
+    monkeypatch.setattr(DocumentSource, "documents", lambda self: pytest.fail("read again"))
+    os.utime(path)
+    assert opened(config) == first
+    (tmp_path / "copies").mkdir()
+    copy = shutil.copy(path, tmp_path / "copies" / "another-name.jsonl")
+    assert opened(changed(config, dataset_path=str(copy))) == first
+
+
+def test_stores_of_before_are_hashed_once_and_not_built_again(
+    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, path = opened(config), Path(config.dataset_path)
+    cache = store.folder.parent.parent
+    names = signatures(DocumentSource.from_config(DataConfig.of(config)), TOKENIZER, DataConfig.of(config))
+    assert names is not None and names[1] is not None
+    manifest = store.manifest | {"signature": names[1]}
+    manifest["checksum"] = manifest_checksum(manifest)
+    (store.folder / "manifest.json").write_text(json.dumps(manifest))
+    store.folder.rename(store.folder.with_name(names[1]))
+    shutil.rmtree(cache / "contents")
+    with monkeypatch.context() as patch:
+        patch.setattr(DocumentSource, "documents", lambda self: pytest.fail("read again"))
+        assert opened(config).folder.name == names[1]
+        os.utime(path)
+        assert opened(config).folder.name == names[1], "of the same content, whatever the time"
+    hidden(path, path.read_bytes().replace(b"alpha", b"ALPHA"), "rewritten")
+    again = opened(config)
+    assert again.folder.name != names[1] and document(again, 0) == [256, *b"ALPHA", 257]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.weights.parameters import open_source
 from tests.helpers.configs import error_of
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.parameters import load_parameters
@@ -78,8 +79,10 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(base: Path, adapted
     ]
     assert sizes[1] < sizes[0] / 2
     [record] = (adapted / "checkpoints").glob("*/position/metadata")
-    model = json.loads(record.read_text())["identity"]["model"]
-    assert (model["lora_rank"], len(model["base"])) == (4, 32)
+    stated = json.loads(record.read_text())
+    assert stated["identity"]["model"]["lora_rank"] == 4
+    origin = {"key": "load_parameters_path", "source": str(base), "identity": open_source(base).identity, "step": 2}
+    assert stated["origin"] == origin
 
 
 def test_the_loss_falls_and_the_eval_sees_the_adapters(base: Path, adapted: Path) -> None:
@@ -126,7 +129,7 @@ def test_adapters_resume_only_over_the_model_that_they_adapt(base: Path, adapted
     other = tmp_path / "other"
     train(tiny_config(*RUN, f"run_dir={other}", "steps=1", "init_weights_seed=0"), jax.devices()[:1])
     shutil.copytree(adapted, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"belongs to another run .*base"):
+    with pytest.raises(ConfigError, match=r"has no checkpoint of step 2, and the run in run_dir=.*run started from it"):
         train(lora(other, tmp_path / "run", "steps=7", "eval_fraction=0.02"), jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"belongs to another run .*lora_alpha"):
         train(lora(base, tmp_path / "run", "steps=7", "lora_alpha=3", "eval_fraction=0.02"), jax.devices()[:1])

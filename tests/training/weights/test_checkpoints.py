@@ -51,7 +51,7 @@ class Saved:
 
     @contextmanager
     def open(self, data: dict[str, Any] = DATA, *overrides: str) -> Iterator[Checkpoints]:
-        identity = {"data": data, "model": model_identity(UpdateConfig.of(tiny_config(*overrides)), "")}
+        identity = {"data": data, "model": model_identity(UpdateConfig.of(tiny_config(*overrides)))}
         checkpoints = Checkpoints(self.folder, 3, identity, self.warnings.append)
         yield checkpoints
         checkpoints.close()

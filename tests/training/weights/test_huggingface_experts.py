@@ -128,7 +128,7 @@ def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_th
     abstract = abstract_state(keys, make_mesh(config, jax.devices()[:1]))
     state = jax.tree.map(lambda x: jax.device_put(rng.integers(-99, 99, x.shape).astype(x.dtype), x.sharding), abstract)
     (tmp_path / "run").mkdir()
-    checkpoints = Checkpoints(tmp_path / "run", 1, {"data": {}, "model": model_identity(keys, "")}, pytest.fail)
+    checkpoints = Checkpoints(tmp_path / "run", 1, {"data": {}, "model": model_identity(keys)}, pytest.fail)
     checkpoints.save(state, Position(1, 8))
     checkpoints.close()
     (tmp_path / "run" / "config.yml").write_text(dump_config(config))

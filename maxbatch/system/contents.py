@@ -1,0 +1,64 @@
+"""Hashes of the content of files, block by block, so that threads and hosts can share the work."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from maxbatch.system.remote_path import Status
+from maxbatch.system.storage import AnyPath, read_range
+
+BLOCK_BYTES = 8 << 20
+_DIGEST_BYTES = 16
+_MOST_THREADS = 16
+
+
+def content_stamp(file: AnyPath) -> tuple[int, list[int | str]]:
+    """Returns the size of a file, and what changes with every write and every replacement, also where size and time of
+    writing are kept.
+
+    On a disk that is inode, time of change and time of writing, in a store the version.
+    """
+    status = file.stat()
+    if isinstance(status, Status):
+        return status.st_size, [status.version or str(status.st_mtime)]
+    return status.st_size, [status.st_ino, status.st_ctime_ns, status.st_mtime_ns]
+
+
+class Block(NamedTuple):
+    """Bytes `begin` to before `end` of a file."""
+
+    file: AnyPath
+    begin: int
+    end: int
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of the bytes, 16 bytes."""
+        return hashlib.sha256(read_range(*self)).digest()[:_DIGEST_BYTES]
+
+
+def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
+    """Yields the blocks of a file of `size` bytes, in order."""
+    for begin in range(0, size, BLOCK_BYTES):
+        yield Block(file, begin, min(size, begin + BLOCK_BYTES))
+
+
+def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> list[bytes]:
+    """Returns the hash of each block; the blocks are read side by side. `progress` is told of the bytes read."""
+
+    def digest(block: Block) -> bytes:
+        found = block.digest
+        progress(block.end - block.begin)
+        return found
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
+        return list(threads.map(digest, blocks))
+
+
+def joined(parts: Iterable[bytes]) -> str:
+    """Returns the hash of a file, by those of its blocks in order."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()[: 2 * _DIGEST_BYTES]

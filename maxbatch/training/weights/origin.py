@@ -1,0 +1,158 @@
+"""What a run starts from: pinned in its checkpoints, so that a resume reads the same again or is refused.
+
+A resume reads it again where it needs more than the checkpoint holds: the model below adapters, the reference of GRPO,
+the reference of pairs that were not read before. Of a run that trains on it takes the pinned checkpoint, not the
+newest. Any path will do whose content is that of the pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from maxbatch.config.huggingface import is_huggingface_folder
+from maxbatch.config.values import shown
+from maxbatch.parallel.hosts import broadcast, gather, warn
+from maxbatch.runs.position import CheckpointRecord, Origin, committed_steps, is_committed
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.training.weights.checkpoint_reading import is_checkpoint
+
+
+class Identified(Protocol):
+    """A source of parameters whose content has an identity."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of its content, equal in whichever folder it is; all hosts of a run ask for it together."""
+
+    @property
+    def old_identity(self) -> str:
+        """The identity that checkpoints of adapters made before origins were pinned state."""
+
+    @property
+    def step(self) -> int | None:
+        """The step of a checkpoint; None for a Hugging Face folder."""
+
+
+S = TypeVar("S", bound=Identified)
+
+
+def open_origin(
+    open_at: Callable[[str], S], key: str, path: str, pin: Origin | None, old_base: str | None, whose: str
+) -> tuple[S, Origin]:
+    """Opens what a run starts from; all its hosts call this.
+
+    Args:
+      open_at: opens a path.
+      key: the config key that states the path.
+      path: of a run folder the checkpoint of the pinned step is taken, without a pin the newest that the first host
+        sees.
+      pin: the origin that must be there; None: any.
+      old_base: the old identity that must be there if there is no pin; None: any.
+      whose: names the run, for messages.
+
+    Raises:
+      ConfigError: there is no such source, its content is not that of the pin, or the hosts have different ones.
+    """
+    stated = f"{key}={shown(repr(path))}"
+    step = pin.step if pin else broadcast(lambda: _newest_step(path))
+    place = path
+    if step is not None and _is_run(path):
+        folder = as_path(path) / "checkpoints" / str(step)
+        if not (folder.is_dir() and is_committed(folder)):
+            held = f"{whose} started from it" if pin else "the first host has it"
+            raise ConfigError(
+                f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps its newest ones alone "
+                "(max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
+            )
+        place = str(folder)
+    source = open_at(place)
+    _refuse_different(stated, gather([type(source).__name__, source.step]))
+    identity = source.identity
+    _refuse_different(stated, gather(identity))
+    if (pin and identity != pin.identity) or (old_base is not None and old_base != source.old_identity):
+        raise ConfigError(
+            f"{stated}: is another model than the one that {whose} started from"
+            + (f" ({shown(str(pin), 300)})" if pin else "")
+            + "; put that one back, or name a copy of it"
+        )
+    origin = broadcast(lambda: Origin(key, path, identity, source.step))
+    return source, Origin(*origin)
+
+
+def _refuse_different(stated: str, found: list[object]) -> None:
+    differing = [f"host {host}" for host, one in enumerate(found) if one != found[0]]
+    if differing:
+        verb = "differs" if len(differing) == 1 else "differ"
+        raise ConfigError(
+            f"{stated}: the hosts have different models there ({', '.join(differing[:8])} {verb} from host 0); give "
+            "every host the same files"
+        )
+
+
+def _is_run(path: str) -> bool:
+    return not is_huggingface_folder(path) and not is_checkpoint(as_path(path))
+
+
+def _newest_step(path: str) -> int | None:
+    return next(iter(committed_steps(as_path(path).absolute())), None) if _is_run(path) else None
+
+
+class RunOrigin(Generic[S]):
+    """What the first parameters of a run are read from, opened once.
+
+    Args:
+      open_at: opens a path.
+      key: the config key that states it.
+      path: where it is, as stated; empty if the parameters are made.
+      run_dir: the run's folder.
+      record: of the run's newest checkpoint; None for a new run.
+
+    Attributes:
+      pin: what checkpoints state of it; None until it is read, and while a run from before pins need not read it.
+    """
+
+    def __init__(
+        self, open_at: Callable[[str], S], key: str, path: str, run_dir: AnyPath, record: CheckpointRecord | None
+    ) -> None:
+        self._open_at, self._key, self._path, self._run_dir = open_at, key, path, run_dir
+        self._is_resumed = record is not None
+        self._old_base = record.old_base if record else None
+        self._source: S | None = None
+        if record is not None:
+            self.pin = record.origin
+        else:
+            self.pin = None if path else Origin(key)
+
+    @property
+    def mark(self) -> str:
+        """A text that tells these first parameters from others of the same model and seed; empty if not known."""
+        return "" if self.pin is None else self.pin.identity or self.pin.key
+
+    def source(self) -> S | None:
+        """Returns what is to be read; None if the parameters are made. All hosts call it.
+
+        Raises:
+          ConfigError: it is not there, is not what the run started from, or differs between the hosts.
+        """
+        if self._source is None:
+            pin, whose = self.pin, f"the run in run_dir={self._run_dir}"
+            if pin and pin.key != self._key:
+                here = f"{self._key}={shown(repr(self._path))}" if self._path else "none"
+                works = f"{pin.key}={shown(pin.source, 300)}" if pin.source else f"{self._key}=''"
+                raise ConfigError(
+                    f"{self._key}: {whose} started from {shown(str(pin), 300)} and reads it again; the config states "
+                    f"{here}; works: {works}"
+                )
+            if not self._path:
+                return None
+            self._source, self.pin = open_origin(self._open_at, self._key, self._path, pin, self._old_base, whose)
+            if self._is_resumed and not pin and self._old_base is None:
+                warn(
+                    f"{self._run_dir}: was made before checkpoints stated what a run started from; {self._key}="
+                    f"{shown(repr(self._path))} is read as it is now"
+                )
+            if pin:
+                self.pin = pin
+        return self._source
