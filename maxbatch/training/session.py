@@ -60,6 +60,15 @@ from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.parameters import Reader, open_parameters, open_source
 
 
+_ACTIVITIES = {
+    Part.RESTORING: "restoring",
+    Part.COMPILING: "compiling",
+    Part.UPDATES_LOST: "in an update",
+    Part.CHECKPOINTS: "saving",
+    Part.EVAL: "evaluating",
+}
+
+
 class Outcome(NamedTuple):
     """How a run ended, and where its records are."""
 
@@ -330,6 +339,10 @@ class Session(Generic[B]):
         meter = ThroughputMeter(length, self.task.model.flops_per_token, self._context.devices, peak_tflops)
         return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 
+    def _doing(self) -> str:
+        """Returns the activity of the run, for a line about a wait."""
+        return _ACTIVITIES.get(self._clock.part, "starting")
+
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
@@ -338,7 +351,7 @@ class Session(Generic[B]):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
+        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period, self._doing)
         yield from self._outputs
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
