@@ -60,11 +60,12 @@ class PolicyEvaluator:
     def __call__(self, params: State) -> Evaluation:
         """Evaluates parameters on the sampling devices."""
         config, k = self._config, self._config.eval_num_generations
-        greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
-        sampled_PxG, sampled_texts = self._passes(params, k, config.decode_sampling_temperature)
+        greedy_Px1, _, greedy_texts = self._answers(params, 1, 0.0)
+        sampled_PxG, rewards_PxG, sampled_texts = self._answers(params, k, config.decode_sampling_temperature)
         figures = {
             Metric.EVAL_GREEDY_PASS_AT_1: float(greedy_Px1.mean()),
             Metric.EVAL_PASS_AT_1: float(sampled_PxG.mean()),
+            Metric.EVAL_REWARD: float(rewards_PxG.mean()),
             Metric.EVAL_PASS_AT_K.of(k): float(sampled_PxG.any(axis=1).mean()),
         }
         transcripts = [
@@ -74,23 +75,26 @@ class PolicyEvaluator:
         ]
         return Evaluation(figures, transcripts)
 
-    def _passes(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, list[str]]:
-        """Returns bool[prompts, group], and the text of the first response to each prompt."""
+    def _answers(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Returns whether each response passes and its reward, [prompts, group]; the first text for each prompt."""
         group_at_once = min(group, self._num_pairs)
         passes: list[np.ndarray] = []
+        rewards: list[np.ndarray] = []
         texts: list[str] = []
         for first, count in chunks(0, len(self._prompts), self._num_pairs // group_at_once):
             prompts = self._prompts[first : first + count]
-            columns = []
+            of_passes, of_rewards = [], []
             for start, number in chunks(0, group, group_at_once):
                 generation = _FIRST_GENERATION + start
                 responses = self._roller.start(params, prompts, number, temperature, generation)
                 drawn = self._roller.read(prompts, number, responses)
-                first_reward = next(iter(score(self._rewards, drawn).by_name.values()))
-                columns.append(first_reward.reshape(count, number) >= PASSES)
+                scores = score(self._rewards, drawn)
+                of_passes.append(next(iter(scores.by_name.values())).reshape(count, number) >= PASSES)
+                of_rewards.append(scores.rewards.reshape(count, number))
                 texts += drawn.texts[::number] if start == 0 else ()
-            passes.append(np.concatenate(columns, axis=1))
-        return np.concatenate(passes), texts
+            passes.append(np.concatenate(of_passes, axis=1))
+            rewards.append(np.concatenate(of_rewards, axis=1))
+        return np.concatenate(passes), np.concatenate(rewards), texts
 
 
 def open_evaluator(

@@ -193,7 +193,7 @@ class PolicyTraining:
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
             context.console.print(
                 f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
-                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f})"
+                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward {found[Metric.EVAL_REWARD]:.3f}"
             )
         return state
 

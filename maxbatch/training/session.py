@@ -59,7 +59,6 @@ from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.parameters import Reader, open_parameters, open_source
 
-
 _ACTIVITIES = {
     Part.RESTORING: "restoring",
     Part.COMPILING: "compiling",
@@ -315,6 +314,11 @@ class Session(Generic[B]):
             with self._clock.during(Part.COMPILING):
                 self.state = self.task.prepare(restored, self.start)
             self._refuse_patience_without_eval()
+            if self.config.eval_interval > 0 and not self.task.evaluates:
+                unit = self.task.data.unit
+                self.console.print(
+                    f"no evals: no {unit} are held out; eval_fraction or eval_dataset_path holds some out"
+                )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(Part.UPDATES_LOST):  # kept once they are recorded
                 self.train(feed, recorder, profiler)

@@ -100,6 +100,7 @@ class RunProgress:
         if Metric.EVAL_PASS_AT_1 in record:
             greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
+            remarks.append(f"eval reward {record[Metric.EVAL_REWARD]:.3f}")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=line)
         self._step, self._unprinted, self._updated_at = step, line, time.monotonic()
@@ -108,11 +109,14 @@ class RunProgress:
 
     def _line(self, record: dict[str, Any]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
+        margin, accuracy = record.get(Metric.MARGIN), record.get(Metric.PAIR_ACCURACY)
         parts = (
             f"step {record[Metric.STEP]}/{self._total}",
             "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:.4f}",
             None if reward is None else f"reward {reward:.3f}",
-            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}",
+            None if margin is None else f"margin {margin:.3f}",
+            None if accuracy is None else f"accuracy {accuracy:.0%}",
+            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{' pairs' if Metric.MARGIN in record else ''}",
             f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,
             f"lr {record[Metric.LEARNING_RATE]:.2e}",
             f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",

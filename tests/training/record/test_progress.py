@@ -49,8 +49,13 @@ def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
 
 
 def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
-    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875)])
-    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875)")
+    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875, eval_reward=0.4375)])
+    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875) | eval reward 0.438")
+
+
+def test_pairs_show_their_margin_and_accuracy_and_are_counted_as_pairs() -> None:
+    (line,) = lines([record(1, margin=0.25, pair_accuracy=0.625)])
+    assert "| margin 0.250 | accuracy 62% | batch 16 pairs |" in line
 
 
 def test_a_narrow_terminal_tears_no_part_of_a_line() -> None:
