@@ -14,17 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
-from maxbatch.parallel.hosts import broadcast, is_first
+from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt, PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, chunks, score
-from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.run_folder import RunFolder
-from maxbatch.training.record.board import Board
 from maxbatch.training.task import check_same_data
 
 PASSES = 0.5
@@ -121,31 +118,3 @@ def open_evaluator(
     num_prompts = min(num_prompts, config.eval_samples or num_prompts)
     roller = Roller(rollout, held_out.tokenizer, mesh, num_pairs, end_ids=held_out.end_ids)
     return PolicyEvaluator(rollout.rl, held_out.read(0, num_prompts), roller, num_pairs, rewards)
-
-
-class Transcripts:
-    """Some responses of the evals: a line of `transcripts.jsonl` each, and a text in TensorBoard.
-
-    Transcripts of updates after `step`, which will be redone, are dropped.
-    """
-
-    def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
-        self._log = StepLog(folder, "transcripts.jsonl", step) if is_first() else None
-        self._board = board
-
-    def write(self, step: int, evaluation: Evaluation) -> None:
-        """Adds the transcripts of an eval after `step` updates."""
-        transcripts = [transcript._asdict() for transcript in evaluation.transcripts]
-        if self._log:
-            self._log.append({"step": step, "transcripts": transcripts})
-        lines = [
-            f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
-            for t in evaluation.transcripts
-        ]
-        if self._board:
-            self._board.text(step, "transcripts", "\n".join(lines))
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._log:
-            self._log.close()

@@ -24,7 +24,7 @@ from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
-from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
+from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
 from maxbatch.rl.prompts import PromptSource
@@ -32,6 +32,7 @@ from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
+from maxbatch.rl.transcripts import Transcripts
 from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
@@ -180,7 +181,8 @@ class PolicyTraining:
         state = restored or init_opt_state(UpdateConfig.of(config), abstract, first_parameters(context, abstract))
         if config.grpo_beta:
             self._learner.refer_to(first_parameters(context, abstract))
-        transcripts = Transcripts(context.folder, context.board, start.position.step)
+        period = RLConfig.of(config).transcript_period
+        transcripts = Transcripts(context.folder, context.board, start.position.step, period)
         self._transcripts = context.stack.enter_context(closing(transcripts))
         evaluation = EvaluationConfig.of(config)
         self._evaluator = open_evaluator(
@@ -208,6 +210,8 @@ class PolicyTraining:
             self._timeline.watch("trainer", done)
             if self._workshop.takes_turns:
                 jax.block_until_ready(done)
+        if batch.update == 0:
+            self._write_transcripts(batch.planned.step, collected)
         if collected.problem and not self._warned:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
@@ -231,6 +235,12 @@ class PolicyTraining:
             figures=figures,
         )
 
+    def _write_transcripts(self, step: int, collected: CollectedBatch) -> None:
+        batch = self._workshop.batch
+        number = (step - 1) // batch.updates_per_batch
+        version = max(0, number - batch.off_policy_steps) * batch.updates_per_batch
+        self._transcripts.write_batch(step, number, version, collected)
+
     def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
         """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
         ends_batch = planned.end_sample > planned.first_sample
@@ -251,7 +261,7 @@ class PolicyTraining:
         assert self._evaluator is not None, "an eval was asked for"
         self._ahead.settle()  # the devices that sample do one thing at a time
         evaluation = self._evaluator(self._roller.take(state.params))
-        self._transcripts.write(step, evaluation)
+        self._transcripts.write_eval(step, evaluation)
         return evaluation.figures
 
     def ahead(self) -> str | None:

@@ -144,6 +144,24 @@ def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> N
     assert {"prompt", "response", "greedy", "passes"} <= lines[-1]["transcripts"][0].keys()
 
 
+def test_the_responses_that_are_trained_on_are_in_the_transcripts(tmp_path: Path) -> None:
+    keys = ("steps=3", "transcript_period=2", "off_policy_steps=1", "eval_interval=-1", UNSAVED)
+    records = train(tmp_path / "run", *keys)
+    lines = [json.loads(line) for line in (tmp_path / "run/transcripts.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["policy_version"]) for line in lines] == [(1, 0), (3, 1)]
+    for line, record in zip(lines, records[::2], strict=True):
+        trained = line["trained"]
+        groups = [trained[i : i + GROUP] for i in range(0, len(trained), GROUP)]
+        assert len(trained) == record["global_batch_size"]
+        assert all(len({(one["prompt"], one["index"]) for one in group}) == 1 for group in groups)
+        assert [group[0]["index"] for group in groups] == list(
+            range(record["samples_seen"] - len(groups), record["samples_seen"])
+        )
+        assert sum(one["reward"] for one in trained) / len(trained) == pytest.approx(record["reward"])
+        assert all(sum(one["advantage"] for one in group) == pytest.approx(0, abs=1e-4) for group in groups)
+        assert all(isinstance(one["response"], str) and one["rewards"] for one in trained)
+
+
 def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:
     keys = ("eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=1", UNSAVED)
     found = {chunk: train(tmp_path / f"run{chunk}", *keys, f"micro_batch_size={chunk}")[0] for chunk in (-1, GROUP)}
