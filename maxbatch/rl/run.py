@@ -178,7 +178,7 @@ class PolicyTraining:
     def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
         config, context, abstract = self._config, self._context, self.abstract
-        state = restored or init_opt_state(UpdateConfig.of(config), abstract, first_parameters(context, abstract))
+        state = self._state(restored)
         if config.grpo_beta:
             self._learner.refer_to(first_parameters(context, abstract))
         period = RLConfig.of(config).transcript_period
@@ -199,14 +199,24 @@ class PolicyTraining:
             )
         return state
 
+    def _state(self, restored: TrainState | None) -> TrainState:
+        """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
+        if restored and self.abstract.frozen is None:
+            return restored
+        model = first_parameters(self._context, self.abstract)
+        if restored:
+            return restored._replace(frozen=model)
+        return init_opt_state(UpdateConfig.of(self._config), self.abstract, model)
+
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, collected = time.perf_counter(), self._collected_for(batch, state.params)
+        started, policy = time.perf_counter(), self._learner.policy(state)
+        collected = self._collected_for(batch, policy)
         waited = time.perf_counter() - started
         part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
-        for pairs in collected.chunks(part, state.params):
+        for pairs in collected.chunks(part, policy):
             num_chunks += 1
-            done = self._learner.add(state.params, pairs)
+            done = self._learner.add(state, pairs)
             self._timeline.watch("trainer", done)
             if self._workshop.takes_turns:
                 jax.block_until_ready(done)
@@ -260,7 +270,7 @@ class PolicyTraining:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self._evaluator is not None, "an eval was asked for"
         self._ahead.settle()  # the devices that sample do one thing at a time
-        evaluation = self._evaluator(self._roller.take(state.params))
+        evaluation = self._evaluator(self._roller.take(self._learner.policy(state)))
         self._transcripts.write_eval(step, evaluation)
         return evaluation.figures
 

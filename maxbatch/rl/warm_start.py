@@ -88,11 +88,11 @@ def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: 
 
 
 def first_parameters(context: RunContext, abstract: TrainState) -> State:
-    """Returns the parameters before the first update of reinforcement learning."""
+    """Returns the model's parameters before the first update of reinforcement learning, without adapters."""
     config = context.config
     if config.warm_start_steps:
         warm = open_source(str(as_path(config.run_dir) / WARM_START))
-        return open_parameters(warm, ModelConfig.of(config), abstract.params)(abstract.params)
+        return open_parameters(warm, ModelConfig.of(config), abstract.model)(abstract.model)
     if read := context.open_parameters(abstract.model):
-        return read(abstract.params)
+        return read(abstract.model)
     return init_state(UpdateConfig.of(config), abstract).params

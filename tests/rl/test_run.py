@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import maxbatch
 from maxbatch.cli import main
 from maxbatch.runs.devices import read_devices
 from tests.helpers.command import Hold, recorded, start
@@ -126,6 +128,20 @@ def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_a
     killed.communicate()
     assert saved_steps(run_dir) == [1], "the second update is recorded and not saved"
     assert_same_updates(train(run_dir, "checkpoint_period=2"), reference)
+
+
+def test_adapters_learn_from_rewards_on_any_devices_and_resume(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    train(base, "steps=1")
+    keys = (f"load_parameters_path={base}", "lora_rank=2", "grpo_beta=0.1", "micro_batch_size=16",
+            "learning_rate_schedule=constant")  # fmt: skip
+    whole = train(tmp_path / "whole", *keys, "steps=3", UNSAVED)
+    assert whole[0]["grad_norm"] > 0 and whole[0]["kl"] == pytest.approx(0, abs=1e-6) and whole[2]["kl"] > 1e-7
+    assert_same_updates(train(tmp_path / "two", *keys, "steps=3", UNSAVED, devices=2), whole)
+    train(tmp_path / "cut", *keys, "steps=2")
+    assert_same_updates(train(tmp_path / "cut", *keys, "steps=3"), whole)
+    model = maxbatch.load_model(tmp_path / "cut")
+    assert np.isfinite(model.score(["1+1=2"]).loss)
 
 
 def saved_steps(run_dir: Path) -> list[int]:
