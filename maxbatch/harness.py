@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.loaded_model import LoadedModel
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.harness.tasks import Tasks, check_installed
@@ -19,6 +20,7 @@ def evaluate(
     num_fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int | None = None,
+    apply_chat_template: bool = False,
 ) -> dict[str, Any]:
     """Returns the scores of a model on tasks of lm-evaluation-harness (the extra `eval`).
 
@@ -32,13 +34,16 @@ def evaluate(
       num_fewshot: worked examples before each question; None: as each task states.
       limit: most documents of a task; None: all. For a first look, since the scores of a part differ.
       batch_size: rows in one pass; None: by their length.
+      apply_chat_template: whether requests are written in the chat template of the model's tokenizer, each few-shot
+        example as two messages.
 
     Returns:
       The tables of the harness's results: `results` maps a task to its metrics, such as `acc,none` and
       `acc_stderr,none`; besides it `groups`, `group_subtasks`, `versions`, `n-shot`, `higher_is_better`, `n-samples`.
 
     Raises:
-      ConfigError: lm-eval is not installed, a task is unknown or cannot be loaded, or asks for more than the model has.
+      ConfigError: lm-eval is not installed, a task is unknown, cannot be loaded or asks for more than the model has,
+        or the tokenizer has no chat template.
       TrainingError: the model gives no finite log-probability.
     """
     check_installed()
@@ -48,4 +53,4 @@ def evaluate(
     model = model if isinstance(model, LoadedModel) else LoadedModel(os.fspath(model))
     loaded = Tasks(names, "--tasks ", include_path, num_fewshot, limit)
     loaded.check(model)  # before anything is computed
-    return loaded.scores(model, batch_size)
+    return loaded.scores(model, batch_size, chat=ChatPrompts(model.tokenizer) if apply_chat_template else None)

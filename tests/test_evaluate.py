@@ -14,6 +14,7 @@ import yaml
 
 import maxbatch
 from maxbatch.cli import main
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.harness.run_model import figures
 from maxbatch.training.pretraining import train
@@ -266,3 +267,31 @@ def test_without_the_harness_one_line_says_what_to_install(
     assert capsys.readouterr().err == (
         "maxbatch: error: evaluation needs lm-eval, which is not installed; works: pip install 'maxbatch[eval]'\n"
     )
+
+
+@pytest.mark.parity
+def test_requests_are_written_in_the_chat_template_if_asked(run_dir: Path, tasks: Path, tmp_path: Path) -> None:
+    model, rows = on_devices(run_dir, 1), list[str]()
+    vars(model)["tokenizer"] = make_tokenizer("huggingface", str(write_tokenizer(tmp_path / "chat")))
+    vars(model)["context"] = 256
+    score = model.scorer()
+
+    def recorded(batch: list[Any]) -> Any:
+        rows.extend(model.tokenizer.decode_markup(row.tolist()) for row in batch)
+        return score(batch)
+
+    vars(model)["scorer"] = lambda most_rows=None: recorded
+    found = maxbatch.evaluate(
+        model, str(tasks / "made_up_choice.yaml"), limit=1, num_fewshot=1, apply_chat_template=True
+    )
+    assert 0 <= found["results"]["made_up_choice"]["acc,none"] <= 1
+    begins = "<|im_start|>user\n"  # of the worked example, and of the question
+    assert rows and all(row.count(begins) == 2 and row.count("<|im_start|>assistant\n") == 2 for row in rows), rows
+    answers = {row.rpartition("<|im_start|>assistant\n")[2].strip() for row in rows}
+    assert "a colour that nobody has seen" in answers and len(answers) >= 3
+
+
+@pytest.mark.parity
+def test_a_tokenizer_without_a_chat_template_is_one_line(run_dir: Path, tasks: Path) -> None:
+    with pytest.raises(maxbatch.ConfigError, match="has no chat template"):
+        maxbatch.evaluate(on_devices(run_dir, 1), str(tasks / "made_up_choice.yaml"), limit=1, apply_chat_template=True)

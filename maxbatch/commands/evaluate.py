@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=count, metavar="N", help=limit)
     batch = "rows in one pass; no score depends on it (by their length)"
     parser.add_argument("--batch-size", type=count, metavar="N", help=batch)
+    template = "write requests in the chat template of the model's tokenizer, few-shot examples as messages"
+    parser.add_argument("--apply-chat-template", action="store_true", help=template)
     add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     devices = "compute on N CPU devices made in this process"
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         num_fewshot=args.num_fewshot,
         limit=args.limit,
         batch_size=args.batch_size,
+        apply_chat_template=args.apply_chat_template,
     )
     if args.json:
         print(json.dumps(found))

@@ -303,8 +303,8 @@ def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., C
 
 def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
-    if values["batch_size"] is not None:
-        raise fault("lora_rank", "0 beside batch_size: maxbatch rl trains all parameters", 0)
+    if values["batch_size"] is not None and values["warm_start_steps"]:
+        raise fault("warm_start_steps", "0 beside lora_rank: adapters adapt the model of load_parameters_path", 0)
     if values["load_full_state_path"]:
         rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
         raise fault("lora_rank", rule + "names the model to adapt", 0)

@@ -329,6 +329,13 @@ class RLConfig(Section):
     reward_on_failure: float = key(
         "score of a response whose reward crashed or timed out", fixes=_PROGRAM, maxtext=OURS
     )
+    transcript_period: int = key(
+        "batches from one record in transcripts.jsonl of the responses that are trained on to the next; -1: none",
+        fixes=_NOTHING,
+        bounds=_COUNT_OR_OFF,
+        unit="batches",
+        maxtext=OURS,
+    )
     prompt_template: str = key(
         'text of a prompt, from the fields of its record; a field alone, "{messages}", may hold a conversation',
         fixes=_PROGRAM | Fixes.PROMPTS,

@@ -23,13 +23,16 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
     if figures := _figures(trials, metric, keys, sweep["log_keys"]):
         page.figures(figures)
     is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]  # the best first
+    compared = any(t["value_at_equal_tokens"] is not None for t in trials)
     rows = [
-        [rank if ranked else None, t["number"], *(t["overrides"].get(key) for key in keys), t["value"], t["steps"],
+        [rank if ranked else None, t["number"], *(t["overrides"].get(key) for key in keys), t["value"],
+         *([t["value_at_equal_tokens"]] if compared else []), t["steps"], t["tokens"],
          t["status"] + (f": {t['reason']}" if t["reason"] else "")]
         for rank, (t, ranked) in enumerate(zip(trials, is_ranked, strict=True), start=1)
     ]  # fmt: skip
     best = 0 if any(is_ranked) else None
-    page.add(table(["rank", "trial", *keys, metric, "steps", "status"], rows, marked=best))
+    at_equal = ["at equal tokens"] * compared
+    page.add(table(["rank", "trial", *keys, metric, *at_equal, "steps", "tokens", "status"], rows, marked=best))
 
 
 def _figures(

@@ -59,6 +59,17 @@ class Rollouts(NamedTuple):
         return found
 
 
+class TrainedResponse(NamedTuple):
+    """One response that is trained on."""
+
+    prompt: str
+    index: int  # of the prompt in the stream
+    response: str
+    reward: float
+    rewards: dict[str, float]  # by reward function
+    advantage: float
+
+
 class CollectedBatch:
     """The pairs of one batch of prompts, from prompt `first` of the stream on.
 
@@ -200,6 +211,24 @@ class CollectedBatch:
         """Returns the pairs of an update, by its part of the batch."""
         size = self._workshop.batch.minibatch_size
         return max(0, min(size, self.num_groups - part * size)) * self._group
+
+    def responses(self) -> Iterator[TrainedResponse]:
+        """Yields the responses that are trained on, in stream order, once the batch is sampled."""
+        workshop, group = self._workshop, self._group
+        read, prompts = self.read, workshop.prompts.read(self.first, self.end - self.first)
+        (rows,) = np.nonzero(self._trains_on(read))
+        kept = read.pairs(rows)
+        advantages_R = group_advantages(kept.rewards_R, group)
+        for number, row in enumerate(rows.tolist()):
+            prompt = prompts[row // group]
+            yield TrainedResponse(
+                prompt=prompt.text,
+                index=prompt.index,
+                response=workshop.roller.text(kept.tokens_RxL[number, kept.mask_RxL[number]]),
+                reward=float(kept.rewards_R[number]),
+                rewards={name: float(values[number]) for name, values in kept.by_name.items()},
+                advantage=float(advantages_R[number]),
+            )
 
     def figures(self) -> dict[str, object]:
         """Returns the figures of all responses that the batch has read, by the names of the metrics."""

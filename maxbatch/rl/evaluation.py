@@ -14,17 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.sections import EvaluationConfig, RLConfig
-from maxbatch.parallel.hosts import is_first
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt, PromptSource
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, chunks, score
-from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.run_folder import RunFolder
-from maxbatch.training.record.board import Board
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8
@@ -59,11 +55,12 @@ class PolicyEvaluator:
     def __call__(self, params: State) -> Evaluation:
         """Evaluates parameters on the sampling devices."""
         config, k = self._config, self._config.eval_num_generations
-        greedy_Px1, greedy_texts = self._passes(params, 1, 0.0)
-        sampled_PxG, sampled_texts = self._passes(params, k, config.decode_sampling_temperature)
+        greedy_Px1, _, greedy_texts = self._answers(params, 1, 0.0)
+        sampled_PxG, rewards_PxG, sampled_texts = self._answers(params, k, config.decode_sampling_temperature)
         figures = {
             Metric.EVAL_GREEDY_PASS_AT_1: float(greedy_Px1.mean()),
             Metric.EVAL_PASS_AT_1: float(sampled_PxG.mean()),
+            Metric.EVAL_REWARD: float(rewards_PxG.mean()),
             Metric.EVAL_PASS_AT_K.of(k): float(sampled_PxG.any(axis=1).mean()),
         }
         transcripts = [
@@ -73,23 +70,26 @@ class PolicyEvaluator:
         ]
         return Evaluation(figures, transcripts)
 
-    def _passes(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, list[str]]:
-        """Returns bool[prompts, group], and the text of the first response to each prompt."""
+    def _answers(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Returns whether each response passes and its reward, [prompts, group]; the first text for each prompt."""
         group_at_once = min(group, self._num_pairs)
         passes: list[np.ndarray] = []
+        rewards: list[np.ndarray] = []
         texts: list[str] = []
         for first, count in chunks(0, len(self._prompts), self._num_pairs // group_at_once):
             prompts = self._prompts[first : first + count]
-            columns = []
+            of_passes, of_rewards = [], []
             for start, number in chunks(0, group, group_at_once):
                 generation = _FIRST_GENERATION + start
                 responses = self._roller.start(params, prompts, number, temperature, generation)
                 drawn = self._roller.read(prompts, number, responses)
-                first_reward = next(iter(score(self._rewards, drawn).by_name.values()))
-                columns.append(first_reward.reshape(count, number) >= PASSES)
+                scores = score(self._rewards, drawn)
+                of_passes.append(next(iter(scores.by_name.values())).reshape(count, number) >= PASSES)
+                of_rewards.append(scores.rewards.reshape(count, number))
                 texts += drawn.texts[::number] if start == 0 else ()
-            passes.append(np.concatenate(columns, axis=1))
-        return np.concatenate(passes), texts
+            passes.append(np.concatenate(of_passes, axis=1))
+            rewards.append(np.concatenate(of_rewards, axis=1))
+        return np.concatenate(passes), np.concatenate(rewards), texts
 
 
 def open_evaluator(
@@ -114,31 +114,3 @@ def open_evaluator(
     num_prompts = min(num_prompts, config.eval_samples or num_prompts)
     roller = Roller(rollout, held_out.tokenizer, mesh, num_pairs, end_ids=held_out.end_ids)
     return PolicyEvaluator(rollout.rl, held_out.read(0, num_prompts), roller, num_pairs, rewards)
-
-
-class Transcripts:
-    """Some responses of the evals: a line of `transcripts.jsonl` each, and a text in TensorBoard.
-
-    Transcripts of updates after `step`, which will be redone, are dropped.
-    """
-
-    def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
-        self._log = StepLog(folder, "transcripts.jsonl", step) if is_first() else None
-        self._board = board
-
-    def write(self, step: int, evaluation: Evaluation) -> None:
-        """Adds the transcripts of an eval after `step` updates."""
-        transcripts = [transcript._asdict() for transcript in evaluation.transcripts]
-        if self._log:
-            self._log.append({"step": step, "transcripts": transcripts})
-        lines = [
-            f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
-            for t in evaluation.transcripts
-        ]
-        if self._board:
-            self._board.text(step, "transcripts", "\n".join(lines))
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._log:
-            self._log.close()

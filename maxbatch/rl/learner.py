@@ -20,6 +20,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.rl.objective import Pairs, policy_objective
+from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.gradients import Accumulation, Sums
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import TrainState, abstract_state
@@ -38,13 +39,13 @@ class Learner:
         self._sums: Sums | None = None
         accumulation = Accumulation(keys, mesh, policy_objective(RLConfig.of(config)))
 
-        def begin(params: State, pairs: Pairs) -> tuple[Sums, jax.Array]:
-            staged = accumulation.staged(params)
+        def begin(params: State, frozen: State | None, pairs: Pairs) -> tuple[Sums, jax.Array]:
+            staged = accumulation.staged(params, frozen)
             sums = accumulation.add(staged, accumulation.start(staged), pairs, config.gradient_noise_scale)
             return sums, sums.losses_d.sum()
 
-        def add(params: State, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
-            sums = accumulation.add(accumulation.staged(params), sums, pairs, False)
+        def add(params: State, frozen: State | None, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
+            sums = accumulation.add(accumulation.staged(params, frozen), sums, pairs, False)
             return sums, sums.losses_d.sum()
 
         def step(state: TrainState, sums: Sums, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
@@ -58,9 +59,15 @@ class Learner:
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        self._begin, self._add = jax.jit(begin), jax.jit(add, donate_argnums=1)
+        self._begin, self._add = jax.jit(begin), jax.jit(add, donate_argnums=2)
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jax.jit(score)
+        if adapters := Adapters.from_config(keys.adapters):
+            self._merged = jax.jit(adapters.merged, out_shardings=shardings.model)
+
+    def policy(self, state: TrainState) -> State:
+        """Returns the parameters of the policy, adapters merged into the model that they adapt."""
+        return state.params if state.frozen is None else self._merged(state.frozen, state.params)
 
     def refer_to(self, params: State) -> None:
         """Measures the divergence (`grpo_beta`) from these parameters, which stay as they are."""
@@ -90,12 +97,12 @@ class Learner:
             reference = self._reference_logprobs(self._reference, tokens, segments)
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
-    def add(self, params: State, pairs: Pairs) -> jax.Array:
+    def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
         """Adds a chunk to the update under way; returns a scalar that is ready once the chunk is trained on."""
         if self._sums is None:
-            added: tuple[Sums, jax.Array] = self._begin(params, pairs)
+            added: tuple[Sums, jax.Array] = self._begin(state.params, state.frozen, pairs)
         else:
-            added = self._add(params, self._sums, pairs)
+            added = self._add(state.params, state.frozen, self._sums, pairs)
         self._sums, done = added
         return done
 

@@ -107,6 +107,11 @@ class Roller:
         with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
             return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
 
+    def text(self, response: np.ndarray) -> str:
+        """Returns the text of a response's tokens (int32[n]), without those that end it."""
+        ends = {self._tokenizer.eos_id, *self._end_ids}
+        return self._tokenizer.decode([token for token in response.tolist() if token not in ends])
+
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
         """Waits for responses and reads them as text."""
         rows = len(prompts) * num_generations
@@ -114,10 +119,8 @@ class Roller:
         tokens_RxL, starts_R, lengths_R, logprobs_RxL = fetched
         slots_L = np.arange(tokens_RxL.shape[1])
         mask_RxL = (slots_L >= starts_R[:, None]) & (slots_L < lengths_R[:, None])
-        ends = {self._tokenizer.eos_id, *self._end_ids}
         texts = [
-            self._tokenizer.decode([t for t in tokens[start:end] if t not in ends])
-            for tokens, start, end in zip(tokens_RxL.tolist(), starts_R, lengths_R, strict=True)
+            self.text(tokens[start:end]) for tokens, start, end in zip(tokens_RxL, starts_R, lengths_R, strict=True)
         ]
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
 

@@ -24,7 +24,7 @@ from maxbatch.plan.rampup import PlannedStep
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
-from maxbatch.rl.evaluation import PolicyEvaluator, Transcripts, open_evaluator
+from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
 from maxbatch.rl.prompts import PromptSource
@@ -33,6 +33,7 @@ from maxbatch.rl.reward_terms import identity_of
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
+from maxbatch.rl.transcripts import Transcripts
 from maxbatch.rl.warm_start import first_parameters, warm_start_folder, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
@@ -159,7 +160,8 @@ class PolicyTraining:
 
     @property
     def rereads_start(self) -> bool:
-        return bool(self._config.grpo_beta)  # for the reference that the divergence is measured from
+        # For the reference that the divergence is measured from, and for the model that adapters adapt.
+        return bool(self._config.grpo_beta or self._config.lora_rank)
 
     def open_start(self, is_new: bool) -> None:
         if not (is_new and self._config.warm_start_steps):  # the warm start opens what it starts from
@@ -202,10 +204,11 @@ class PolicyTraining:
     def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
         config, context, abstract = self._config, self._context, self.abstract
-        state = restored or init_opt_state(UpdateConfig.of(config), abstract, first_parameters(context, abstract))
+        state = self._state(restored)
         if config.grpo_beta:
             self._learner.refer_to(first_parameters(context, abstract))
-        transcripts = Transcripts(context.folder, context.board, start.position.step)
+        period = RLConfig.of(config).transcript_period
+        transcripts = Transcripts(context.folder, context.board, start.position.step, period)
         self._transcripts = context.stack.enter_context(closing(transcripts))
         evaluation = EvaluationConfig.of(config)
         self._evaluator = open_evaluator(
@@ -218,21 +221,33 @@ class PolicyTraining:
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
             context.console.print(
                 f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
-                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f})"
+                f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward {found[Metric.EVAL_REWARD]:.3f}"
             )
         return state
 
+    def _state(self, restored: TrainState | None) -> TrainState:
+        """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
+        if restored and self.abstract.frozen is None:
+            return restored
+        model = first_parameters(self._context, self.abstract)
+        if restored:
+            return restored._replace(frozen=model)
+        return init_opt_state(UpdateConfig.of(self._config), self.abstract, model)
+
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, collected = time.perf_counter(), self._collected_for(batch, state.params)
+        started, policy = time.perf_counter(), self._learner.policy(state)
+        collected = self._collected_for(batch, policy)
         waited = time.perf_counter() - started
         part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
-        for pairs in collected.chunks(part, state.params):
+        for pairs in collected.chunks(part, policy):
             num_chunks += 1
-            done = self._learner.add(state.params, pairs)
+            done = self._learner.add(state, pairs)
             self._timeline.watch("trainer", done)
             if self._workshop.takes_turns:
                 jax.block_until_ready(done)
+        if batch.update == 0:
+            self._write_transcripts(batch.planned.step, collected)
         if collected.problem and not self._warned:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
             self._warned = True
@@ -255,6 +270,12 @@ class PolicyTraining:
             metrics=metrics,
             figures=figures,
         )
+
+    def _write_transcripts(self, step: int, collected: CollectedBatch) -> None:
+        batch = self._workshop.batch
+        number = (step - 1) // batch.updates_per_batch
+        version = max(0, number - batch.off_policy_steps) * batch.updates_per_batch
+        self._transcripts.write_batch(step, number, version, collected)
 
     def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
         """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
@@ -279,8 +300,8 @@ class PolicyTraining:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self._evaluator is not None, "an eval was asked for"
         self._ahead.settle()  # the devices that sample do one thing at a time
-        evaluation = self._evaluator(self._roller.take(state.params))
-        self._transcripts.write(step, evaluation)
+        evaluation = self._evaluator(self._roller.take(self._learner.policy(state)))
+        self._transcripts.write_eval(step, evaluation)
         return evaluation.figures
 
     def ahead(self) -> str | None:

@@ -93,7 +93,7 @@ def warm_start_folder(run_dir: str) -> str:
 
 
 def first_parameters(context: RunContext, abstract: TrainState) -> State:
-    """Returns the parameters before the first update of reinforcement learning."""
+    """Returns the model's parameters before the first update of reinforcement learning, without adapters."""
     if read := context.open_parameters(abstract.model):
-        return read(abstract.params)
+        return read(abstract.model)
     return init_state(UpdateConfig.of(context.config), abstract).params

@@ -123,6 +123,7 @@ class Metric(StrEnum):
         "eval_greedy_pass_at_1", "real", "share", "Share of the held-out prompts answered greedily that pass.",
         _SOME_OF_RL)
     EVAL_PASS_AT_1 = "eval_pass_at_1", "real", "share", "Share of the sampled responses that pass.", _SOME_OF_RL
+    EVAL_REWARD = "eval_reward", "real", "", "Mean reward of the sampled responses to held-out prompts.", _SOME_OF_RL
     EVAL_PASS_AT_K = (
         "eval_pass_at_{k}", "real", "share", "Share of the prompts of which one of k responses passes.", _SOME_OF_RL)
     BEFORE_TRAINING = (

@@ -251,6 +251,11 @@ class SessionLog:
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
             self._write()
 
+    @property
+    def part(self) -> Part:
+        """The part that time counts in now."""
+        return self._part
+
     def withdraw(self) -> None:
         """Leaves no line of this start: there was nothing to do."""
         self._is_withdrawn = True

@@ -71,6 +71,8 @@ class Result(NamedTuple):
     reason: str  # one line, "" for a trial that is done or unfinished
     value: float | None  # the metric, so far for a pruned or unfinished trial; None of one that diverged or failed
     steps: int  # updates that it recorded
+    tokens: int  # slots that these were trained on
+    at_equal_tokens: float | None = None  # its metric after as many tokens as the shortest finished trial has
 
 
 def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
@@ -154,7 +156,8 @@ class SweepFolder:
             status, reason = _without_value(records, metric)
         if status in (Status.DIVERGED, Status.FAILED):
             value = None
-        return Result(trial, status, reason, value, len(records))
+        tokens = records[-1][Metric.TOKENS_SEEN] if records else 0
+        return Result(trial, status, reason, value, len(records), tokens)
 
     def results(self, metric: str) -> list[Result]:
         """Returns every trial's result, the best first, those that are not done last."""
@@ -162,7 +165,19 @@ class SweepFolder:
         def rank(result: Result) -> tuple[int, float]:
             return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
 
-        return sorted((self.result(trial, metric) for trial in self.trials()), key=rank)
+        results = [self.result(trial, metric) for trial in self.trials()]
+        fewest = min((result.tokens for result in results if result.status == Status.DONE), default=0)
+        if any(result.status == Status.DONE and result.tokens > fewest for result in results):
+            results = [self._compared(result, metric, fewest) for result in results]
+        return sorted(results, key=rank)
+
+    def _compared(self, result: Result, metric: str, tokens: int) -> Result:
+        """Returns a result with its metric after so many tokens, if it is done."""
+        if result.status != Status.DONE:
+            return result
+        records = scan_metrics(result.trial.folder).records
+        upto = [record for record in records if record[Metric.TOKENS_SEEN] <= tokens]
+        return result._replace(at_equal_tokens=metric_value(upto, metric))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials."""
@@ -172,7 +187,8 @@ class SweepFolder:
             "sweep_dir": str(self.path),
             "metric_meaning": SWEEP_METRICS[settings["metric"]],
             "trials": [
-                {"number": r.trial.number, "overrides": r.trial.overrides, "value": r.value, "steps": r.steps,
+                {"number": r.trial.number, "overrides": r.trial.overrides, "value": r.value,
+                 "value_at_equal_tokens": r.at_equal_tokens, "steps": r.steps, "tokens": r.tokens,
                  "status": str(r.status), "reason": r.reason}
                 for r in results
             ],

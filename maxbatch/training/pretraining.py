@@ -444,9 +444,11 @@ class Pretraining:
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
-        if config.enable_checkpointing and not is_own:
-            yield f"next: maxbatch generate {config.run_dir}{asks}"
-        yield f"      pip install tensorboard && tensorboard --logdir {config.run_dir}"
+        can_generate = config.enable_checkpointing and not is_own
+        generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
+        first, *others = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
+        yield f"next: {first}"
+        yield from (f"      {command}" for command in others)
 
     def _text_sample(self, params: State) -> str:
         """Returns a text that continues `generate_prompt`."""

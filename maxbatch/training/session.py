@@ -64,6 +64,14 @@ from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
 from maxbatch.training.weights.parameters import Reader, Source, open_parameters, open_source
 
+_ACTIVITIES = {
+    Part.RESTORING: "restoring",
+    Part.COMPILING: "compiling",
+    Part.UPDATES_LOST: "in an update",
+    Part.CHECKPOINTS: "saving",
+    Part.EVAL: "evaluating",
+}
+
 
 class Outcome(NamedTuple):
     """How a run ended, and where its records are."""
@@ -333,6 +341,11 @@ class Session(Generic[B]):
             with self._clock.during(Part.COMPILING):
                 self.state = self.task.prepare(restored, self.start)
             self._refuse_patience_without_eval()
+            if self.config.eval_interval > 0 and not self.task.evaluates:
+                unit = self.task.data.unit
+                self.console.print(
+                    f"no evals: no {unit} are held out; eval_fraction or eval_dataset_path holds some out"
+                )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(Part.UPDATES_LOST):  # kept once they are recorded
                 self.train(feed, recorder, profiler)
@@ -357,6 +370,10 @@ class Session(Generic[B]):
         meter = ThroughputMeter(length, self.task.model.flops_per_token, self._context.devices, peak_tflops)
         return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 
+    def _doing(self) -> str:
+        """Returns the activity of the run, for a line about a wait."""
+        return _ACTIVITIES.get(self._clock.part, "starting")
+
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
         yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
@@ -365,7 +382,7 @@ class Session(Generic[B]):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period)
+        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period, self._doing)
         yield from self._outputs
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:

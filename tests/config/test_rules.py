@@ -48,6 +48,10 @@ OF_ONE_GROUP = ("topk_routing_group=1", "num_experts_per_tok=5")
         ((*DEEPSEEK, "use_qk_norm=true"), "use_qk_norm=true: must be false beside decoder_block=deepseek"),
         ((*DEEPSEEK, "attention_bias=true"), "attention_bias=true: must be false beside decoder_block=deepseek"),
         (("model_name=deepseek3-671b", "num_experts=1"), "num_experts=1: must be at least 2 beside decoder_block=deep"),
+        (
+            ("batch_size=8", "load_parameters_path=base", "lora_rank=2", "warm_start_steps=5"),
+            "warm_start_steps=5: must be 0 beside lora_rank",
+        ),
         (("q_lora_rank=16",), "q_lora_rank=16: must be 0 beside decoder_block=llama2"),
         ((*MIXTRAL, "v_head_dim=16", "kv_lora_rank=8"), "kv_lora_rank=8: must be 512 beside decoder_block=mixtral"),
         ((*MIXTRAL, "shared_experts=1"), "shared_experts=1: must be 0 beside decoder_block=mixtral"),

@@ -95,7 +95,7 @@ def run(arguments: Sequence[str], variables: dict[str, str], log: Path, limit_s:
 def transcripts(run_dir: Path) -> dict[int, Any]:
     """Returns the responses of the evals by their step; of an eval that was taken again, the last."""
     lines = map(json.loads, (run_dir / "transcripts.jsonl").read_text().splitlines())
-    return {line["step"]: line["transcripts"] for line in lines}
+    return {line["step"]: line["transcripts"] for line in lines if "transcripts" in line}
 
 
 def compared(found: Path, expected: Path) -> None:

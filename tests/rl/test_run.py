@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import maxbatch
 from maxbatch.cli import main
 from maxbatch.runs.devices import read_devices
 from tests.helpers.command import Hold, recorded, start
@@ -149,6 +151,20 @@ def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_a
     assert_same_updates(train(run_dir, "checkpoint_period=2"), reference)
 
 
+def test_adapters_learn_from_rewards_on_any_devices_and_resume(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    train(base, "steps=1")
+    keys = (f"load_parameters_path={base}", "lora_rank=2", "grpo_beta=0.1", "micro_batch_size=16",
+            "learning_rate_schedule=constant")  # fmt: skip
+    whole = train(tmp_path / "whole", *keys, "steps=3", UNSAVED)
+    assert whole[0]["grad_norm"] > 0 and whole[0]["kl"] == pytest.approx(0, abs=1e-6) and whole[2]["kl"] > 1e-7
+    assert_same_updates(train(tmp_path / "two", *keys, "steps=3", UNSAVED, devices=2), whole)
+    train(tmp_path / "cut", *keys, "steps=2")
+    assert_same_updates(train(tmp_path / "cut", *keys, "steps=3"), whole)
+    model = maxbatch.load_model(tmp_path / "cut")
+    assert np.isfinite(model.score(["1+1=2"]).loss)
+
+
 def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
 
@@ -163,6 +179,24 @@ def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> N
     assert {f"first_{name}" for name in names} <= records[0].keys()
     lines = [json.loads(line) for line in (tmp_path / "run/transcripts.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "greedy", "passes"} <= lines[-1]["transcripts"][0].keys()
+
+
+def test_the_responses_that_are_trained_on_are_in_the_transcripts(tmp_path: Path) -> None:
+    keys = ("steps=3", "transcript_period=2", "off_policy_steps=1", "eval_interval=-1", UNSAVED)
+    records = train(tmp_path / "run", *keys)
+    lines = [json.loads(line) for line in (tmp_path / "run/transcripts.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["policy_version"]) for line in lines] == [(1, 0), (3, 1)]
+    for line, record in zip(lines, records[::2], strict=True):
+        trained = line["trained"]
+        groups = [trained[i : i + GROUP] for i in range(0, len(trained), GROUP)]
+        assert len(trained) == record["global_batch_size"]
+        assert all(len({(one["prompt"], one["index"]) for one in group}) == 1 for group in groups)
+        assert [group[0]["index"] for group in groups] == list(
+            range(record["samples_seen"] - len(groups), record["samples_seen"])
+        )
+        assert sum(one["reward"] for one in trained) / len(trained) == pytest.approx(record["reward"])
+        assert all(sum(one["advantage"] for one in group) == pytest.approx(0, abs=1e-4) for group in groups)
+        assert all(isinstance(one["response"], str) and one["rewards"] for one in trained)
 
 
 def test_evals_do_not_depend_on_chunks(tmp_path: Path) -> None:

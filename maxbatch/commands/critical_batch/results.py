@@ -62,8 +62,8 @@ class ForkResult(NamedTuple):
         critical, fork = self.critical, self.fork
         bound = "at least " if critical.is_at_least else "at most " * critical.is_at_most
         at = f"step {fork.step:,} ({fork.samples_seen:,} samples)"
-        beyond = f"; the run's own, {fork.batch_size:,}, is beyond it" if critical.is_below_base else ""
-        return f"{at}: critical batch size {bound}{critical.batch_size:,}{beyond}"
+        below = f", below the run's own {fork.batch_size:,}" if critical.is_below_base else ""
+        return f"{at}: critical batch size {bound}{critical.batch_size:,}{below}"
 
     def to_json(self) -> dict[str, object]:
         critical = self.critical._asdict()
@@ -112,9 +112,9 @@ class Measurement:
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """The schedule that follows, as (samples, batch)."""
+        """The schedule that follows, as (samples, batch); it begins below the run's own batch if that was too large."""
         points = [(result.fork.samples_seen, result.critical.batch_size) for result in self.forks]
-        return schedule(points, self.run.first_batch_size)
+        return schedule(points, min(self.run.first_batch_size, *(batch for _, batch in points)))
 
     @property
     def command(self) -> str:

@@ -43,6 +43,7 @@ PANELS = (
     Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),
     Panel("pass@1 on held-out prompts, sampled", "share of the responses", ((M.EVAL_PASS_AT_1, "points"),)),
     Panel("pass@1 on held-out prompts, greedy", "share of the responses", ((M.EVAL_GREEDY_PASS_AT_1, "points"),)),
+    Panel("Reward on held-out prompts", "mean of the sampled responses", ((M.EVAL_REWARD, "points"),)),
     Panel("Response length", "tokens", ((M.RESPONSE_LENGTH, "line"),)),
     Panel("Entropy", "per token (nats)", ((M.ENTROPY, "line"),)),
     Panel("Divergence from the reference", "per token (nats)", ((M.KL, "line"),)),

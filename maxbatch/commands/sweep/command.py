@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
 from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder, Trial
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
-from maxbatch.system.errors import EXIT_STOPPED, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingError
 from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.leases import leased
 from maxbatch.system.stopping import Stopping
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry-failed", action="store_true", help="run failed trials again (not those that diverged)"
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """
     sweep = SweepFile.read(args.file)
     folder = SweepFolder(sweep.sweep_dir)
-    console = TrainingConsole()
+    console = TrainingConsole(stderr=args.json)
     if args.retry_failed and sweep.sampler == "optuna":
         raise ConfigError(
             "--retry-failed: a study of sampler optuna keeps its failed trials; works: a larger number of trials"
@@ -88,9 +90,11 @@ def run(args: argparse.Namespace) -> int:
         total = len(results) if sweep.storage else max(len(results), study.num_trials)
         left = total - sum(result.status != UNFINISHED for result in results)
         console.print(f"stopped; {left} of {total} trials are left. The same command continues.")
-        return EXIT_STOPPED
-    conclude(sweep, folder, results, console)
-    return 0
+    else:
+        conclude(sweep, folder, results, console)
+    if args.json:
+        print(json.dumps(folder.to_dict()))
+    return EXIT_DONE if has_ended else EXIT_STOPPED
 
 
 class TrialRuns:
@@ -158,14 +162,20 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
 def results_table(results: Sequence[Result], metric: str) -> Table:
     """Returns the table of a sweep's trials."""
     swept = list(results[0].trial.overrides)
-    table = PlainTable("trial", *swept, metric, "steps", justify="right")
+    compared = any(result.at_equal_tokens is not None for result in results)
+    heads = [metric, *["at equal tokens"] * compared, "steps", "tokens"]
+    table = PlainTable("trial", *swept, *heads, justify="right")
     table.add_column("status", no_wrap=True)
     for result in results:
-        value = "-" if result.value is None else f"{result.value:.4f}"
+        values = [_number(value) for value in (result.value, result.at_equal_tokens)[: 1 + compared]]
         reason = f": {shown(result.reason, 100)}" if result.reason else ""
         texts = [str(result.trial.number), *(result.trial.overrides[key] for key in swept)]
         table.add_row(
-            *texts, value, f"{result.steps:,}", Text(f"{result.status}{reason}"),
+            *texts, *values, f"{result.steps:,}", f"{result.tokens:,}", Text(f"{result.status}{reason}"),
             style=None if result.status == Status.DONE else "dim",
         )  # fmt: skip
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -13,6 +13,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from maxbatch.data.store.chat_prompts import ChatPrompts
+from maxbatch.data.store.chat_rendering import Message
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.harness.asked_model import AskedModel
@@ -26,10 +28,12 @@ class HarnessModel(TemplateLM):
     Args:
       model: the model.
       batch_size: rows in one pass; None: by their length. No answer depends on it.
+      chat: writes requests in the chat template of the model's tokenizer; None: requests are plain text.
     """
 
-    def __init__(self, model: AskedModel, batch_size: int | None = None) -> None:
+    def __init__(self, model: AskedModel, batch_size: int | None = None, chat: ChatPrompts | None = None) -> None:
         super().__init__()
+        self._chat = chat
         self._model, self._tokenizer = model, model.tokenizer
         self._score, self._complete = model.scorer(batch_size), model.completer(batch_size)
 
@@ -45,10 +49,35 @@ class HarnessModel(TemplateLM):
         return next(token for token in starts if token is not None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Returns the ids of a text, after the token that the model's texts begin with unless that is refused."""
+        """Returns the ids of a text, after the token that the model's texts begin with unless that is refused.
+
+        A chat template writes that token and others itself.
+        """
+        if self._chat:
+            marked: list[int] = self._tokenizer.encode_markup_batch([string])[0].tolist()
+            return marked
         first = [] if add_special_tokens is False else self._model.first_ids()
         ids: list[int] = self._tokenizer.encode(string).tolist()
         return first + ids
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the tokenizer, which the harness would give a cache of requests; we keep none."""
+        return type(self._tokenizer).__name__
+
+    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Returns the text of a request's messages, after which the assistant's turn begins.
+
+        Raises:
+          ConfigError: the template refuses the messages, or the task begins the answer itself.
+        """
+        assert self._chat is not None, "the harness was told to apply it"
+        if not add_generation_prompt:
+            raise ConfigError(
+                "--apply-chat-template: a task begins the assistant's answer (gen_prefix), which is not supported; "
+                "works: without the flag"
+            )
+        return self._chat.text(list(chat_history))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns the log-probability of each continuation, and whether its tokens are the likeliest."""

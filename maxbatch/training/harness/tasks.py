@@ -16,6 +16,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from maxbatch.config.values import nearest_name, shown
+from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.harness.asked_model import AskedModel
 from maxbatch.training.harness.task_files import check_task_files
@@ -70,13 +71,16 @@ class Tasks:
             if task.OUTPUT_TYPE == "generate_until":
                 answering.rules(task.config.generation_kwargs or {}, name)
 
-    def scores(self, model: AskedModel, batch_size: int | None = None, has_errors: bool = True) -> dict[str, Any]:
+    def scores(
+        self, model: AskedModel, batch_size: int | None = None, has_errors: bool = True, chat: ChatPrompts | None = None
+    ) -> dict[str, Any]:
         """Returns the tables of the harness's results.
 
         Args:
           model: the model.
           batch_size: rows in one pass; None: by their length.
           has_errors: whether to compute standard errors.
+          chat: the chat template that requests are written in, each few-shot example as two messages; None: none.
 
         Raises:
           ConfigError: a task's files or code do not fit its documents.
@@ -91,8 +95,10 @@ class Tasks:
                 task.set_fewshot_seed(seed=_OTHER_SEED)  # the examples of the first time
             try:
                 found = evaluator.evaluate(
-                    HarnessModel(model, batch_size),
+                    HarnessModel(model, batch_size, chat),
                     self._loaded,
+                    apply_chat_template=chat is not None,
+                    fewshot_as_multiturn=chat is not None,
                     limit=self._limit,
                     bootstrap_iters=_BOOTSTRAPS if has_errors else 0,
                     log_samples=False,

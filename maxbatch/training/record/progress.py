@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -12,40 +13,76 @@ from rich.progress import Progress
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.system.bars import LINE_S, Pace, progress_bar
 from maxbatch.system.folding import folded_parts
-from maxbatch.system.terminal import PlainConsole
 from maxbatch.training.record.recorder import not_finite
+
+_TICK_S = 1.0  # between two counts of the bar
+_LONGEST_PAUSE = 10  # times `LINE_S`
 
 
 class RunProgress:
     """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
 
-    Elsewhere a line follows at the latest after half a minute, also while an update or a compilation takes longer.
-    A run starts after `first_step` updates of `total_steps`; `num_stages` is 1 without a ramp.
+    While an update or a compilation takes long, the bar counts its seconds. Elsewhere lines do: the first after half a
+    minute, each later one after twice as long as the one before, at the latest after five minutes.
+
+    Args:
+      console: where the lines go.
+      total_steps, first_step: updates of the whole run, and those done before it starts.
+      num_stages: 1 without a ramp.
+      log_period: updates from one line to the next.
+      doing: returns the activity of the run, such as "compiling".
     """
 
-    def __init__(self, console: Console, total_steps: int, first_step: int, num_stages: int, log_period: int) -> None:
-        self._console, self._total = console, total_steps
+    def __init__(
+        self,
+        console: Console,
+        total_steps: int,
+        first_step: int,
+        num_stages: int,
+        log_period: int,
+        doing: Callable[[], str],
+    ) -> None:
+        self._console, self._total, self._doing = console, total_steps, doing
         self._num_stages, self._log_period = num_stages, log_period
         self._bar: Progress | None = None
-        self._step, self._unprinted, self._printed_at = first_step, "", time.monotonic()
+        self._first_step = self._step = first_step
+        self._unprinted = ""
+        self._updated_at = self._printed_at = time.monotonic()
+        self._pause_s = LINE_S  # from the last line to the next
         self._is_closed = threading.Event()
         if console.is_terminal:
-            self._bar = progress_bar(PlainConsole(), Pace(total_steps, first_step))
-            self._task = self._bar.add_task("", total=total_steps, completed=first_step)
-        elif not console.quiet:
-            threading.Thread(target=self._keep_printing, name="maxbatch-lines", daemon=True).start()
+            self._bar = progress_bar(console, Pace(total_steps, first_step))
+            self._task = self._bar.add_task(self._waiting(0.0), total=total_steps, completed=first_step)
+            self._bar.start()
+        if not console.quiet:
+            wait = self._keep_counting if self._bar else self._keep_printing
+            threading.Thread(target=wait, name="maxbatch-lines", daemon=True).start()
+
+    def _waiting(self, seconds: float) -> str:
+        return f"step {self._step}/{self._total} | {self._doing()}, {seconds:.0f} s"
+
+    def _keep_counting(self) -> None:
+        while not self._is_closed.wait(_TICK_S):
+            silent_s = time.monotonic() - self._updated_at
+            if self._bar is not None and (silent_s >= LINE_S or self._step == self._first_step):
+                self._bar.update(self._task, description=self._waiting(silent_s))
 
     def _keep_printing(self) -> None:
-        while not self._is_closed.wait(max(0.0, self._printed_at + LINE_S - time.monotonic())):
-            silent_s = time.monotonic() - self._printed_at
-            if silent_s >= LINE_S:
-                waits = f"step {self._step}/{self._total} | {silent_s:.0f} s without an update"
-                self._print(self._unprinted or waits)
+        while not self._is_closed.wait(max(0.0, self._printed_at + self._pause_s - time.monotonic())):
+            now = time.monotonic()
+            if now - self._printed_at < self._pause_s:
+                continue
+            if self._unprinted:
+                self._print(self._unprinted)
+            else:
+                pause_s = min(2 * self._pause_s, _LONGEST_PAUSE * LINE_S)
+                self._print(self._waiting(now - self._updated_at))
+                self._pause_s = pause_s
 
     def _print(self, line: str) -> None:
-        self._unprinted, self._printed_at = "", time.monotonic()
-        console = self._bar.console if self._bar is not None else self._console
-        console.print(folded_parts(line.split(" | "), console.width if console.is_terminal else None))
+        self._unprinted, self._printed_at, self._pause_s = "", time.monotonic(), LINE_S
+        width = self._console.width if self._console.is_terminal else None
+        self._console.print(folded_parts(line.split(" | "), width))
 
     def append(self, record: dict[str, Any]) -> None:
         """Shows a record of `metrics.jsonl`."""
@@ -63,20 +100,23 @@ class RunProgress:
         if Metric.EVAL_PASS_AT_1 in record:
             greedy = record[Metric.EVAL_GREEDY_PASS_AT_1]
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
+            remarks.append(f"eval reward {record[Metric.EVAL_REWARD]:.3f}")
         if self._bar is not None:
-            self._bar.start()  # once, at the first update, so that text printed before stays intact
             self._bar.update(self._task, completed=step, description=line)
-        self._step, self._unprinted = step, line
+        self._step, self._unprinted, self._updated_at = step, line, time.monotonic()
         if remarks or step % self._log_period == 0 or step in (1, self._total):
             self._print(" | ".join([line, *remarks]))
 
     def _line(self, record: dict[str, Any]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
+        margin, accuracy = record.get(Metric.MARGIN), record.get(Metric.PAIR_ACCURACY)
         parts = (
             f"step {record[Metric.STEP]}/{self._total}",
             "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:.4f}",
             None if reward is None else f"reward {reward:.3f}",
-            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}",
+            None if margin is None else f"margin {margin:.3f}",
+            None if accuracy is None else f"accuracy {accuracy:.0%}",
+            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{' pairs' if Metric.MARGIN in record else ''}",
             f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,
             f"lr {record[Metric.LEARNING_RATE]:.2e}",
             f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",

@@ -87,8 +87,9 @@ def test_a_sweep_of_12_trials_killed_twice_loses_nothing_and_runs_nothing_twice(
     values = {result.value for result in folder.results("loss")}
     assert {value for line in shown for value in line["y"]} == values and len(values) == 12
 
-    again = maxbatch("sweep", "sweep.yml")
-    assert again.returncode == 0 and "trial 0:" not in again.stdout and "best: trial" in again.stdout
+    again = maxbatch("sweep", "sweep.yml", "--json")
+    assert again.returncode == 0 and "trial 0:" not in again.stderr and "best: trial" in again.stderr
+    assert json.loads(again.stdout) == json.loads(json.dumps(folder.to_dict()))  # and nothing else
 
 
 @pytest.mark.processes

@@ -19,10 +19,14 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     return {"step": step, **base, "tokens_per_second": 12345.6, "grad_norm": 1.0, "mfu": None, "skipped": False, **more}
 
 
+def doing() -> str:
+    return "compiling"
+
+
 def lines(records: list[dict[str, Any]], num_stages: int = 1) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=200, highlight=False)
-    with closing(RunProgress(console, 20, 0, num_stages, 10)) as progression:
+    with closing(RunProgress(console, 20, 0, num_stages, 10, doing)) as progression:
         for one in records:
             progression.append(one)
     return out.getvalue().splitlines()
@@ -45,37 +49,50 @@ def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
 
 
 def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
-    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875)])
-    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875)")
+    (line,) = lines([record(3, reward=0.5, eval_pass_at_1=0.75, eval_greedy_pass_at_1=0.875, eval_reward=0.4375)])
+    assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875) | eval reward 0.438")
+
+
+def test_pairs_show_their_margin_and_accuracy_and_are_counted_as_pairs() -> None:
+    (line,) = lines([record(1, margin=0.25, pair_accuracy=0.625)])
+    assert "| margin 0.250 | accuracy 62% | batch 16 pairs |" in line
 
 
 def test_a_narrow_terminal_tears_no_part_of_a_line() -> None:
     out = io.StringIO()
     console = Console(file=out, width=60, force_terminal=True, highlight=False)
-    with closing(RunProgress(console, 20, 0, 1, 10)) as progression:
-        progression._bar = None  # the lines alone
+    with closing(RunProgress(console, 20, 0, 1, 10, doing)) as progression:
         progression.append(record(3, eval_loss=2.25))
-    assert out.getvalue().splitlines() == [
-        "step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03",
-        "  12,346 tokens/s | eval loss 2.2500",
-    ]
+    torn = "step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03\n  12,346 tokens/s | eval loss 2.2500\n"
+    assert torn in out.getvalue()
 
 
-def test_a_pipe_gets_a_line_at_least_every_half_minute(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "LINE_S", 0.05)
+def test_a_pipe_gets_a_line_after_half_a_minute_and_fewer_while_it_waits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.1)
     out = io.StringIO()
-    with closing(RunProgress(Console(file=out, width=200), 20, 0, 1, 10)) as progression:
+    with closing(RunProgress(Console(file=out, width=200), 20, 0, 1, 10, doing)) as progression:
         progression.append(record(3))  # by itself too little for a line
-        time.sleep(0.3)
+        time.sleep(1.2)
     shown = out.getvalue().splitlines()
-    assert shown[0].startswith("step 3/20 | loss 2.5000") and "s without an update" in shown[1]
-    assert 3 <= len(shown) <= 7
+    assert shown[0].startswith("step 3/20 | loss 2.5000") and "step 3/20 | compiling, 0 s" in shown[1]
+    assert 3 <= len(shown) <= 5  # after 0.1, 0.2, 0.4 and 0.8 s
+
+
+def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_TICK_S", 0.02)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with closing(RunProgress(console, 20, 0, 1, 10, doing)):
+        time.sleep(1.3)
+    shown = out.getvalue()
+    assert "step 0/20 | compiling, 0 s" in shown and "step 0/20 | compiling, 1 s" in shown
+    assert shown.count("\n") == 1  # the bar's own line, left at the end
 
 
 def test_a_terminal_gets_a_bar() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
-    with closing(RunProgress(console, 20, 0, 1, 10)) as progression:
+    with closing(RunProgress(console, 20, 0, 1, 10, doing)) as progression:
         assert progression._bar is not None
         progression.append(record(7))
         assert progression._bar.tasks[0].completed == 7

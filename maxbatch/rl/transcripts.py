@@ -1,0 +1,58 @@
+"""`transcripts.jsonl`: responses as texts, those of evals and those that are trained on."""
+
+from __future__ import annotations
+
+from maxbatch.parallel.hosts import is_first
+from maxbatch.rl.collecting import CollectedBatch
+from maxbatch.rl.evaluation import Evaluation
+from maxbatch.runs.metrics import StepLog
+from maxbatch.runs.run_folder import RunFolder
+from maxbatch.training.record.board import Board
+
+
+class Transcripts:
+    """Lines of `transcripts.jsonl`; those of evals are a text in TensorBoard as well.
+
+    An eval's line has `step` and `transcripts`, a batch's line `step` (of its first update) and `trained`. Lines of
+    updates after `step`, which will be redone, are dropped.
+
+    Args:
+      folder: the folder of the run.
+      board: TensorBoard's events, if there are any.
+      step: updates done.
+      period: batches from one line of a batch to the next; -1: none is written.
+    """
+
+    def __init__(self, folder: RunFolder, board: Board | None, step: int, period: int) -> None:
+        self._log = StepLog(folder, "transcripts.jsonl", step) if is_first() else None
+        self._board, self._period = board, period
+
+    def write_eval(self, step: int, evaluation: Evaluation) -> None:
+        """Adds the transcripts of an eval after `step` updates."""
+        transcripts = [transcript._asdict() for transcript in evaluation.transcripts]
+        if self._log:
+            self._log.append({"step": step, "transcripts": transcripts})
+        lines = [
+            f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
+            for t in evaluation.transcripts
+        ]
+        if self._board:
+            self._board.text(step, "transcripts", "\n".join(lines))
+
+    def write_batch(self, step: int, number: int, version: int, batch: CollectedBatch) -> None:
+        """Adds the responses of a sampled batch, if its line is due.
+
+        Args:
+          step: the batch's first update, from 1.
+          number: of the batch, from 0.
+          version: updates that the policy which sampled it had taken.
+          batch: all of it sampled.
+        """
+        if self._log and self._period > 0 and number % self._period == 0:
+            trained = [response._asdict() for response in batch.responses()]
+            self._log.append({"step": step, "policy_version": version, "trained": trained})
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._log:
+            self._log.close()
