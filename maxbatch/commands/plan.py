@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch plan`."""
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
-    parser.add_argument("--hosts", type=count, metavar="H", default=1, help="plan for H hosts (default 1)")
+    parser.add_argument("--hosts", type=count, metavar="H", help="plan for H hosts (default 1)")
     slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
 
     config = config_of(args)
+    args.hosts = args.hosts or 1
     check_dataset(config)
     if args.topology:
         config = _take_topology(config, args)
