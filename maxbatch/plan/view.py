@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
@@ -141,7 +143,8 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
     except ConfigError:
         rate = None  # the samples of an epoch are unknown here
     console.print()
-    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(config, name)]))
+    optimizer = PlanConfig.of(config).optimizer
+    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(optimizer, name)]))
     if plan.rl and plan.rl.updates_per_batch > 1:
         console.print()
         console.print(updates_table(plan.rl))
@@ -184,10 +187,10 @@ def versions_table(batch: RLBatch, num_devices: int) -> Table:
     return table
 
 
-def _is_in_tokens(config: ConfigDict, decay: str) -> bool:
+def _is_in_tokens(optimizer: OptimizerConfig, decay: str) -> bool:
     """Returns whether a decay is stated in tokens, so that its value per update is news."""
-    names = (f"{decay}_half_life", f"{decay.removeprefix('adam_')}_timescale")
-    return any(config.get(name) is not None for name in names)
+    name = "weight_decay_timescale" if decay == "adam_weight_decay" else f"{decay}_half_life"
+    return optimizer[name] is not None
 
 
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()) -> Table:
